@@ -74,6 +74,7 @@ CHIP_RULES = {
         ChipRule("group_norm_8192_elements", ("sm10", "sm12"), "tiles of 16384 elements spill"),
         ChipRule("torch_grouped_mm", ("sm90", "sm100", "sm103"), "torch has a kernel of CUTLASS for bf16 on these"),
         ChipRule("float8_conversion", ("sm89", "sm90", "sm10", "sm12", "gfx950", "gfx12"), "elsewhere no OCP float8"),
+        ChipRule("gluon_attention", ("sm90",), "warpgroup products and tensor copies of Hopper"),
         ChipRule("attention_hopper_tiles", ("sm90", "sm100", "sm103"), "228 KiB of shared memory for three stages"),
     )
 }

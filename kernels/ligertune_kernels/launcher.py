@@ -36,6 +36,18 @@ except ModuleNotFoundError as missing:
 else:
     TRITON_INSTALLED = True
 
+try:  # Gluon, Triton's language below tl, and its operations of Hopper GPUs
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ModuleNotFoundError:
+    gluon, gl = SimpleNamespace(jit=_undecorated), SimpleNamespace(constexpr=lambda value: value)
+    hopper = TensorDescriptor = copy_to_shared = copy_from_shared = None
+else:  # triton 3.9 renamed both
+    copy_to_shared = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+    copy_from_shared = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
+
 # Triton reads the variable when a kernel is decorated, so a later change of the environment has no effect.
 INTERPRETED = TRITON_INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
 

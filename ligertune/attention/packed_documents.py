@@ -102,6 +102,7 @@ def kernel_attention(
     attention_mask: Tensor | WindowMask | None,
     *,
     document_places: Tensor | None = None,
+    document_lengths: tuple[int, ...] | Untraced | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
     """Attend with our kernels. Raises ValueError for dropout, which they do not have."""
@@ -112,6 +113,8 @@ def kernel_attention(
         raise ValueError("document_attention has no dropout; use per_document")
     value_dim, value = value.shape[-1], _pad_value(value, query)
     options = {"scale": terms.scaling, "window": terms.window, "softcap": terms.softcap}
+    if document_lengths is not None and not torch.compiler.is_compiling():
+        options["documents"] = len(reveal(document_lengths))
     out = ligertune_kernels.document_attention(*_tokens_first(query, key, value), *document_places, **options)
     return out[None, ..., :value_dim], None
 

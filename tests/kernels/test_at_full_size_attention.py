@@ -37,9 +37,45 @@ def test_rounds_no_worse_than_torch(heads, lengths, terms, dtype, device) -> Non
     judge_op(document_attention, inputs, *places(lengths, device), compare=partial(judge, times=OF_A_ROW), **terms)
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], grad: torch.Tensor):
+LONG = (
+    # documents of which the mean is long enough for the kernels of Hopper at every width
+    pytest.param((4096,), id="one tile after another"),
+    pytest.param((9000, 1, 63, 5000, 7000), id="documents that end within tiles"),
+)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize("lengths", LONG)
+@pytest.mark.parametrize("heads", [(8, 2, 64), (4, 1, 128), (2, 2, 256)], ids=str)
+def test_long_documents_round_no_worse_than_torch(heads, lengths, terms, dtype, device) -> None:
+    n_heads, n_key_heads, head_dim = heads
+    sizes = ((sum(lengths), n, head_dim) for n in (n_heads, n_key_heads, n_key_heads))
+    inputs = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
+    judge_op(
+        document_attention, inputs, *places(lengths, device), ours={"documents": len(lengths)},
+        compare=partial(judge, times=OF_A_ROW), **terms,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [(16, 4, 64), (16, 4, 128), (16, 4, 256)], ids=str)
+def test_long_documents_are_deterministic(heads, device) -> None:
+    n_heads, n_key_heads, head_dim = heads
+    lengths = (5000, 5, 8187)
+    q, k, v = (
+        torch.randn(sum(lengths), n, head_dim, device=device, dtype=torch.bfloat16)
+        for n in (n_heads, n_key_heads, n_key_heads)
+    )
+    grad = torch.randn_like(q)
+    first = run(q, k, v, lengths, grad, documents=len(lengths))
+    for _ in range(10):
+        again = run(q, k, v, lengths, grad, documents=len(lengths))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], grad: torch.Tensor, **options):
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = document_attention(*leaves, *places(lengths, q.device))
+    out = document_attention(*leaves, *places(lengths, q.device), **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 

@@ -145,18 +145,23 @@ def _rope() -> list[Case]:
 
 
 def _attention() -> list[Case]:
-    """8 query heads and 2 key heads; a head width of each tile table, a padded width; a window and a cap."""
-    places = meta(1000, dtype=torch.int32), meta(1000, dtype=torch.int32)
+    """8 query heads and 2 key heads; a head width of each tile table, a padded width; a window and a cap.
 
-    def case(head_dim: int, dtype: torch.dtype, **terms: object) -> Case:
+    Long documents have kernels of their own on sm90.
+    """
+
+    def case(head_dim: int, dtype: torch.dtype, n_tokens: int = 1000, **terms: object) -> Case:
         call = partial(kernels.document_attention, **terms)
-        return Case(call, ((1000, 8, head_dim), *(((1000, 2, head_dim),) * 2)), dtype, places)
+        places = (meta(n_tokens, dtype=torch.int32),) * 2
+        return Case(call, ((n_tokens, 8, head_dim), *(((n_tokens, 2, head_dim),) * 2)), dtype, places)
 
     capped = {"window": 512, "softcap": 50.0}
     more = on_the_first(case(64, FP16), case(256, BF16), case(48, FP32), case(128, BF16, **capped))
+    long = [case(width, BF16, 4000, documents=1) for width in (64, 128, 256)]
+    long += [case(width, FP16, 4000, documents=1, **capped) for width in (64, 128, 256)]
     others = [case(width, dtype, **capped) for width in (64, 256) for dtype in (BF16, FP16)]
     others = later(case(96, FP16), case(16, BF16), case(128, FP16, **capped), *others)
-    return [case(128, BF16), case(64, FP16), *more, *others]
+    return [case(128, BF16), case(64, FP16), *more, *on_the_first(*long, early=("sm90",)), *others]
 
 
 def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:

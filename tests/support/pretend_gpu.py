@@ -38,6 +38,12 @@ TARGETS = {
 }
 
 
+# document_attention's backward on Hopper. Its atomics take turns, so that sums have one order. Tiles of which nothing
+# is spilled took more time on an H100; most of what is spilled here is read once, after the last product.
+ORDERED_ATOMICS = {"hopper_attention_backward_kernel", "hopper_attention_backward_wide_kernel"}
+MOST_SPILLED = {"hopper_attention_backward_kernel": 256, "hopper_attention_backward_wide_kernel": 256}  # bytes
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One compiled kernel: the resources it takes, and instructions that must not occur in it."""
@@ -58,9 +64,9 @@ class Compiled:
         found = {
             f"{self.threads} threads": self.threads > MAX_THREADS,
             f"{self.shared_bytes} bytes of shared memory": self.shared_bytes > target.shared_bytes,
-            f"{self.spills} spilled": self.spills > 0,
+            f"{self.spills} spilled": self.spills > MOST_SPILLED.get(self.kernel, 0),
             f"{self.scratch_bytes} bytes of scratch": self.scratch_bytes > 0,
-            f"atomics: {', '.join(self.atomics)}": bool(self.atomics),
+            f"atomics: {', '.join(self.atomics)}": bool(self.atomics) and self.kernel not in ORDERED_ATOMICS,
             f"32-bit offsets of {', '.join(self.narrow_offsets)}": bool(self.narrow_offsets),
             "a bf16 dot product that truncates": self.truncating_dot,
         }
@@ -133,7 +139,7 @@ def _compiled(metadata: dict, files: dict[str, str], target: Chip) -> Compiled:
         threads=metadata["num_warps"] * target.warp_size,
         shared_bytes=metadata["shared"],
         assembly=hashlib.sha256(assembly.encode()).hexdigest()[:16],
-        narrow_offsets=narrow_offsets(_text(files, ".ttir")),
+        narrow_offsets=narrow_offsets(_text(files, ".ttgir" if metadata["name"].startswith("hopper") else ".ttir")),
         **(_resources_cuda(assembly, files) if target.vendor == "nvidia" else _resources_hip(assembly)),
     )
 

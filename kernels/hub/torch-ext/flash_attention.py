@@ -41,7 +41,8 @@ def flash_attn_varlen_func(
     document = torch.searchsorted(cu_seqlens_q, tokens, right=True)
     edges = torch.cat((cu_seqlens_q, cu_seqlens_q.new_full((1,), n_tokens)))  # tokens behind the last document are one
     starts, ends = edges[document - 1].int(), edges[document].int()
-    return document_attention(q, k, v, starts, ends, **_options(softmax_scale, window_size, softcap))
+    options = _options(softmax_scale, window_size, softcap)
+    return document_attention(q, k, v, starts, ends, documents=len(cu_seqlens_q) - 1, **options)
 
 
 def flash_attn_func(
@@ -61,7 +62,8 @@ def flash_attn_func(
     n_rows, length = q.shape[:2]
     starts = torch.arange(n_rows, device=q.device, dtype=torch.int32).repeat_interleave(length) * length
     flat = (t.flatten(0, 1) for t in (q, k, v))
-    out = document_attention(*flat, starts, starts + length, **_options(softmax_scale, window_size, softcap))
+    options = _options(softmax_scale, window_size, softcap)
+    out = document_attention(*flat, starts, starts + length, documents=n_rows, **options)
     return out.view(q.shape)
 
 

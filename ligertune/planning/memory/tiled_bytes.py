@@ -16,6 +16,8 @@ stored, and copied back when it is needed: no copy is under way while a layer co
 
 from __future__ import annotations
 
+from ligertune_kernels import document_attention_memory
+
 from ligertune.planning.memory.activation_bytes import (
     ActivationPolicy,
     MicroBatch,
@@ -51,6 +53,14 @@ def tile_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, token
     return tile * widths * itemsize + trained * (4 + itemsize)
 
 
+def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int:
+    """Return the bytes of attention's fp32 sums of the queries' gradients, which H100 and H200 have."""
+    if policy.attention != "document_attention":
+        return 0
+    width = layer.query // layer.heads
+    return document_attention_memory(tokens, layer.heads, layer.key // width, width)
+
+
 def tiled_phases(
     layer: LayerShape,
     head: HeadShape,
@@ -77,7 +87,7 @@ def tiled_phases(
     mlp = saved + 2 * hidden + tile
     # The norm's output is freed with the MLP, if it was saved; the block's input is as large as the block's gradient.
     normed = 0 if policy.fused_norm and layer.normed else hidden
-    attention = saved - normed + projections + 4 * tokens * layer.heads
+    attention = saved - normed + projections + 4 * tokens * layer.heads + _sums_bytes(layer, policy, tokens)
     held = max(0, loss_held - batch.labels * layer.hidden * itemsize)
     others = max(0, inputs - hidden)  # inputs of the layers before the last
     work = step.workspace

@@ -13,7 +13,8 @@ with the keys of its first document, so that many short documents cost no more t
 
 The backward recomputes S and P twice, once for dQ and once for dK and dV. Each gradient is then summed by one program
 in one order and rounded once, without atomics and without copies per query head. Kernels:
-_document_attention_kernels.py; tiles: chips.ATTENTION_TILES.
+_document_attention_kernels.py; tiles: chips.ATTENTION_TILES. Long documents have other kernels on Hopper GPUs:
+hopper_attention.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ligertune_kernels.autocast import autocast_dtype, without_autocast
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, Tile, attention_tiles, padded_head_dim
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
+from ligertune_kernels.ops.attention import hopper_attention
 from ligertune_kernels.ops.attention._document_attention_kernels import (
     attention_dkdv_kernel,
     attention_dq_kernel,
@@ -160,6 +162,22 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, *(None,) * 5
 
 
+class _HopperAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, starts, ends, terms):
+        out, lse = hopper_attention.forward(q, k, v, starts, terms)
+        ctx.save_for_backward(q, k, v, starts, ends, out, lse)
+        ctx.terms = terms
+        return out
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, d_out):
+        q, k, v, starts, ends, out, lse = ctx.saved_tensors
+        grads = hopper_attention.backward(q, k, v, starts, ends, out, d_out.contiguous(), lse, ctx.terms)
+        return *grads, None, None, None
+
+
 def document_attention(
     query: torch.Tensor,  # (T, H, D)
     key: torch.Tensor,  # (T, K, D), K divides H: neighbouring query heads share a key head
@@ -170,13 +188,15 @@ def document_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    documents: int | None = None,
 ) -> torch.Tensor:  # (T, H, D), contiguous
     """Compute causal attention within packed documents. Deterministic.
 
     scale: factor of the products, by default 1 / sqrt(D). window: how many tokens back a token attends to, itself
-    included. softcap: bound of the scores (Gemma 2). Under autocast all tensors are converted to its dtype, as in
-    torch's attention. The reference runs for heads wider than 256, for heads wider than 64 on RDNA and in float32, and
-    for all heads in float32 on RDNA.
+    included. softcap: bound of the scores (Gemma 2). documents: their number, if it is known; on Hopper GPUs it chooses
+    the kernels for long or for short documents, both of which are right for all. Under autocast all tensors are
+    converted to its dtype, as in torch's attention. The reference runs for heads wider than 256, for heads wider than
+    64 on RDNA and in float32, and for all heads in float32 on RDNA.
 
     Raises ValueError on mismatched shapes or dtypes, and on a scale, window or softcap that is not positive.
     """
@@ -191,7 +211,15 @@ def document_attention(
                 query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
             )
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if hopper_attention.runs_hopper_kernels(query, key, value, chip_of(query.device), documents):
+        terms = hopper_attention.Terms(scale, window, softcap)
+        return _HopperAttention.apply(query, key, value, starts, ends, terms)
     return _Attention.apply(query, key, value, starts, ends, scale, window, softcap)
+
+
+def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_dim: int) -> int:
+    """Return the bytes that the backward on a Hopper GPU allocates and frees: fp32 sums of dq."""
+    return hopper_attention.sums_bytes(n_tokens, heads, key_heads, head_dim)
 
 
 def _runs_kernels(query: torch.Tensor, softcap: float | None) -> bool:

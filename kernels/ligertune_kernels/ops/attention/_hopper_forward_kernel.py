@@ -1,0 +1,193 @@
+"""Triton kernel of document_attention's forward on Hopper, in Gluon: it places tiles and orders warps itself.
+
+One program computes a tile of queries of one head. One warp copies keys and values into shared memory, blocks ahead of
+two warpgroups, which attend with half of the tile's queries each. While a warpgroup's matrix products run, it computes
+the softmax of its next block (FlashAttention-3, Shah et al., arXiv:2407.08608), and the other warpgroup's products run
+while it waits.
+
+q, k, v and out are descriptors of (T, H D) and (T, K D). lse is (H, T rounded up to 128): the log2-sum-exp2 of rows.
+"""
+
+from __future__ import annotations
+
+from ligertune_kernels.jit.device_functions import LOG2E
+from ligertune_kernels.launcher import copy_from_shared, copy_to_shared, gl, gluon, hopper
+
+LOWEST = gl.constexpr(-1.0e30)  # first maximum of a row; finite, so that -inf minus it is not NaN
+
+
+@gluon.jit
+def hopper_tanh(x):
+    return 1.0 - 2.0 / (gl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e); cannot overflow to NaN
+
+
+@gluon.jit
+def _key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constexpr, WINDOW: gl.constexpr):
+    """Return the number of blocks of keys that a tile of queries reads, and how many of them need no mask.
+
+    Blocks are read from the tile's last token to the left.
+    """
+    last = gl.minimum(first + ROWS, n_tokens) - 1
+    begin, free = gl.load(starts_ptr + first), gl.load(starts_ptr + last)
+    if WINDOW > 0:
+        begin, free = gl.maximum(begin, first - WINDOW + 1), gl.maximum(free, last - WINDOW + 1)
+    top = first + ROWS
+    return gl.cdiv(top - begin, COLS), gl.maximum((top - free) // COLS - ROWS // COLS, 0)
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, tiles, barriers, first, head, key_head, n_blocks,
+    ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the tile of queries, then block after block of keys and values, each as soon as its stage is free."""
+    q_tiles, k_tiles, v_tiles = tiles
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    HALF: gl.constexpr = ROWS // 2
+    Q_BYTES: gl.constexpr = ROWS * WIDTH * 2
+    hopper.mbarrier.expect(q_full, Q_BYTES)
+    for i in gl.static_range(2):
+        copy_to_shared(q_desc, [first + i * HALF, head * WIDTH], q_full, q_tiles.index(i))
+    for i in range(n_blocks):
+        place = [first + ROWS - (i + 1) * COLS, key_head * WIDTH]
+        stage, phase = i % STAGES, (i // STAGES) & 1 ^ 1
+        hopper.mbarrier.wait(k_empty.index(stage), phase)
+        hopper.mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        copy_to_shared(k_desc, place, k_full.index(stage), k_tiles.index(stage))
+        hopper.mbarrier.wait(v_empty.index(stage), phase)
+        hopper.mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        copy_to_shared(v_desc, place, v_full.index(stage), v_tiles.index(stage))
+
+
+@gluon.jit
+def _softmax(
+    scores, row_max, total, rows, starts, start, scale, cap,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, COLS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Return the weights of one block, the factor of earlier sums, new sums and maxima (arXiv:1805.02867)."""
+    bits = scale * LOG2E
+    if HAS_CAP:
+        scores = hopper_tanh(scores * (scale / cap))
+        bits = cap * LOG2E
+    if MASKED:
+        cols = (start + gl.arange(0, COLS, gl.SliceLayout(0, SCORES)))[None, :]
+        visible = (cols <= rows[:, None]) & (cols >= starts[:, None])
+        if WINDOW > 0:
+            visible = visible & (cols > rows[:, None] - WINDOW)
+        scores = gl.where(visible, scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * bits)
+    weights = gl.exp2(scores * bits - new_max[:, None])
+    rescale = gl.exp2(row_max - new_max)
+    return weights, rescale, total * rescale + gl.sum(weights, 1), new_max
+
+
+@gluon.jit
+def _attend(
+    out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_free, scale, cap,
+    part: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Compute half of the tile: the product of one block's weights and values runs with the next block's scores."""
+    q_tiles, k_tiles, v_tiles = tiles
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    HALF: gl.constexpr = ROWS // 2
+    N_DIAGONAL: gl.constexpr = ROWS // COLS
+    dtype: gl.constexpr = out_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    rows = first + part * HALF + gl.arange(0, HALF, ROW)
+    starts = gl.load(starts_ptr + rows, mask=rows < n_tokens, other=0)
+    row_max, total = gl.full([HALF], LOWEST, gl.float32, ROW), gl.zeros([HALF], gl.float32, ROW)
+    out, none = gl.zeros([HALF, WIDTH], gl.float32, OUT), gl.zeros([HALF, COLS], gl.float32, SCORES)
+    q = q_tiles.index(part)
+    start = first + ROWS - COLS
+    hopper.mbarrier.wait(q_full, 0)
+    hopper.mbarrier.wait(k_full.index(0), 0)
+    scores = hopper.warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), none, use_acc=False)
+    hopper.mbarrier.arrive(k_empty.index(0), count=1)
+    weights, rescale, total, row_max = _softmax(
+        scores, row_max, total, rows, starts, start, scale, cap, True, WINDOW, HAS_CAP, COLS, SCORES
+    )
+    weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+    # Blocks at the diagonal, blocks that every query sees whole, blocks at the start of a document or window.
+    begin = 1
+    for kind in gl.static_range(3):
+        end = n_blocks
+        if kind < 2:
+            end = gl.minimum(end, N_DIAGONAL + (n_free if kind == 1 else 0))
+        if kind > 0 or N_DIAGONAL > 1:
+            for i in range(begin, end):
+                stage, before = i % STAGES, (i - 1) % STAGES
+                start -= COLS
+                hopper.mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+                scores = hopper.warpgroup_mma(
+                    q, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+                )
+                hopper.mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+                out = hopper.warpgroup_mma(weights, v_tiles.index(before), out, is_async=True)
+                scores = hopper.warpgroup_mma_wait(1, deps=[scores])
+                hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+                new_weights, rescale, total, row_max = _softmax(
+                    scores, row_max, total, rows, starts, start, scale, cap, kind != 1, WINDOW, HAS_CAP, COLS, SCORES
+                )
+                out, weights = hopper.warpgroup_mma_wait(0, deps=[out, weights])
+                hopper.mbarrier.arrive(v_empty.index(before), count=1)
+                out = out * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+                weights = gl.convert_layout(new_weights.to(dtype), WEIGHTS)
+            begin = gl.maximum(begin, end)
+    last = n_blocks - 1
+    hopper.mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    out = hopper.warpgroup_mma(weights, v_tiles.index(last % STAGES), out)
+    padded = gl.cdiv(n_tokens, 128) * 128
+    gl.store(lse_ptr + head.to(gl.int64) * padded + rows, row_max + gl.log2(total))
+    out = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+    q.store(out.to(dtype))
+    hopper.fence_async_shared()
+    copy_from_shared(out_desc, [first + part * HALF, head * WIDTH], q)
+    hopper.tma.store_wait(0)
+
+
+@gluon.jit
+def stage_barriers(count: gl.constexpr, STAGES: gl.constexpr):
+    """Return one barrier per stage, which `count` arrivals complete."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(barriers.index(i), count=count)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["n_tokens"])
+def hopper_attention_forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, starts_ptr, lse_ptr, n_tokens, scale, cap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write out = softmax(scores) v and lse."""
+    # Tiles late in a document read the longest: start with them, so that none is left running alone.
+    n_tiles = gl.num_programs(0) // HEADS
+    first, head = (n_tiles - 1 - gl.program_id(0) // HEADS) * ROWS, gl.program_id(0) % HEADS
+    n_blocks, n_free = _key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS // 2, WIDTH], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    hopper.mbarrier.init(q_full, count=1)
+    k_full, v_full = stage_barriers(1, STAGES), stage_barriers(1, STAGES)
+    k_empty, v_empty = stage_barriers(2, STAGES), stage_barriers(2, STAGES)
+    tiles, barriers = (q_tiles, k_tiles, v_tiles), (q_full, k_full, k_empty, v_full, v_empty)
+    LOWER: gl.constexpr = 0
+    UPPER: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_free, scale,
+                       cap, LOWER, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+            (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_free, scale,
+                       cap, UPPER, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+            (_load, (q_desc, k_desc, v_desc, tiles, barriers, first, head, head // GROUP, n_blocks, ROWS, COLS, WIDTH,
+                     STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

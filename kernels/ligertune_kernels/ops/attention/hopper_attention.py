@@ -1,0 +1,152 @@
+"""document_attention on Hopper GPUs: launches of the kernels that place tiles and order warps themselves.
+
+They run for bfloat16 and float16, for heads of 64, 128 and 256 columns that lie next to each other, where documents are
+long: in the backward one kernel computes all gradients, with five matrix products instead of seven, and blocks and
+tiles of short documents would be mostly empty. Elsewhere the kernels in _document_attention_kernels.py run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ligertune_kernels.chips import Chip, applies
+from ligertune_kernels.launcher import TensorDescriptor, gl, on_device
+from ligertune_kernels.ops.attention._hopper_backward_kernel import hopper_attention_backward_kernel
+from ligertune_kernels.ops.attention._hopper_backward_wide_kernel import hopper_attention_backward_wide_kernel
+from ligertune_kernels.ops.attention._hopper_dq_kernels import attention_delta_kernel, attention_round_dq_kernel
+from ligertune_kernels.ops.attention._hopper_forward_kernel import hopper_attention_forward_kernel
+
+TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
+ROWS = 64  # rows of a copied tile of queries
+MOST_SUMS = 256 << 20  # bytes of the fp32 sums of dq, for one key head at least: further heads wait for their launch
+
+
+class Width(NamedTuple):
+    """What depends on the width of a head."""
+
+    cols: int  # keys of a block of the forward
+    stages: int  # blocks of the forward in shared memory
+    long: int  # tokens of the mean document from which these kernels take less time on an H100
+
+
+WIDTHS = {64: Width(128, 3, 4096), 128: Width(128, 2, 2048), 256: Width(64, 2, 512)}
+
+
+class Terms(NamedTuple):
+    """What the scores are computed with."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def runs_hopper_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chip: Chip, documents: int | None) -> bool:
+    """Return whether these kernels run for (T, H, D), (T, K, D) and (T, K, D) of this many documents, None: unknown."""
+    n_tokens, heads, width = q.shape
+    if documents is None or TensorDescriptor is None or not applies("gluon_attention", chip):
+        return False
+    if q.dtype not in (torch.bfloat16, torch.float16) or width not in WIDTHS or torch.compiler.is_compiling():
+        return False
+    padded = _padded(n_tokens)
+    if n_tokens < WIDTHS[width].long * documents or heads * padded >= 1 << 31:  # places of lse are int32
+        return False
+    return all(t.stride(1) == width and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (q, k, v))
+
+
+def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe tiles of `rows` tokens of one head of (T, H, D)."""
+    n_tokens, heads, width = t.shape
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(t, [n_tokens, heads * width], [t.stride(0), 1], [rows, width], layout)
+
+
+def _values_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe pieces of fp32 values."""
+    return TensorDescriptor(t, [t.numel()], [1], [rows], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def _constants(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> dict[str, int | bool]:
+    return {"GROUP": q.shape[1] // k.shape[1], "WINDOW": terms.window or 0, "HAS_CAP": terms.softcap is not None}
+
+
+def forward(
+    q: torch.Tensor,  # (T, H, D)
+    k: torch.Tensor,  # (T, K, D)
+    v: torch.Tensor,  # (T, K, D)
+    starts: torch.Tensor,  # (T,) int32
+    terms: Terms,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output (T, H, D), and the log2-sum-exp2 of rows (H, T rounded up to 128) in fp32."""
+    n_tokens, heads, width = q.shape
+    n_tiles = -(-n_tokens // TILE)
+    tile = WIDTHS[width]
+    out, lse = q.new_empty(q.shape), q.new_empty((heads, n_tiles * TILE), dtype=torch.float32)
+    descriptors = _rows_of(q, ROWS), _rows_of(k, tile.cols), _rows_of(v, tile.cols), _rows_of(out, ROWS)
+    with on_device(q):
+        hopper_attention_forward_kernel[(n_tiles * heads,)](
+            *descriptors, starts, lse, n_tokens, terms.scale, terms.softcap or 1.0, HEADS=heads, ROWS=TILE,
+            COLS=tile.cols, WIDTH=width, STAGES=tile.stages, **_constants(q, k, terms), num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
+def sums_bytes(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
+    """Return the bytes of the fp32 sums of dq, 0 for heads of another width."""
+    if width not in WIDTHS:
+        return 0
+    return _heads_at_once(n_tokens, heads, key_heads, width) * (heads // key_heads) * _padded(n_tokens) * width * 4
+
+
+def _padded(n_tokens: int) -> int:
+    return -(-n_tokens // TILE) * TILE
+
+
+def _heads_at_once(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
+    """Return of how many key heads the backward computes gradients in one launch."""
+    one = heads // key_heads * _padded(n_tokens) * width * 4
+    return max(1, min(key_heads, MOST_SUMS // one))
+
+
+def backward(
+    q: torch.Tensor,  # (T, H, D)
+    k: torch.Tensor,  # (T, K, D)
+    v: torch.Tensor,  # (T, K, D)
+    starts: torch.Tensor,  # (T,) int32
+    ends: torch.Tensor,  # (T,) int32
+    out: torch.Tensor,  # (T, H, D), contiguous
+    d_out: torch.Tensor,  # (T, H, D), contiguous
+    lse: torch.Tensor,  # (H, padded tokens) fp32
+    terms: Terms,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv, contiguous. The same inputs give the same bits."""
+    (n_tokens, heads, width), key_heads = q.shape, k.shape[1]
+    padded, group = lse.shape[1], heads // key_heads
+    at_once = _heads_at_once(n_tokens, heads, key_heads, width)
+    sums, delta = lse.new_empty((at_once * group, padded, width)), torch.empty_like(lse)
+    counters = lse.new_empty((at_once * group, padded // ROWS), dtype=torch.int32)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    wide, rows = width == 256, 4096 // width
+    block = 128 if width == 64 and terms.softcap is None else ROWS  # queries
+    kernel = hopper_attention_backward_wide_kernel if wide else hopper_attention_backward_kernel
+    constants = _constants(q, k, terms) | {"KEY_HEADS": key_heads, "STAGES": 2, "num_warps": 4}
+    constants |= {"SMALL": gl.NVMMASharedLayout(64, 16, 2)} if wide else {"ROWS": block, "WIDTH": width}
+    tensors = (
+        _rows_of(q, block), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, block), _values_of(lse, block),
+        _values_of(delta, block), starts, ends, counters, sums, dk, dv,
+    )  # fmt: skip
+    with on_device(q):
+        for first in range(0, key_heads, at_once):
+            launched = min(at_once, key_heads - first)
+            sizes = {"ALL_HEADS": heads, "HEADS": launched * group, "WIDTH": width, "ROWS": rows}
+            attention_delta_kernel[(-(-padded * launched * group // rows),)](
+                out, d_out, delta, sums, counters, n_tokens, first * group, **sizes
+            )
+            kernel[(-(-n_tokens // (64 if wide else 128)) * launched,)](
+                *tensors, n_tokens, first, terms.scale, terms.softcap or 1.0, LAUNCHED=launched, **constants
+            )
+            attention_round_dq_kernel[(-(-n_tokens * launched * group // rows),)](
+                sums, dq, n_tokens, first * group, terms.scale, BLOCK=block, **sizes
+            )
+    return dq, dk, dv

@@ -1,0 +1,55 @@
+"""When document_attention runs its kernels for Hopper. Their results: tests/kernels/test_at_full_size_attention.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ligertune_kernels import document_attention_memory
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.launcher import TensorDescriptor
+from ligertune_kernels.ops.attention.hopper_attention import WIDTHS, runs_hopper_kernels
+
+HOPPER = Chip("nvidia", "sm90", 32, 132, 50 << 20, 232448)
+BF16 = torch.bfloat16
+
+
+def heads(n_tokens: int, width: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
+    """Return (T, 8, D) and twice (T, 2, D)."""
+    return [torch.empty(n_tokens, n, width, dtype=dtype, device="meta") for n in (8, 2, 2)]
+
+
+@pytest.mark.skipif(TensorDescriptor is None, reason="needs triton")
+@pytest.mark.parametrize("width", WIDTHS)
+def test_long_documents_run_them(width) -> None:
+    long = WIDTHS[width].long
+    assert runs_hopper_kernels(*heads(2 * long, width), HOPPER, 2)
+    assert runs_hopper_kernels(*heads(2 * long, width, torch.float16), HOPPER, 2)
+    assert not runs_hopper_kernels(*heads(2 * long - 1, width), HOPPER, 2)
+
+
+@pytest.mark.parametrize(
+    "width, dtype, documents, arch",
+    [(128, BF16, None, "sm90"), (128, torch.float32, 1, "sm90"), (96, BF16, 1, "sm90"), (128, BF16, 1, "sm100")],
+    ids=["unknown documents", "float32", "another width", "another chip"],
+)
+def test_elsewhere_the_other_kernels_run(width, dtype, documents, arch) -> None:
+    assert not runs_hopper_kernels(*heads(8192, width, dtype), replace(HOPPER, arch=arch), documents)
+
+
+def test_heads_that_are_apart_run_the_other_kernels() -> None:
+    """Tensor copies take rows of all heads: models that store (H, T, D) have none."""
+    query, _, value = heads(8192, 128)
+    apart = torch.empty(2, 8192, 128, dtype=BF16, device="meta").transpose(0, 1)
+    assert not runs_hopper_kernels(query, apart, value, HOPPER, 1)
+
+
+def test_tensors_of_more_rows_than_32_bits_count_run_the_other_kernels() -> None:
+    tensors = [torch.empty(1 << 24, n, 64, dtype=BF16, device="meta") for n in (128, 1, 1)]
+    assert not runs_hopper_kernels(*tensors, HOPPER, 1)
+
+
+def test_the_memory_of_a_long_row_is_that_of_one_key_head() -> None:
+    one_head_of_queries = 4096 * 128 * 4
+    assert document_attention_memory(4000, 32, 8, 128) == 32 * one_head_of_queries  # 64 MiB
+    assert document_attention_memory(100 * 4096, 32, 8, 128) == 4 * 100 * one_head_of_queries
+    assert document_attention_memory(4000, 32, 8, 96) == 0
