@@ -252,24 +252,30 @@ def _dots(figure: Any, page: Page) -> None:
 
 
 def _lines(figure: Any, page: Page) -> None:
-    """Draw a panel per value over x. chart: x (key, label), values {key: axis label}, colour and style (keys)."""
+    """Draw a panel per value over x. chart: x (key, label), values {key: axis label}, colour and style (keys).
+
+    A chart without style has one line per colour. A row without a panel's value is not drawn there.
+    """
     chart, rows = page.chart, page.rows
-    x, x_label = chart["x"]
-    colours, styles = _distinct(rows, chart["colour"]), _distinct(rows, chart["style"])
+    (x, x_label), style = chart["x"], chart.get("style")
+    colours, styles = _distinct(rows, chart["colour"]), _distinct(rows, style) if style else [None]
     panels = figure.subplots(1, len(chart["values"]), squeeze=False)[0]
     for panel, (key, label) in zip(panels, chart["values"].items(), strict=True):
         for i, first in enumerate(colours):
             for j, second in enumerate(styles):
-                mine = [row for row in rows if (row[chart["colour"]], row[chart["style"]]) == (first, second)]
+                mine = [row for row in rows if (row[chart["colour"]], row.get(style)) == (first, second)]
+                drawn = [row for row in mine if row.get(key) is not None]
                 if mine:
                     fill = "none" if i else COLOURS[0]  # outlines leave the first side's markers visible
-                    panel.plot([row[x] for row in mine], [row[key] for row in mine], STYLES[j], color=COLOURS[i],
-                               marker=MARKERS[i], markersize=5 + 3 * i, markerfacecolor=fill, zorder=4 - i,
-                               label=f"{first}, {second} {chart['style']}")  # fmt: skip
+                    panel.plot([row[x] for row in drawn], [row[key] for row in drawn], STYLES[j],
+                               color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)],
+                               markersize=5 + 3 * min(i, 2), markerfacecolor=fill, zorder=max(4 - i, 1),
+                               label=f"{first}, {second} {style}" if style else first)  # fmt: skip
         places = _distinct(rows, x)
         panel.set_xscale("log", base=2)
         panel.set_xticks(places, [f"{place / 1024:g}k" if place >= 1024 else place for place in places])
-        top = 1.08 * max(row[key] for row in rows)  # room for the highest marker; 0 on a CPU, which measures no memory
+        # room for the highest marker; 0 on a CPU, which measures no memory
+        top = 1.08 * max((row[key] for row in rows if row.get(key) is not None), default=0)
         panel.set(xlabel=x_label, ylabel=label, ylim=(0, top or None))
         _tidy(panel, "y")
         panel.yaxis.set_major_formatter("{x:,g}")

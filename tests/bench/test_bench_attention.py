@@ -1,0 +1,81 @@
+"""scripts/bench_attention: equal results of its sides, the fastest other side of a row, and why rows are missing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from command_line import ROOT
+from script_modules import load_script
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return load_script("bench_attention")
+
+
+def options_of(script, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bench_attention", *arguments])
+    return script.parse()
+
+
+def timed(side, length, ms, width=64):
+    speeds = {f"{name}_{unit}": ms for name in ("forward", "backward", "both") for unit in ("ms", "tflops")}
+    return {"side": side, "width": width, "documents": 2, "length": length, "differs": 1e-3, **speeds}
+
+
+def test_sides_have_the_same_results_and_ours_the_errors_of_bfloat16(script, monkeypatch):
+    options = options_of(script, monkeypatch, "--small", "--only", "16", "--sides", "ligertune,short,sdpa,flash,cudnn")
+    points = list(script.measure(options))
+    rows = [point for point in points if "both_ms" in point]
+    assert [(row["side"], row["length"]) for row in rows] == [
+        (side, length)
+        for length in (10, 40)
+        for side in ("ligertune", "ligertune, kernels of short documents", "SDPA", "SDPA, flash")
+    ]
+    assert all(row["differs"] < 0.01 and row["backward_ms"] > 0 for row in rows)
+    errors = [point for point in points if point.get("of", "").startswith("ligertune")]
+    assert len(errors) == 2 and all(point["same"] and max(point["errors"]) < 0.01 for point in errors)
+    assert {point["side"] for point in points if "length" in point and "failed" in point} == {"SDPA, cuDNN"}
+
+
+def test_no_side_starts_after_the_budget_and_the_page_names_it(script, monkeypatch):
+    options = options_of(script, monkeypatch, "--small", "--only", "16,3x10", "--sides", "sdpa,fa3", "--budget", "0")
+    points = [point for point in script.measure(options) if "of" not in point]
+    assert script.left_out(points, None) == [
+        "Without a row: FlashAttention-3 (flash_attn_interface is not installed).",
+        "Without a row: SDPA: heads of 16, 3 x 10 (the 0 s of --budget were spent).",
+    ]
+
+
+def test_ours_is_compared_with_the_fastest_other_side_of_its_row(script):
+    names = ("torch varlen", "ligertune", "SDPA")
+    points = [timed(name, 512, ms) for name, ms in zip(names, (3.0, 2.0, 4.0), strict=True)]
+    points += [timed(name, 4096, ms) for name, ms in zip(names, (5.0, 4.0, 3.0), strict=True)]
+    rows = script.rows_of(points)
+    assert [row["side"] for row in rows] == ["ligertune", "SDPA", "torch varlen"] * 2
+    assert [(row.get("fastest"), row.get("times")) for row in rows if row["ours"]] == [
+        ("torch varlen", 1.5),
+        ("SDPA", 0.75),
+    ]
+    said = script.speed_remarks(rows)
+    assert "0.75 to 1.50 times" in said[0] and said[1].endswith("on: 2 x 4,096 with heads of 64 (0.75, SDPA).")
+
+
+def test_errors_are_compared_with_those_of_flash_attention(script):
+    found = [{"of": name, "width": 64, "lengths": (700, 1), "errors": errors, "same": name != "torch varlen"}
+             for name, errors in (("ligertune", [1e-3, 2e-3, 3e-3, 1e-3]), ("torch varlen", [2e-3] * 4))]  # fmt: skip
+    (said,) = script.error_remarks(found)
+    assert said.endswith("different bits. ligertune: at most 1.500 times those of torch varlen.")
+
+
+@pytest.mark.slow
+def test_the_small_run_has_a_page_and_a_chart(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, ROOT / "scripts" / "bench_attention", "--small", "--page", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (page,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page": '))
+    assert {row["side"] for row in page["rows"]} >= {"ligertune", "SDPA"} and len(page["left_out"]) >= 4
+    assert list(tmp_path.glob("attention_small_cpu_*.png"))
