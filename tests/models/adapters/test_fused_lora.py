@@ -185,21 +185,23 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "arch", "fused"),
+    ("changes", "arch", "processes", "fused"),
     [
-        ({}, "sm90", True),
-        ({}, "sm80", False),
-        ({"train.torch_compile": True}, "sm90", False),
-        ({"method.type": "full"}, "sm90", False),
-        ({"method.load_in_8bit": True}, "sm90", False),
-        ({"kernels.lora": False}, "sm90", False),
-        ({"kernels.lora": True}, "sm80", True),
+        ({}, "sm90", 1, True),
+        ({"method.type": "qlora"}, "sm90", 1, True),
+        ({}, "sm90", 2, False),
+        ({}, "sm80", 1, False),
+        ({"train.torch_compile": True}, "sm90", 1, False),
+        ({"method.type": "full"}, "sm90", 1, False),
+        ({"method.load_in_8bit": True}, "sm90", 1, False),
+        ({"kernels.lora": False}, "sm90", 1, False),
+        ({"kernels.lora": True}, "sm80", 2, True),
     ],
 )
-def test_auto_fuses_where_it_was_measured_to_be_faster(changes, arch, fused):
+def test_auto_fuses_where_it_was_measured_to_be_faster(changes, arch, processes, fused):
     overrides = [f"{key}={value}" for key, value in {"method.type": "lora", **changes}.items()]
     recipe = load_recipe(bundled("quickstart/stories260k.yaml"), overrides=overrides)
-    machine = dataclasses.replace(this_machine(), arch=arch)
+    machine = dataclasses.replace(this_machine(), arch=arch, world_size=processes)
     assert with_fused_lora(recipe, machine).kernels.lora is fused
 
 
