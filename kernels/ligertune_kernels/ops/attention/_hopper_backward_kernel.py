@@ -71,7 +71,7 @@ def _dq_product(
 @gluon.jit
 def _differentiate(
     ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, d_score_tiles, barriers, stored, turn, added, blocks,
-    first, key_head, place, n_tokens, scale, cap, part: gl.constexpr,
+    first, key_head, n_tokens, scale, cap, part: gl.constexpr,
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
@@ -99,8 +99,7 @@ def _differentiate(
     hopper.fence_async_shared()
     hopper.mbarrier.arrive(stored.index(0), count=1)
     hopper.mbarrier.wait(kv_full, 0)
-    first_head = (key_head - place) * GROUP  # of this launch
-    row_before = place.to(gl.int64) * GROUP * padded + first
+    row_before = key_head.to(gl.int64) * GROUP * padded + first
     i = 0
     for half in range(2):
         for masked in gl.static_range(1, -1, -1):
@@ -138,7 +137,7 @@ def _differentiate(
                 hopper.mbarrier.arrive(added.index(buffer), count=1, pred=i > 0)
                 dk, left = hopper.warpgroup_mma_wait(0, deps=[dk, left])
                 hopper.mbarrier.arrive(empty.index(stage), count=1)
-                row_before = (head - first_head).to(gl.int64) * padded + row
+                row_before = head.to(gl.int64) * padded + row
                 i += 1
     buffer, before = (i + 1) % 2, i % 2
     hopper.mbarrier.wait(stored.index(before), (i // 2) & 1)
@@ -161,16 +160,15 @@ def store_gradient(
     gl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=(tokens < n_tokens)[:, None])
 
 
-@gluon.jit(do_not_specialize=["n_tokens", "first_key_head"])
+@gluon.jit(do_not_specialize=["n_tokens"])
 def hopper_attention_backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc, starts_ptr, ends_ptr, counters_ptr, dq_ptr,
-    dk_ptr, dv_ptr, n_tokens, first_key_head, scale, cap,
-    KEY_HEADS: gl.constexpr, LAUNCHED: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
-    ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    dk_ptr, dv_ptr, n_tokens, scale, cap,
+    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of LAUNCHED key heads; add dq without the scale to zeros (heads, padded tokens, WIDTH)."""
-    first, place = gl.program_id(0) // LAUNCHED * KEYS, gl.program_id(0) % LAUNCHED
-    key_head = first_key_head + place
+    """Write dk and dv, and add dq without the scale to zeros (H, padded tokens, WIDTH)."""
+    first, key_head = gl.program_id(0) // KEY_HEADS * KEYS, gl.program_id(0) % KEY_HEADS
     blocks = query_blocks(first, ends_ptr, n_tokens, KEYS, ROWS, WINDOW)
     HALF: gl.constexpr = KEYS // 2
     KV_BYTES: gl.constexpr = KEYS * WIDTH * 4
@@ -185,8 +183,8 @@ def hopper_attention_backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
     hopper.mbarrier.init(kv_full, count=1)
     full, empty = stage_barriers(1, STAGES), stage_barriers(2, STAGES)
-    stored, added = stage_barriers(2, 2), stage_barriers(2, 2)
-    turn, counted = stage_barriers(1, 2), stage_barriers(1, 2)
+    stored, turn = stage_barriers(2, 2), stage_barriers(1, 2)
+    added, counted = stage_barriers(2, 2), stage_barriers(1, 2)
     descriptors = (q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc)
     tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, lse_tiles, delta_tiles)
     barriers = (kv_full, full, empty)
@@ -196,19 +194,19 @@ def hopper_attention_backward_kernel(
         [
             (_differentiate, (
                 ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, d_score_tiles, barriers, stored, turn, added, blocks, first,
-                key_head, place, n_tokens, scale, cap, LOWER, KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
+                key_head, n_tokens, scale, cap, LOWER, KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
             )),
             (_differentiate, (
                 ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, d_score_tiles, barriers, stored, turn, added, blocks, first,
-                key_head, place, n_tokens, scale, cap, UPPER, KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
+                key_head, n_tokens, scale, cap, UPPER, KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
             )),
             (load_blocks, (
                 descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP, ROWS, WIDTH, KV_BYTES, STAGES,
             )),
             (await_turns, (
-                counters_ptr, starts_ptr, turn, counted, blocks, first, place, n_tokens, GROUP, ROWS, KEYS, WINDOW,
+                counters_ptr, starts_ptr, turn, counted, blocks, first, key_head, n_tokens, GROUP, ROWS, KEYS, WINDOW,
             )),
-            (count_turns, (counters_ptr, added, counted, blocks, place, n_tokens, GROUP, ROWS)),
+            (count_turns, (counters_ptr, added, counted, blocks, key_head, n_tokens, GROUP, ROWS)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

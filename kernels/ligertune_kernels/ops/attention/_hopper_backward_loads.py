@@ -93,17 +93,16 @@ def load_blocks(
 
 @gluon.jit
 def await_turns(
-    counters_ptr, starts_ptr, turn, counted, blocks, first, place, n_tokens,
+    counters_ptr, starts_ptr, turn, counted, blocks, first, key_head, n_tokens,
     GROUP: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Let the tile add to a block's dq when all tiles before it have.
 
-    counters (heads, padded tokens / 64) int32: the number of tiles that have added to the dq of 64 queries. place: of
-    the key head among those of this launch.
+    counters (H, padded tokens / 64) int32: the number of tiles that have added to the dq of 64 queries.
     """
     n_counters = gl.cdiv(n_tokens, 128) * 2
     for i in range(n_steps(blocks, GROUP)):
-        row, head = block_of_step(i, blocks, place, GROUP, ROWS)
+        row, head = block_of_step(i, blocks, key_head, GROUP, ROWS)
         leftmost = gl.load(starts_ptr + row)  # the first key that the block sees
         if WINDOW > 0:
             leftmost = gl.maximum(leftmost, row - WINDOW + 1)
@@ -118,11 +117,11 @@ def await_turns(
 
 
 @gluon.jit
-def count_turns(counters_ptr, added, counted, blocks, place, n_tokens, GROUP: gl.constexpr, ROWS: gl.constexpr):
+def count_turns(counters_ptr, added, counted, blocks, key_head, n_tokens, GROUP: gl.constexpr, ROWS: gl.constexpr):
     """Count the tile for each block to whose dq it has added."""
     n_counters = gl.cdiv(n_tokens, 128) * 2
     for i in range(n_steps(blocks, GROUP)):
-        row, head = block_of_step(i, blocks, place, GROUP, ROWS)
+        row, head = block_of_step(i, blocks, key_head, GROUP, ROWS)
         hopper.mbarrier.wait(added.index(i % 2), (i // 2) & 1)
         hopper.mbarrier.arrive(counted.index(i % 2), count=1)
         gl.atomic_add(counters_ptr + head.to(gl.int64) * n_counters + row // 64, 1, sem="release", scope="gpu")

@@ -47,7 +47,7 @@ def _products(weight_tiles, d_score_tiles, buffer, q, d_out, k, dk, dv, part: gl
 @gluon.jit
 def _differentiate(
     ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, weight_tiles, d_score_tiles, barriers, stored, turn, added,
-    blocks, first, key_head, place, n_tokens, scale, cap, part: gl.constexpr,
+    blocks, first, key_head, n_tokens, scale, cap, part: gl.constexpr,
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Compute half of the columns of dk and dv, and of each block's dq."""
@@ -95,7 +95,7 @@ def _differentiate(
                 hopper.mbarrier.wait(stored.index(buffer), (i // 2) & 1)
                 dq_0, dq_1, dk, dv = _products(weight_tiles, d_score_tiles, buffer, q, d_out, k, dk, dv, part, DQ)
                 dq_0, dq_1 = hopper.warpgroup_mma_wait(4, deps=[dq_0, dq_1])
-                ptrs = dq_ptr + ((head - (key_head - place) * GROUP).to(gl.int64) * padded + row) * WIDTH + places
+                ptrs = dq_ptr + (head.to(gl.int64) * padded + row) * WIDTH + places
                 hopper.mbarrier.wait(turn.index(buffer), (i // 2) & 1)
                 gl.atomic_add(ptrs, dq_0, sem="relaxed")
                 gl.atomic_add(ptrs + HALF * 32, dq_1, sem="relaxed")
@@ -107,16 +107,18 @@ def _differentiate(
     store_gradient(dv_ptr, dv, first, key_head, part * HALF, n_tokens, KEY_HEADS, WIDTH, DK)
 
 
-@gluon.jit(do_not_specialize=["n_tokens", "first_key_head"])
+@gluon.jit(do_not_specialize=["n_tokens"])
 def hopper_attention_backward_wide_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc, starts_ptr, ends_ptr, counters_ptr, dq_ptr, dk_ptr, dv_ptr,
-    n_tokens, first_key_head, scale, cap,
-    KEY_HEADS: gl.constexpr, LAUNCHED: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, SMALL: gl.constexpr,
+    q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc, starts_ptr, ends_ptr, counters_ptr, dq_ptr,
+    dk_ptr, dv_ptr, n_tokens, scale, cap,
+    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, SMALL: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv, and add dq without the factor scale to zeros (H, padded tokens, 256). SMALL: layout of tiles of 32 columns."""
-    first, place = gl.program_id(0) // LAUNCHED * KEYS, gl.program_id(0) % LAUNCHED
-    key_head = first_key_head + place
+    """Write dk and dv; add dq without the scale to zeros (H, padded tokens, 256).
+
+    SMALL: layout of tiles of 32 columns.
+    """
+    first, key_head = gl.program_id(0) // KEY_HEADS * KEYS, gl.program_id(0) % KEY_HEADS
     blocks = query_blocks(first, ends_ptr, n_tokens, KEYS, ROWS, WINDOW)
     KV_BYTES: gl.constexpr = KEYS * WIDTH * 4
     dtype: gl.constexpr = q_desc.dtype
@@ -131,12 +133,8 @@ def hopper_attention_backward_wide_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
     hopper.mbarrier.init(kv_full, count=1)
     full, empty = stage_barriers(1, STAGES), stage_barriers(2, STAGES)
-    stored, turn, added, counted = (
-        stage_barriers(2, 2),
-        stage_barriers(1, 2),
-        stage_barriers(2, 2),
-        stage_barriers(1, 2),
-    )
+    stored, turn = stage_barriers(2, 2), stage_barriers(1, 2)
+    added, counted = stage_barriers(2, 2), stage_barriers(1, 2)
     descriptors = (q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc)
     tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, lse_tiles, delta_tiles)
     barriers = (kv_full, full, empty)
@@ -144,17 +142,21 @@ def hopper_attention_backward_wide_kernel(
     RIGHT: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_differentiate, (ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, weight_tiles, d_score_tiles, barriers,
-                              stored, turn, added, blocks, first, key_head, place, n_tokens, scale, cap, LEFT, KEY_HEADS,
-                              GROUP, STAGES, WINDOW, HAS_CAP)),
-            (_differentiate, (ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, weight_tiles, d_score_tiles, barriers,
-                              stored, turn, added, blocks, first, key_head, place, n_tokens, scale, cap, RIGHT, KEY_HEADS,
-                              GROUP, STAGES, WINDOW, HAS_CAP)),
-            (load_blocks, (descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP, ROWS, WIDTH, KV_BYTES,
-                           STAGES)),
-            (await_turns, (counters_ptr, starts_ptr, turn, counted, blocks, first, place, n_tokens, GROUP, ROWS,
-                           KEYS, WINDOW)),
-            (count_turns, (counters_ptr, added, counted, blocks, place, n_tokens, GROUP, ROWS)),
+            (_differentiate, (
+                ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, weight_tiles, d_score_tiles, barriers, stored, turn, added,
+                blocks, first, key_head, n_tokens, scale, cap, LEFT, KEY_HEADS, GROUP, STAGES, WINDOW, HAS_CAP,
+            )),
+            (_differentiate, (
+                ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, weight_tiles, d_score_tiles, barriers, stored, turn, added,
+                blocks, first, key_head, n_tokens, scale, cap, RIGHT, KEY_HEADS, GROUP, STAGES, WINDOW, HAS_CAP,
+            )),
+            (load_blocks, (
+                descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP, ROWS, WIDTH, KV_BYTES, STAGES,
+            )),
+            (await_turns, (
+                counters_ptr, starts_ptr, turn, counted, blocks, first, key_head, n_tokens, GROUP, ROWS, KEYS, WINDOW,
+            )),
+            (count_turns, (counters_ptr, added, counted, blocks, key_head, n_tokens, GROUP, ROWS)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

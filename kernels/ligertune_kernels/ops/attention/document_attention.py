@@ -217,9 +217,10 @@ def document_attention(
     return _Attention.apply(query, key, value, starts, ends, scale, window, softcap)
 
 
-def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_dim: int) -> int:
-    """Return the bytes that the backward on a Hopper GPU allocates and frees: fp32 sums of dq."""
-    return hopper_attention.sums_bytes(n_tokens, heads, key_heads, head_dim)
+def document_attention_memory(n_tokens: int, heads: int, head_dim: int) -> int:
+    """Return the bytes that the backward of long documents on a Hopper GPU allocates and frees."""
+    size = hopper_attention.sums_bytes(n_tokens, heads, head_dim) if head_dim in hopper_attention.WIDTHS else 0
+    return size if size <= hopper_attention.MOST_SUMS else 0
 
 
 def _runs_kernels(query: torch.Tensor, softcap: float | None) -> bool:

@@ -20,7 +20,7 @@ from ligertune_kernels.ops.attention._hopper_forward_kernel import hopper_attent
 
 TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
-MOST_SUMS = 256 << 20  # bytes of the fp32 sums of dq, for one key head at least: further heads wait for their launch
+MOST_SUMS = 1 << 30  # bytes of the fp32 sums of dq; longer rows run the other kernels, which have none
 
 
 class Width(NamedTuple):
@@ -49,10 +49,14 @@ def runs_hopper_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chip:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or width not in WIDTHS or torch.compiler.is_compiling():
         return False
-    padded = _padded(n_tokens)
-    if n_tokens < WIDTHS[width].long * documents or heads * padded >= 1 << 31:  # places of lse are int32
+    if n_tokens < WIDTHS[width].long * documents or not 0 < sums_bytes(n_tokens, heads, width) <= MOST_SUMS:
         return False
     return all(t.stride(1) == width and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (q, k, v))
+
+
+def sums_bytes(n_tokens: int, heads: int, width: int) -> int:
+    """Return the bytes of the fp32 sums of dq, which the backward allocates and frees."""
+    return heads * -(-n_tokens // TILE) * TILE * width * 4
 
 
 def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -92,23 +96,6 @@ def forward(
     return out, lse
 
 
-def sums_bytes(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
-    """Return the bytes of the fp32 sums of dq, 0 for heads of another width."""
-    if width not in WIDTHS:
-        return 0
-    return _heads_at_once(n_tokens, heads, key_heads, width) * (heads // key_heads) * _padded(n_tokens) * width * 4
-
-
-def _padded(n_tokens: int) -> int:
-    return -(-n_tokens // TILE) * TILE
-
-
-def _heads_at_once(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
-    """Return of how many key heads the backward computes gradients in one launch."""
-    one = heads // key_heads * _padded(n_tokens) * width * 4
-    return max(1, min(key_heads, MOST_SUMS // one))
-
-
 def backward(
     q: torch.Tensor,  # (T, H, D)
     k: torch.Tensor,  # (T, K, D)
@@ -122,31 +109,30 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv, contiguous. The same inputs give the same bits."""
     (n_tokens, heads, width), key_heads = q.shape, k.shape[1]
-    padded, group = lse.shape[1], heads // key_heads
-    at_once = _heads_at_once(n_tokens, heads, key_heads, width)
-    sums, delta = lse.new_empty((at_once * group, padded, width)), torch.empty_like(lse)
-    counters = lse.new_empty((at_once * group, padded // ROWS), dtype=torch.int32)
+    padded = lse.shape[1]
+    sums, delta = lse.new_empty((heads, padded, width)), torch.empty_like(lse)
+    counters = lse.new_empty((heads, padded // ROWS), dtype=torch.int32)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    wide, rows = width == 256, 4096 // width
+    rows = 4096 // width
+    wide = width == 256
     block = 128 if width == 64 and terms.softcap is None else ROWS  # queries
-    kernel = hopper_attention_backward_wide_kernel if wide else hopper_attention_backward_kernel
     constants = _constants(q, k, terms) | {"KEY_HEADS": key_heads, "STAGES": 2, "num_warps": 4}
-    constants |= {"SMALL": gl.NVMMASharedLayout(64, 16, 2)} if wide else {"ROWS": block, "WIDTH": width}
-    tensors = (
-        _rows_of(q, block), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, block), _values_of(lse, block),
-        _values_of(delta, block), starts, ends, counters, sums, dk, dv,
-    )  # fmt: skip
+    if wide:
+        constants["SMALL"] = gl.NVMMASharedLayout(64, 16, 2)
+    else:
+        constants |= {"ROWS": block, "WIDTH": width}
+    kernel = hopper_attention_backward_wide_kernel if wide else hopper_attention_backward_kernel
+    n_tiles = -(-n_tokens // (64 if wide else 128))
     with on_device(q):
-        for first in range(0, key_heads, at_once):
-            launched = min(at_once, key_heads - first)
-            sizes = {"ALL_HEADS": heads, "HEADS": launched * group, "WIDTH": width, "ROWS": rows}
-            attention_delta_kernel[(-(-padded * launched * group // rows),)](
-                out, d_out, delta, sums, counters, n_tokens, first * group, **sizes
-            )
-            kernel[(-(-n_tokens // (64 if wide else 128)) * launched,)](
-                *tensors, n_tokens, first, terms.scale, terms.softcap or 1.0, LAUNCHED=launched, **constants
-            )
-            attention_round_dq_kernel[(-(-n_tokens * launched * group // rows),)](
-                sums, dq, n_tokens, first * group, terms.scale, BLOCK=block, **sizes
-            )
+        attention_delta_kernel[(-(-padded * heads // rows),)](
+            out, d_out, delta, sums, counters, n_tokens, HEADS=heads, WIDTH=width, ROWS=rows
+        )
+        kernel[(n_tiles * key_heads,)](
+            _rows_of(q, block), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, block), _values_of(lse, block),
+            _values_of(delta, block), starts, ends, counters, sums, dk, dv, n_tokens, terms.scale, terms.softcap or 1.0,
+            **constants,
+        )  # fmt: skip
+        attention_round_dq_kernel[(-(-n_tokens * heads // rows),)](
+            sums, dq, n_tokens, terms.scale, HEADS=heads, WIDTH=width, BLOCK=block, ROWS=rows
+        )
     return dq, dk, dv

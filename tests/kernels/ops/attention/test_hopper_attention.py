@@ -43,13 +43,10 @@ def test_heads_that_are_apart_run_the_other_kernels() -> None:
     assert not runs_hopper_kernels(query, apart, value, HOPPER, 1)
 
 
-def test_tensors_of_more_rows_than_32_bits_count_run_the_other_kernels() -> None:
-    tensors = [torch.empty(1 << 24, n, 64, dtype=BF16, device="meta") for n in (128, 1, 1)]
-    assert not runs_hopper_kernels(*tensors, HOPPER, 1)
-
-
-def test_the_memory_of_a_long_row_is_that_of_one_key_head() -> None:
-    one_head_of_queries = 4096 * 128 * 4
-    assert document_attention_memory(4000, 32, 8, 128) == 32 * one_head_of_queries  # 64 MiB
-    assert document_attention_memory(100 * 4096, 32, 8, 128) == 4 * 100 * one_head_of_queries
-    assert document_attention_memory(4000, 32, 8, 96) == 0
+def test_rows_whose_sums_are_large_run_the_other_kernels() -> None:
+    """The fp32 sums of dq may take 1 GiB: 262,144 tokens of 8 heads of 128 columns."""
+    assert runs_hopper_kernels(*heads(1 << 18, 128), HOPPER, 1)
+    assert not runs_hopper_kernels(*heads((1 << 18) + 1, 128), HOPPER, 1)
+    assert document_attention_memory(1 << 18, 8, 128) == 1 << 30
+    assert document_attention_memory(4000, 32, 128) == 32 * 4096 * 128 * 4
+    assert document_attention_memory((1 << 18) + 1, 8, 128) == document_attention_memory(4000, 32, 96) == 0
