@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ligertune.errors import UserError
+from ligertune.models.adapters.joint_lora import leave_siblings
 from ligertune.models.shape import base_of, text_layers
 from ligertune.patching.mlps.kernel_mlps import KernelMLP
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
@@ -195,6 +196,7 @@ def tile_projections(model: nn.Module, tile: int) -> int:
     for module in found:
         mixin = TiledLinear
         if isinstance(module, ModulePatch):  # `kernels.lora`
+            leave_siblings(module)
             mixin = _tiled(module.patch_mixin)
             unpatch_module(module)
         patch_module(module, mixin, tile)

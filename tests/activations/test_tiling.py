@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.tiling import TiledLinear, TiledMLP, TiledNorm, tile_layers, tile_projections
 from ligertune.errors import UserError
+from ligertune.models.adapters.joint_lora import siblings_of
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, MicroBatch, StepBytes
@@ -104,6 +105,14 @@ def test_the_second_run_of_a_layer_ends_before_its_mlp(monkeypatch):
     trained(model)
     tiles = math.ceil(ROWS * LENGTH / TILE)
     assert products.count(model.model.layers[0].mlp.up_proj.weight.data_ptr()) == 2 * tiles
+
+
+def test_layers_that_share_their_input_keep_nothing_after_a_step():
+    """An output that waits for its layer's call has the graph of a tile, and with it the input of the whole row."""
+    model = made("llama", FUSED, tile=TILE)
+    trained(model)
+    siblings = [found for module in model.modules() if (found := siblings_of(module)) is not None]
+    assert siblings and not any(one._waiting for one in siblings)
 
 
 def test_a_norm_in_front_is_not_saved(monkeypatch):

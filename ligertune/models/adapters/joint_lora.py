@@ -148,6 +148,15 @@ def join_siblings(model: nn.Module, kind: type) -> None:
                     _SIBLINGS_OF[layer] = joint
 
 
+def leave_siblings(layer: nn.Module) -> None:
+    """Let a layer compute its output alone.
+
+    A tiled layer is called for all its tiles before its siblings are: each call would compute the outputs of all for
+    one tile, and those that nobody asks for would keep that tile's input.
+    """
+    _SIBLINGS_OF.pop(layer, None)
+
+
 def siblings_of(layer: nn.Module) -> Siblings | None:
     """Return the siblings of a layer that `join_siblings` found."""
     return _SIBLINGS_OF.get(layer)
