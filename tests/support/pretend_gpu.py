@@ -41,7 +41,7 @@ TARGETS = {
 # document_attention's backward on Hopper. Its atomics take turns, so that sums have one order. Tiles of which nothing
 # is spilled took more time on an H100; most of what is spilled here is read once, after the last product.
 ORDERED_ATOMICS = {"hopper_attention_backward_kernel", "hopper_attention_backward_wide_kernel"}
-MOST_SPILLED = {"hopper_attention_backward_kernel": 256, "hopper_attention_backward_wide_kernel": 256}  # bytes
+MOST_SPILLED = {"hopper_attention_backward_kernel": 288, "hopper_attention_backward_wide_kernel": 256}  # bytes
 
 
 @dataclass(frozen=True)
