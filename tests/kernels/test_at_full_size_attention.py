@@ -38,7 +38,7 @@ def test_rounds_no_worse_than_torch(heads, lengths, terms, dtype, device) -> Non
 
 
 LONG = (
-    # documents of which the mean is long enough for the kernels of Hopper at every width
+    # The mean length selects the Hopper kernels at every head width.
     pytest.param((4096,), id="one tile after another"),
     pytest.param((9000, 1, 63, 5000, 7000), id="documents that end within tiles"),
 )

@@ -77,7 +77,7 @@ class _JointUpdate(torch.autograd.Function):
         for i, (dy, b, weight, part) in enumerate(
             zip(gradients, rest[:count], weights, low.split(ranks, 1), strict=True)
         ):
-            if dy is None:  # an output that nobody used
+            if dy is None:  # the loss does not depend on this output
                 d_lows.append(low.new_zeros(len(low), ranks[i]))
                 continue
             d_rows = dy.flatten(0, -2)
@@ -124,7 +124,7 @@ class Siblings:
             if not self._waiting:
                 self._input = None
             return y
-        self._input, self._waiting = None, {}  # outputs that nobody asked for, if x is another input
+        self._input, self._waiting = None, {}  # drop the unused outputs of an earlier input
         terms = [terms_of(one(), x) for one in self._layers]
         if any(one is None for one in terms):
             return None
@@ -151,8 +151,8 @@ def join_siblings(model: nn.Module, kind: type) -> None:
 def leave_siblings(layer: nn.Module) -> None:
     """Let a layer compute its output alone.
 
-    A tiled layer is called for all its tiles before its siblings are: each call would compute the outputs of all for
-    one tile, and those that nobody asks for would keep that tile's input.
+    A tiled layer runs all its tiles before the next sibling runs. Each tile would compute the outputs of all siblings,
+    and the unused outputs would keep the layer's input in memory.
     """
     _SIBLINGS_OF.pop(layer, None)
 

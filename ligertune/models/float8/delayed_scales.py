@@ -67,7 +67,7 @@ class _Input:
 
 
 class DelayedScales:
-    """Scales and amax of a model's float8 tensors, each of which has a slot."""
+    """Scales and running amax of a model's float8 tensors: one slot per tensor."""
 
     def __init__(self, dtypes: list[torch.dtype], device: torch.device) -> None:
         self.dtypes, self.steps = dtypes, 0

@@ -3,10 +3,9 @@
 One program has a tile of KEYS keys of one key head, and reads blocks of queries of all query heads that share it. It
 owns dk and dv of its tile, while every tile of keys that a block of queries sees adds a part of the block's dq.
 
-So that sums have one order, and the same inputs give the same bits, tiles take turns: a tile adds to the dq of a block
-when all tiles before it have. All tiles read blocks from the last to the first, and programs start in the order of
-their tiles. So a tile follows the one before it by one block and hardly waits, and no tile waits for one that starts
-later. Tiles that follow each other also find queries and dq in the cache.
+Tiles add in a fixed order, so the same inputs give the same bits: a tile adds to the dq of a block after all earlier
+tiles have. All tiles read blocks from the last to the first, and the GPU starts programs in the order of their tiles.
+Each tile therefore runs about one block behind the tile before it, and never waits for a program that starts later.
 """
 
 from __future__ import annotations

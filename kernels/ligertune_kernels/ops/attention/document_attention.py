@@ -193,10 +193,10 @@ def document_attention(
     """Compute causal attention within packed documents. Deterministic.
 
     scale: factor of the products, by default 1 / sqrt(D). window: how many tokens back a token attends to, itself
-    included. softcap: bound of the scores (Gemma 2). documents: their number, if it is known; on Hopper GPUs it chooses
-    the kernels for long or for short documents, both of which are right for all. Under autocast all tensors are
-    converted to its dtype, as in torch's attention. The reference runs for heads wider than 256, for heads wider than
-    64 on RDNA and in float32, and for all heads in float32 on RDNA.
+    included. softcap: bound of the scores (Gemma 2). documents: the number of documents. On Hopper GPUs it selects the
+    kernels for long or for short documents; without it, those for short ones run. It does not change what is computed.
+    Under autocast all tensors are converted to its dtype, as in torch's attention. The reference runs for heads wider
+    than 256, for heads wider than 64 on RDNA and in float32, and for all heads in float32 on RDNA.
 
     Raises ValueError on mismatched shapes or dtypes, and on a scale, window or softcap that is not positive.
     """
@@ -218,7 +218,7 @@ def document_attention(
 
 
 def document_attention_memory(n_tokens: int, heads: int, head_dim: int) -> int:
-    """Return the bytes that the backward of long documents on a Hopper GPU allocates and frees."""
+    """Return the bytes of the temporary fp32 sums of dq in the backward of long documents on a Hopper GPU."""
     size = hopper_attention.sums_bytes(n_tokens, heads, head_dim) if head_dim in hopper_attention.WIDTHS else 0
     return size if size <= hopper_attention.MOST_SUMS else 0
 

@@ -1,4 +1,4 @@
-"""document_attention on Hopper GPUs: launches of the kernels that place tiles and order warps themselves.
+"""document_attention on Hopper GPUs: launches of the Gluon kernels for long documents.
 
 They run for bfloat16 and float16, for heads of 64, 128 and 256 columns that lie next to each other, where documents are
 long: in the backward one kernel computes all gradients, with five matrix products instead of seven, and blocks and
@@ -24,7 +24,7 @@ MOST_SUMS = 1 << 30  # bytes of the fp32 sums of dq; longer rows run the other k
 
 
 class Width(NamedTuple):
-    """What depends on the width of a head."""
+    """Launch settings for one head width."""
 
     cols: int  # keys of a block of the forward
     stages: int  # blocks of the forward in shared memory
@@ -35,7 +35,7 @@ WIDTHS = {64: Width(128, 3, 4096), 128: Width(128, 2, 2048), 256: Width(64, 2, 5
 
 
 class Terms(NamedTuple):
-    """What the scores are computed with."""
+    """Options of the attention scores."""
 
     scale: float
     window: int | None
