@@ -51,6 +51,7 @@ OPS = (
     Op("distill", "linear_jsd", ("LinearJSDLoss",), ("student_hidden", "student_weight")),  # none for the teacher
     Op("moe", "dequantize_nf4", ("quantize_nf4", "nf4_bytes", "Nf4")),
     Op("float8", "quantize_float8", ("Float8Copies",)),
+    Op("float8", "swiglu_float8", ("swiglu_float8_backward", "SwigluFloat8Gradients")),
     Op("extra", "int2_int8_matmul", ("pack_int2", "unpack_int2")),
     Op("extra", "adamw_step"),
     Op("extra", "embedding", ("Embedding",), ("weight",)),

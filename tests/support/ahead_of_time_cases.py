@@ -255,6 +255,24 @@ def _quantize_float8() -> list[Case]:
     ]
 
 
+def _swiglu_float8() -> list[Case]:
+    def case(dtype: torch.dtype, width: int, *, amax: bool, columns: bool) -> Case:
+        dy, gate, up = (meta(ROWS, width, dtype=dtype) for _ in range(3))
+        scale, maxima = meta(dtype=FP32), meta(1024, dtype=FP32) if amax else None
+
+        def call() -> None:
+            kernels.swiglu_float8(gate, up, scale, amax=maxima)
+            both = (maxima, maxima) if amax else None
+            kernels.swiglu_float8_backward(dy, gate, up, scale, scale, scale, amax=both, columns=columns)
+
+        return Case(call, (), dtype, backward=False)
+
+    return [
+        case(BF16, 14336, amax=True, columns=True),
+        *on_the_first(case(BF16, 14336, amax=False, columns=False), case(FP32, 4100, amax=True, columns=True)),
+    ]
+
+
 def _cross_entropy() -> list[Case]:
     def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weight = meta(logits.shape[-1], dtype=FP32)
@@ -378,6 +396,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "embedding": _embedding,
     "dequantize_nf4": _dequantize_nf4,
     "quantize_float8": _quantize_float8,
+    "swiglu_float8": _swiglu_float8,
     "int2_int8_matmul": _int2_int8,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,

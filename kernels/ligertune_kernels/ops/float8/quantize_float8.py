@@ -50,18 +50,19 @@ def quantize_float8_reference(
     transposed = None
     if columns:
         n_rows, n_cols = q.shape
-        transposed = torch.zeros(n_cols, _padded(n_rows), dtype=torch.uint8, device=x.device)
+        transposed = torch.zeros(n_cols, padded_rows(n_rows), dtype=torch.uint8, device=x.device)
         transposed[:, :n_rows] = q.view(torch.uint8).t()
         transposed = transposed.view(dtype)
     return Float8Copies(q.view(x.shape) if rows else None, transposed)
 
 
-def _padded(n: int) -> int:
+def padded_rows(n: int) -> int:
+    """Return the length of a column of the transposed copy."""
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
 @triton.jit
-def _float8_bits(y, MANTISSA_BITS: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr):
+def float8_bits(y, MANTISSA_BITS: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr):
     """Return float32 values rounded to float8, as uint8. MANTISSA_BITS: 3 is e4m3, 2 is e5m2."""
     y = tl.where(y == y, tl.minimum(tl.maximum(y, -LARGEST), LARGEST), y)
     if HARDWARE:
@@ -111,7 +112,7 @@ def _quantize_float8_kernel(
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_AMAX:
             largest = tl.maximum(largest, tl.max(tl.max(tl.abs(x), axis=1), axis=0))
-        q = _float8_bits(x * scale, MANTISSA_BITS, LARGEST, HARDWARE)
+        q = float8_bits(x * scale, MANTISSA_BITS, LARGEST, HARDWARE)
         if HAS_ROWS:
             tl.store(rows_ptr + rows.to(tl.int64)[:, None] * n_cols + cols[None, :], q, mask=inside)
         if HAS_COLUMNS:
@@ -119,6 +120,14 @@ def _quantize_float8_kernel(
             tl.store(columns_ptr + at, tl.trans(q), mask=(cols < n_cols)[:, None] & (rows < n_padded)[None, :])
     if HAS_AMAX:
         tl.store(amax_ptr + program, tl.maximum(tl.load(amax_ptr + program), largest))
+
+
+def check_scale(op: str, scale: torch.Tensor, amax: torch.Tensor | None) -> None:
+    """Raise ValueError for a scale or running maxima of another shape or dtype."""
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(f"{op}: scale {tuple(scale.shape)} {scale.dtype}: expected one float32")
+    if amax is not None and (amax.shape != (PARTS,) or amax.dtype != torch.float32 or not amax.is_contiguous()):
+        raise ValueError(f"{op}: amax {tuple(amax.shape)} {amax.dtype}: expected ({PARTS},) float32")
 
 
 @cached
@@ -153,16 +162,13 @@ def quantize_float8(
     """
     if dtype not in MANTISSA_BITS:
         raise ValueError(f"quantize_float8: dtype {dtype}: expected float8_e4m3fn or float8_e5m2")
-    if scale.numel() != 1 or scale.dtype != torch.float32:
-        raise ValueError(f"quantize_float8: scale {tuple(scale.shape)} {scale.dtype}: expected one float32")
-    if amax is not None and (amax.shape != (PARTS,) or amax.dtype != torch.float32 or not amax.is_contiguous()):
-        raise ValueError(f"quantize_float8: amax {tuple(amax.shape)} {amax.dtype}: expected ({PARTS},) float32")
+    check_scale("quantize_float8", scale, amax)
     if not x.numel() or not runs_triton(x):
         return quantize_float8_reference(x, scale, dtype=dtype, rows=rows, columns=columns, amax=amax)
     matrix = as_rows(x)
     n_rows, n_cols = matrix.shape
     by_rows = torch.empty(x.shape, dtype=dtype, device=x.device) if rows else None
-    by_columns = torch.empty(n_cols, _padded(n_rows), dtype=dtype, device=x.device) if columns else None
+    by_columns = torch.empty(n_cols, padded_rows(n_rows), dtype=dtype, device=x.device) if columns else None
     outputs = (scale if copy is None else copy.view(torch.uint8) for copy in (by_rows, by_columns))
     tiles = -(-n_rows // BLOCK_ROWS) * -(-n_cols // BLOCK_COLS)
     _launch(dtype, rows, columns, amax is not None, chip_of(x.device))(

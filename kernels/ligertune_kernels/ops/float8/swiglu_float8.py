@@ -1,0 +1,298 @@
+r"""SwiGLU whose results are float8 operands of the next products: y = silu(gate) · up, quantised as it is computed.
+
+    q = round(clamp(y · scale, ±largest))       amax = max(amax, |y|)
+
+    d_gate = dy · up · σ(g) (1 + g (1 - σ(g)))        d_up = dy · silu(g)        both quantised the same way
+
+Neither y nor the gradients of gate and up exist in 16 bits. The forward writes y by rows, for y W^T. The backward
+computes y again and writes it by columns, for dW = dz^T y, so that y is not kept between them; and the gradients by rows
+and by columns, for dx = d_gate W and dW = d_gate^T x. `quantize_float8` explains these copies and the scales.
+
+Everything is computed in fp32. y and the gradients are rounded to the dtype of gate before they are scaled, so that the
+bits and the amax are those of `swiglu` followed by `quantize_float8`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from ligertune_kernels.chips import Chip, applies
+from ligertune_kernels.jit.device_functions import silu, silu_grad
+from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, runs_triton, tl, triton
+from ligertune_kernels.ops.float8.quantize_float8 import (
+    ALIGNMENT,
+    MANTISSA_BITS,
+    PARTS,
+    Float8Copies,
+    check_scale,
+    float8_bits,
+    padded_rows,
+    quantize_float8_reference,
+)
+from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORWARD_TILE = (16, 256)  # rows, columns: 16 elements per thread, and long pieces of each row
+BACKWARD_TILE = (64, 64)
+NUM_WARPS = 8
+
+
+class SwigluFloat8Gradients(NamedTuple):
+    """What the products of a gated MLP's backward read."""
+
+    gate: Float8Copies
+    up: Float8Copies
+    y_columns: torch.Tensor | None  # (F, N rounded up to a multiple of 16)
+
+
+Maxima = tuple[torch.Tensor, torch.Tensor]  # of d_gate and d_up, (PARTS,) float32
+
+
+def swiglu_float8_reference(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    amax: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `swiglu_float8` in plain torch."""
+    return quantize_float8_reference(swiglu_reference(gate, up), scale, columns=False, amax=amax).rows
+
+
+def swiglu_float8_backward_reference(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    scale: torch.Tensor,
+    gate_scale: torch.Tensor,
+    up_scale: torch.Tensor,
+    *,
+    amax: Maxima | None = None,
+    columns: bool = True,
+) -> SwigluFloat8Gradients:
+    """Compute `swiglu_float8_backward` in plain torch."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (gate, up)]
+        y = swiglu_reference(*leaves)
+    gradients = torch.autograd.grad(y, leaves, dy)
+    d_gate, d_up = (
+        quantize_float8_reference(gradient, its_scale, dtype=E5M2, columns=columns, amax=maxima)
+        for gradient, its_scale, maxima in zip(gradients, (gate_scale, up_scale), amax or (None, None), strict=True)
+    )
+    y_columns = quantize_float8_reference(y.detach(), scale, rows=False).columns if columns else None
+    return SwigluFloat8Gradients(d_gate, d_up, y_columns)
+
+
+@triton.jit
+def _load(x_ptr, rows, cols, row_stride, inside):
+    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_by_rows(q, rows_ptr, rows, cols, n_cols, inside):
+    tl.store(rows_ptr + rows.to(tl.int64)[:, None] * n_cols + cols[None, :], q, mask=inside)
+
+
+@triton.jit
+def _store_by_columns(q, columns_ptr, rows, cols, n_cols, n_padded):
+    at = cols.to(tl.int64)[:, None] * n_padded + rows[None, :]
+    tl.store(columns_ptr + at, tl.trans(q), mask=(cols < n_cols)[:, None] & (rows < n_padded)[None, :])
+
+
+@triton.jit
+def _add_maximum(amax_ptr, largest):
+    """Each program has a running maximum."""
+    at = amax_ptr + tl.program_id(0)
+    tl.store(at, tl.maximum(tl.load(at), largest))
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _swiglu_float8_kernel(
+    gate_ptr, up_ptr,  # (N, F)
+    scale_ptr,  # () float32
+    y_rows_ptr,  # (N, F) uint8
+    amax_ptr,  # (programs,) float32
+    n_cols, gate_row_stride, up_row_stride, n_rows,
+    MANTISSA_BITS: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr, HAS_AMAX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Each program computes every n-th tile."""
+    scale = tl.load(scale_ptr)
+    col_blocks = tl.cdiv(n_cols, BLOCK_COLS)
+    largest = 0.0
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS) * col_blocks, tl.num_programs(0)):
+        rows = (tile // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        cols = (tile % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        gate = _load(gate_ptr, rows, cols, gate_row_stride, inside).to(tl.float32)
+        up = _load(up_ptr, rows, cols, up_row_stride, inside).to(tl.float32)
+        y = (silu(gate) * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
+        if HAS_AMAX:
+            largest = tl.maximum(largest, _largest(y))
+        q = float8_bits(y * scale, MANTISSA_BITS, LARGEST, HARDWARE)
+        _store_by_rows(q, y_rows_ptr, rows, cols, n_cols, inside)
+    if HAS_AMAX:
+        _add_maximum(amax_ptr, largest)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _swiglu_float8_backward_kernel(
+    dy_ptr, gate_ptr, up_ptr,  # (N, F)
+    scale_ptr, gate_scale_ptr, up_scale_ptr,  # () float32
+    d_gate_rows_ptr, d_up_rows_ptr,  # (N, F) uint8
+    d_gate_columns_ptr, d_up_columns_ptr, y_columns_ptr,  # (F, N rounded up) uint8
+    gate_amax_ptr, up_amax_ptr,  # (programs,) float32
+    n_cols, dy_row_stride, gate_row_stride, up_row_stride, n_rows,
+    Y_MANTISSA_BITS: tl.constexpr, Y_LARGEST: tl.constexpr, MANTISSA_BITS: tl.constexpr, LARGEST: tl.constexpr,
+    HARDWARE: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_AMAX: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Each program computes every n-th tile. Slots after the last row hold zeros, so their gradients are zero."""
+    scale, gate_scale, up_scale = tl.load(scale_ptr), tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
+    n_padded = (n_rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    col_blocks = tl.cdiv(n_cols, BLOCK_COLS)
+    gate_largest, up_largest = 0.0, 0.0
+    for tile in range(tl.program_id(0), tl.cdiv(n_padded, BLOCK_ROWS) * col_blocks, tl.num_programs(0)):
+        rows = (tile // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        cols = (tile % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        dy = _load(dy_ptr, rows, cols, dy_row_stride, inside).to(tl.float32)
+        gate = _load(gate_ptr, rows, cols, gate_row_stride, inside).to(tl.float32)
+        up = _load(up_ptr, rows, cols, up_row_stride, inside).to(tl.float32)
+        activated = silu(gate)
+        d_gate = (dy * up * silu_grad(gate)).to(gate_ptr.dtype.element_ty).to(tl.float32)
+        d_up = (dy * activated).to(up_ptr.dtype.element_ty).to(tl.float32)
+        if HAS_AMAX:
+            gate_largest = tl.maximum(gate_largest, _largest(d_gate))
+            up_largest = tl.maximum(up_largest, _largest(d_up))
+        q_gate = float8_bits(d_gate * gate_scale, MANTISSA_BITS, LARGEST, HARDWARE)
+        _store_by_rows(q_gate, d_gate_rows_ptr, rows, cols, n_cols, inside)
+        q_up = float8_bits(d_up * up_scale, MANTISSA_BITS, LARGEST, HARDWARE)
+        _store_by_rows(q_up, d_up_rows_ptr, rows, cols, n_cols, inside)
+        if HAS_COLUMNS:
+            _store_by_columns(q_gate, d_gate_columns_ptr, rows, cols, n_cols, n_padded)
+            _store_by_columns(q_up, d_up_columns_ptr, rows, cols, n_cols, n_padded)
+            y = (activated * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
+            q = float8_bits(y * scale, Y_MANTISSA_BITS, Y_LARGEST, HARDWARE)
+            _store_by_columns(q, y_columns_ptr, rows, cols, n_cols, n_padded)
+    if HAS_AMAX:
+        _add_maximum(gate_amax_ptr, gate_largest)
+        _add_maximum(up_amax_ptr, up_largest)
+
+
+def _options(tile: tuple[int, int], chip: Chip) -> dict[str, int | bool]:
+    """Return the constants of both kernels: the float8 conversion, the tile, and Triton's options."""
+    hardware = applies("float8_conversion", chip)  # elsewhere integer operations round: the same bits
+    # Products and sums are fused as in `swiglu`, for the same bits.
+    options = {"num_warps": NUM_WARPS, "num_stages": 1, "enable_fp_fusion": True}
+    return {"HARDWARE": hardware, "BLOCK_ROWS": tile[0], "BLOCK_COLS": tile[1], **options}
+
+
+@cached
+def _plan_forward(amax: bool, chip: Chip) -> Launcher:
+    rounding = {"MANTISSA_BITS": MANTISSA_BITS[E4M3], "LARGEST": torch.finfo(E4M3).max}
+    return Launcher(_swiglu_float8_kernel, {**rounding, "HAS_AMAX": amax, **_options(FORWARD_TILE, chip)})
+
+
+@cached
+def _plan_backward(columns: bool, amax: bool, chip: Chip) -> Launcher:
+    constants = {
+        "Y_MANTISSA_BITS": MANTISSA_BITS[E4M3],
+        "Y_LARGEST": torch.finfo(E4M3).max,
+        "MANTISSA_BITS": MANTISSA_BITS[E5M2],
+        "LARGEST": torch.finfo(E5M2).max,
+        "HAS_COLUMNS": columns,
+        "HAS_AMAX": amax,
+        "ALIGNMENT": ALIGNMENT,
+    }
+    return Launcher(_swiglu_float8_backward_kernel, {**constants, **_options(BACKWARD_TILE, chip)})
+
+
+def _programs(n_rows: int, n_cols: int, tile: tuple[int, int]) -> int:
+    return min(PARTS, -(-n_rows // tile[0]) * -(-n_cols // tile[1]))
+
+
+def swiglu_float8(
+    gate: torch.Tensor,  # (..., F), N rows
+    up: torch.Tensor,  # (..., F)
+    scale: torch.Tensor,  # () float32: multiplies y
+    *,
+    amax: torch.Tensor | None = None,  # (PARTS,) float32
+) -> torch.Tensor:  # (..., F) float8_e4m3fn
+    """Return silu(gate) · up in float8. Deterministic; `swiglu_float8_backward` has the gradients.
+
+    amax: running maxima of |y|, updated in place. Raises ValueError on mismatched shapes or dtypes, and for a scale or
+    amax of another shape or dtype.
+    """
+    _check("swiglu_float8", (gate, up), (scale,), (amax,))
+    if not gate.numel() or not runs_triton(gate):
+        return swiglu_float8_reference(gate, up, scale, amax=amax)
+    rows = as_rows(gate), as_rows(up)
+    n_rows, n_cols = rows[0].shape
+    y = torch.empty(gate.shape, dtype=E4M3, device=gate.device)
+    _plan_forward(amax is not None, chip_of(gate.device))(
+        (_programs(n_rows, n_cols, FORWARD_TILE), 1, 1),
+        (*rows, scale, y.view(torch.uint8), scale if amax is None else amax),
+        (n_cols, *(t.stride(0) for t in rows)), n_rows,
+    )  # fmt: skip
+    return y
+
+
+def swiglu_float8_backward(
+    dy: torch.Tensor,  # (..., F), N rows
+    gate: torch.Tensor,  # (..., F)
+    up: torch.Tensor,  # (..., F)
+    scale: torch.Tensor,  # () float32: multiplies y
+    gate_scale: torch.Tensor,  # () float32: multiplies d_gate
+    up_scale: torch.Tensor,  # () float32: multiplies d_up
+    *,
+    amax: Maxima | None = None,
+    columns: bool = True,
+) -> SwigluFloat8Gradients:
+    """Return the gradients of gate and up in float8_e5m2, and y in float8_e4m3fn by columns. Deterministic.
+
+    amax: running maxima of |d_gate| and of |d_up|, updated in place. columns: False leaves the columns out, which only
+    the gradients of weights need. Raises ValueError as `swiglu_float8` does.
+    """
+    maxima = (None, None) if amax is None else amax
+    _check("swiglu_float8_backward", (gate, up, dy), (scale, gate_scale, up_scale), maxima)
+    if not gate.numel() or not runs_triton(gate):
+        return swiglu_float8_backward_reference(
+            dy, gate, up, scale, gate_scale, up_scale, amax=amax, columns=columns
+        )
+    inputs = as_rows(dy), as_rows(gate), as_rows(up)
+    n_rows, n_cols = inputs[0].shape
+    by_rows = [torch.empty(gate.shape, dtype=E5M2, device=gate.device) for _ in range(2)]
+    shape = n_cols, padded_rows(n_rows)
+    by_columns = [
+        torch.empty(shape, dtype=dtype, device=gate.device) if columns else None for dtype in (E5M2, E5M2, E4M3)
+    ]
+    outputs = (scale if copy is None else copy.view(torch.uint8) for copy in (*by_rows, *by_columns))
+    _plan_backward(columns, amax is not None, chip_of(gate.device))(
+        (_programs(n_rows, n_cols, BACKWARD_TILE), 1, 1),
+        (*inputs, scale, gate_scale, up_scale, *outputs, *(scale if amax is None else each for each in maxima)),
+        (n_cols, *(t.stride(0) for t in inputs)), n_rows,
+    )  # fmt: skip
+    return SwigluFloat8Gradients(*map(Float8Copies, by_rows, by_columns[:2]), by_columns[2])
+
+
+def _check(
+    op: str,
+    tensors: tuple[torch.Tensor, ...],
+    scales: tuple[torch.Tensor, ...],
+    maxima: tuple[torch.Tensor | None, ...],
+) -> None:
+    found = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
+    if len(set(found)) > 1:
+        shown = ", ".join(f"{name} {each}" for name, each in zip(("gate", "up", "dy"), found, strict=False))
+        raise ValueError(f"{op}: {shown}: expected the same shapes and dtypes")
+    for scale, amax in itertools.zip_longest(scales, maxima):
+        check_scale(op, scale, amax)
