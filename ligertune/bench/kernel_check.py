@@ -41,6 +41,7 @@ SIZES = {
     "linear_jsd": ((67, 64, 96, 1000),),
     "dequantize_nf4": ((3, 96, 160),),
     "quantize_float8": ((67, 1001),),
+    "swiglu_float8": ((67, 1001),),
     "int2_int8_matmul": ((67, 256, 512),),
     "embedding": ((131, 1000, 500),),
     "adamw_step": ((67, 1000),),

@@ -25,6 +25,7 @@ from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_torchao_float8
 from ligertune.models.float8.float8_linear import hold_frozen_weights
+from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, prepare_config
@@ -54,14 +55,17 @@ def preview_model(
         _head_notes(options, config),
     )
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
-    if options.execution.fp8:
-        kernels += (KernelLine("float8_linear", *float8_linears(model).counts()),)
+    float8 = options.execution.fp8
+    if float8:
+        linears = float8_linears(model)
+        kernels += (KernelLine("float8_linear", *linears.counts()),)
+        mlps = float8_mlps(model, linears.taken)
     checkpointing = options.execution.gradient_checkpointing
     if checkpointing in ("offload_gate", "offload_both"):
         require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
     implementation, notes = model.config._attn_implementation, (*head_notes, *_adapter_notes(options, model))
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
-    kernels += _adapter_lines(options, model)
+    kernels += (*_adapter_lines(options, model), *([mlps.line()] if float8 is True else []))
     check_new_rows(model, options.model.tokenizer)
     check_lr_groups(model, [group.parameters for group in options.lr_groups])
     if options.task == "medusa":

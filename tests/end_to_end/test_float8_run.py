@@ -28,6 +28,8 @@ def test_the_plan_counts_the_converted_layers(tmp_path):
     converted = lines[1]["float8_linear"]
     assert (converted.applied, converted.left) == (20, 15)  # 172 is not a multiple of 16
     assert "5 down_proj: 172 x 64" in converted.note
+    assert "swiglu_float8" not in lines[0]
+    assert lines[1]["swiglu_float8"].note == "5 LlamaMLP: a projection is not in float8"
     assert any("emulated" in note for note in plans[1].notes)
     # The float8 copies of all weights of the layers, by rows and by columns.
     copies = plans[1].peak.weights - plans[0].peak.weights

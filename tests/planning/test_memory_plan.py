@@ -15,6 +15,7 @@ from ligertune.planning.memory.activation_bytes import (
     ActivationPolicy,
     MicroBatch,
     StepBytes,
+    backward_bytes,
     layer_bytes,
     step_phases,
 )
@@ -433,3 +434,15 @@ def test_our_float8_keeps_two_copies_of_each_weight_and_saves_linear_inputs_in_o
     saved = bytes_of(layer, float8="kernels") - bytes_of(layer)
     # The inputs of attention, MLP and down_proj take a byte less; that of o_proj has a float8 copy.
     assert saved == -(E + E + F) + E
+
+
+def test_float8_mlps_do_not_save_their_product(shapes):
+    policies = [ActivationPolicy(float8="kernels", float8_mlp=on) for on in (True, False)]
+    fused, separate = (layer_bytes(shapes["full"].layer, policy, 2, 1) for policy in policies)
+    assert fused - separate == -F
+    fused, separate = (backward_bytes(shapes["full"].layer, policy, 2, 1) for policy in policies)
+    # In 16 bits the gradient of the product, not those of gate and up; in float8 the gradients of gate and up by rows
+    # and by columns, and the product, not one gradient by rows and by columns.
+    assert fused - separate == (2 + 5 * 1 - 2 * 2 - 2 * 1) * F
+    lora = [backward_bytes(shapes["lora"].layer, policy, 2, 1) for policy in policies]
+    assert lora[0] == lora[1]

@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         *loss_cases.DIVERGENCES,
         pointwise_cases.DEQUANTIZE_NF4,
         pointwise_cases.QUANTIZE_FLOAT8,
+        pointwise_cases.SWIGLU_FLOAT8,
         pointwise_cases.INT2_MATMUL,
         pointwise_cases.ADAMW_STEP,
     )

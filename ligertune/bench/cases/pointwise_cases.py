@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import ligertune_kernels as kernels
 import torch
+from ligertune_kernels.ops.float8.swiglu_float8 import swiglu_float8_backward_reference
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -217,6 +218,67 @@ QUANTIZE_FLOAT8 = OpBenchmark(
     work=lambda case: Work((case.tensor_bytes() + 2 * math.prod(case.sizes), 0.0)),
     reference=lambda case, args: _float8_truth,
     providers=providers_of(function("ours", kernels.quantize_float8), eager=kernels.quantize_float8_reference),
+    modes=("forward",),
+)
+
+
+def _swiglu_float8_inputs(case: Case, device: torch.device) -> Tensors:
+    matrices = (torch.randn(case.sizes, dtype=case.dtype, device=device) for _ in range(3))
+    return *matrices, *(torch.tensor(scale, device=device) for scale in (8.0, 1000.0, 1000.0))
+
+
+def _both_directions(forward: Callable[..., torch.Tensor], backward: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """Return a function of dy, gate, up and the scales that returns all float8 copies, rows first."""
+
+    def call(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *scales: torch.Tensor) -> Outputs:
+        y = forward(gate, up, scales[0])
+        d_gate, d_up, y_columns = backward(dy, gate, up, *scales)
+        return y, d_gate.rows, d_up.rows, *(columns.t() for columns in (d_gate.columns, d_up.columns, y_columns))
+
+    return call
+
+
+def _separate_forward(gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return kernels.quantize_float8(kernels.swiglu(gate, up), scale, columns=False).rows
+
+
+def _separate_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *scales: torch.Tensor) -> Outputs:
+    leaves = [t.detach().requires_grad_() for t in (gate, up)]
+    y = kernels.swiglu(*leaves)
+    y.backward(dy)
+    found = [
+        kernels.quantize_float8(leaf.grad, scale, dtype=torch.float8_e5m2)
+        for leaf, scale in zip(leaves, scales[1:], strict=True)
+    ]
+    return *found, kernels.quantize_float8(y.detach(), scales[0], rows=False).columns
+
+
+_EAGER_SWIGLU_FLOAT8 = _both_directions(kernels.swiglu_float8_reference, swiglu_float8_backward_reference)
+
+
+def _swiglu_float8_truth(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the copies as torch rounds them, first to bfloat16, which holds the inputs exactly."""
+    matrices, scales = (t.to(torch.bfloat16) for t in args[:3]), (t.float() for t in args[3:])
+    return tuple(copy.double() for copy in _EAGER_SWIGLU_FLOAT8(*matrices, *scales))
+
+
+SWIGLU_FLOAT8 = OpBenchmark(
+    op="swiglu_float8",
+    dims=("N", "F"),
+    sizes=((4096, 14336), (8192, 14336)),
+    cpu_sizes=((16, 32), (30, 48)),
+    args=("dy", "gate", "up", "scale", "gate_scale", "up_scale"),
+    inputs=_swiglu_float8_inputs,
+    row_args=("dy", "gate", "up"),
+    # Both directions: gate and up are read twice, dy once; six float8 matrices are written.
+    work=lambda case: Work((5 * case.tensor_bytes() + 6 * math.prod(case.sizes), 0.0)),
+    reference=lambda case, args: _swiglu_float8_truth,
+    providers=(
+        function("ours", _both_directions(kernels.swiglu_float8, kernels.swiglu_float8_backward)),
+        function("ours, separate ops", _both_directions(_separate_forward, _separate_backward)),
+        function("eager", _EAGER_SWIGLU_FLOAT8),
+    ),
+    dtype=torch.bfloat16,
     modes=("forward",),
 )
 

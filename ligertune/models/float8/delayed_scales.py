@@ -36,6 +36,14 @@ class Quantized(NamedTuple):
     inverse: Tensor  # () float32
 
 
+class SlotScale(NamedTuple):
+    """How a kernel quantises a tensor that it computes: q = x · scale."""
+
+    scale: Tensor  # () float32
+    inverse: Tensor  # () float32
+    amax: Tensor | None  # (PARTS,) float32: running maxima to update
+
+
 def largest_value(x: Tensor) -> Tensor:  # () float32
     return torch.linalg.vector_norm(x, float("inf")).float()
 
@@ -45,9 +53,12 @@ def quantize_by_amax(
     x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, amax: Tensor | None = None
 ) -> Quantized:
     """Quantise with the scale that x's own largest value gives. amax (): it is already known."""
-    amax = largest_value(x) if amax is None else amax
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0)
+    scale = _scale_by(largest_value(x) if amax is None else amax, dtype)
     return Quantized(*quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns), scale.reciprocal())
+
+
+def _scale_by(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0)
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,25 @@ class DelayedScales:
         if record:
             parts[0] = torch.maximum(parts[0], amax)
         return quantize_by_amax(x, dtype, rows=rows, columns=columns, amax=amax)
+
+    @torch.no_grad()
+    def scales_of(
+        self, slots: tuple[int, ...], find_maxima: Callable[[list[Tensor]], object], *, record: bool
+    ) -> list[SlotScale]:
+        """Return the scales of tensors that one kernel computes and quantises.
+
+        find_maxima: compute the tensors and update running maxima (PARTS,). It is called in the first step only, whose
+        scales follow from them. record: the amax of the tensors counts for later steps.
+        """
+        if self.steps:
+            return [SlotScale(self.scale[i, 0], self.inverse[i, 0], self.parts[i] if record else None) for i in slots]
+        found = list(torch.zeros(len(slots), PARTS, device=self.parts.device))
+        find_maxima(found)
+        if record:
+            for slot, maxima in zip(slots, found, strict=True):
+                self.parts[slot] = torch.maximum(self.parts[slot], maxima)
+        scales = [_scale_by(maxima.amax(), self.dtypes[slot]) for slot, maxima in zip(slots, found, strict=True)]
+        return [SlotScale(scale, scale.reciprocal(), None) for scale in scales]
 
     def quantize_input(self, slot: int, x: Tensor, *, columns: bool, record: bool) -> Quantized:
         """Quantise a layer's input. Layers that read the same tensor one after the other share its copies."""

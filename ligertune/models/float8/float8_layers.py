@@ -17,6 +17,7 @@ from torch import nn
 
 from ligertune.errors import UserError
 from ligertune.models.float8.float8_linear import to_float8_linears
+from ligertune.models.float8.float8_mlp import float8_mlps, to_float8_mlps
 from ligertune.vision.families import family_of, has_vision, part_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ def to_float8(model: PreTrainedModel) -> None:
     Call it after `patch` and before adapters are added. Weights, names and checkpoints stay the same.
     """
     taken = float8_linears(model).taken
+    mlps = float8_mlps(model, taken)
     to_float8_linears([model.get_submodule(name) for name in taken], model.device)
+    to_float8_mlps(mlps)
 
 
 def to_torchao_float8(model: PreTrainedModel) -> None:

@@ -40,6 +40,12 @@ def float8_product(
     return ((a.float() @ b.float().t()) * (a_inverse * b_inverse)).to(dtype)
 
 
+def dtype_of_product(x: Tensor) -> torch.dtype:
+    """Return the dtype of a linear layer's output."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class _Float8Product(torch.autograd.Function):
     """x W^T + bias of quantised x and W; the gradients of x, W and bias."""
 
@@ -89,16 +95,20 @@ class Float8Linear(ModulePatch):
     """Mixin of an nn.Linear that multiplies in float8. Name, weight and bias stay those of the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scales, slot = self.float8_scales, self.float8_slot
-        weight = self.quantized_weight()
+        weight, q = self.quantized_weight(), self.quantized_input(x)
+        return _Float8Product.apply(x, self.weight, self.bias, q, weight, self, dtype_of_product(x))
+
+    def quantized_input(self, x: Tensor) -> Quantized:
+        """Return the layer's input in float8; by columns only if the weight's gradient needs them."""
         columns = self.weight.requires_grad and torch.is_grad_enabled()
-        q = scales.quantize_input(slot, x, columns=columns, record=self.training)
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return _Float8Product.apply(x, self.weight, self.bias, q, weight, self, dtype)
+        return self.float8_scales.quantize_input(self.float8_slot, x, columns=columns, record=self.training)
 
     def quantize_gradient(self, dy: Tensor, *, rows: bool, columns: bool, record: bool) -> Quantized:
-        return self.float8_scales.quantize(self.float8_slot + 2, dy, rows=rows, columns=columns, record=record)
+        return self.float8_scales.quantize(self.gradient_slot, dy, rows=rows, columns=columns, record=record)
+
+    @property
+    def gradient_slot(self) -> int:
+        return self.float8_slot + 2
 
     def quantized_weight(self) -> Quantized:
         """Return the weight in float8, quantised anew if it has changed."""

@@ -24,7 +24,11 @@ class KernelMLP(ModulePatch):
         given = [value for value in (*args, *kwargs.values()) if value is not None]
         if len(given) != 1:  # an argument that is not used in training, such as Moshi's layer_idx: the model's forward
             return super().forward(*args, **kwargs)
-        (hidden_states,), spec = given, self.patch_spec
+        return self.project(given[0])
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Return the MLP of (..., E)."""
+        spec = self.patch_spec
         sources = [getattr(self, name) for name in spec.inputs]
         # Only the kernel reads their outputs, so its backward may write the gradients over them.
         inplace = all(map(gives_new_unseen_output, sources))

@@ -54,6 +54,7 @@ class ActivationPolicy:
     not_checkpointed: int = 0  # last layers that are not checkpointed although `checkpointing` is on
     recompute: Literal["norms"] | bool = False
     float8: Float8 = "no"
+    float8_mlp: bool = False  # SwiGLU's kernels write float8 operands
     tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
 
@@ -125,7 +126,7 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
         size += mlp * itemsize
     if layer.experts is not None:
         size += saved_by_experts(layer.experts, layer.hidden, itemsize, fused=policy.fused_experts)
-    size += float8_saved(layer, policy.float8, itemsize)
+    size += float8_saved(layer, policy.float8, itemsize, fused_mlp=policy.float8_mlp)
     if policy.attention == "eager":
         size += layer.heads * row_length * (2 * itemsize + 4)
     return size
@@ -161,7 +162,9 @@ def backward_bytes(
     expert_gradients: count the gradients of its experts' weights, which are not yet among the gradients.
     """
     # Plain layers write the gradients of gate and up over gate and up. Adapters and float8 still need those values.
-    gates = 2 if layer.adapters or policy.float8 != "no" else 1
+    # Float8 MLPs have the gradient of their product in 16 bits, and count those of gate and up in float8.
+    fused = policy.float8_mlp and not layer.adapters
+    gates = 2 if layer.adapters or (policy.float8 != "no" and not fused) else 1
     outside = tokens * (2 * layer.hidden + max(recomputed_elements(layer, policy))) * itemsize
     mlp = tokens * gates * layer.dense_mlp * itemsize
     if layer.experts is not None:  # the shared experts and the routed ones have their backward one after the other
@@ -170,7 +173,7 @@ def backward_bytes(
             layer.experts, layer.hidden, tokens, itemsize, fused=fused, gradients=expert_gradients
         )
         mlp = max(mlp, routed)
-    return outside + mlp + float8_bytes(layer, policy.float8, tokens)
+    return outside + mlp + float8_bytes(layer, policy.float8, tokens, fused_mlp=fused)
 
 
 def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:

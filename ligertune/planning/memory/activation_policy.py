@@ -41,6 +41,7 @@ def choose_policy(
         checkpointing=recipe.train.gradient_checkpointing,
         recompute=recipe.kernels.recompute if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
         float8=_float8_of(recipe) if "float8_linear" in applied else "no",
+        float8_mlp="swiglu_float8" in applied,
     )
 
 

@@ -93,6 +93,15 @@ def test_losses_are_close_to_bfloat16(convert, patched, compiled, checkpointed, 
     assert not torch.equal(found, exact[patched])
 
 
+def test_float8_mlps_have_the_losses_of_their_layers_alone():
+    fused, separate = llama(patched=True), llama(patched=True)
+    for model in (fused, separate):
+        to_float8(model)
+    for layer in separate.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda *args: None)  # an MLP with hooks calls its layers
+    assert torch.equal(curve(fused), curve(separate))
+
+
 @pytest.mark.parametrize("convert", [to_float8, pytest.param(to_torchao_float8, marks=needs_torchao)])
 def test_a_float8_model_generates(convert):
     """Products then have one row; only the weight's gradient needs a multiple of 16."""

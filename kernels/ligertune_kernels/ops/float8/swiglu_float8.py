@@ -5,8 +5,8 @@ r"""SwiGLU whose results are float8 operands of the next products: y = silu(gate
     d_gate = dy · up · σ(g) (1 + g (1 - σ(g)))        d_up = dy · silu(g)        both quantised the same way
 
 Neither y nor the gradients of gate and up exist in 16 bits. The forward writes y by rows, for y W^T. The backward
-computes y again and writes it by columns, for dW = dz^T y, so that y is not kept between them; and the gradients by rows
-and by columns, for dx = d_gate W and dW = d_gate^T x. `quantize_float8` explains these copies and the scales.
+computes y again and writes it by columns, for dW = dz^T y, so that y is not kept between them; and it writes the
+gradients by rows and by columns, for dx = d_gate W and dW = d_gate^T x. `quantize_float8` explains copies and scales.
 
 Everything is computed in fp32. y and the gradients are rounded to the dtype of gate before they are scaled, so that the
 bits and the amax are those of `swiglu` followed by `quantize_float8`.
@@ -21,7 +21,7 @@ import torch
 
 from ligertune_kernels.chips import Chip, applies
 from ligertune_kernels.jit.device_functions import silu, silu_grad
-from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, runs_triton, tl, triton
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.float8.quantize_float8 import (
     ALIGNMENT,
     MANTISSA_BITS,
@@ -36,7 +36,7 @@ from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORWARD_TILE = (16, 256)  # rows, columns: 16 elements per thread, and long pieces of each row
-BACKWARD_TILE = (64, 64)
+BACKWARD_TILES = {2: (64, 64), 4: (32, 64)}  # by the bytes of an element: the second fits into registers everywhere
 NUM_WARPS = 8
 
 
@@ -52,11 +52,7 @@ Maxima = tuple[torch.Tensor, torch.Tensor]  # of d_gate and d_up, (PARTS,) float
 
 
 def swiglu_float8_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    amax: torch.Tensor | None = None,
+    gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor, *, amax: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute `swiglu_float8` in plain torch."""
     return quantize_float8_reference(swiglu_reference(gate, up), scale, columns=False, amax=amax).rows
@@ -87,16 +83,6 @@ def swiglu_float8_backward_reference(
 
 
 @triton.jit
-def _load(x_ptr, rows, cols, row_stride, inside):
-    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_by_rows(q, rows_ptr, rows, cols, n_cols, inside):
-    tl.store(rows_ptr + rows.to(tl.int64)[:, None] * n_cols + cols[None, :], q, mask=inside)
-
-
-@triton.jit
 def _store_by_columns(q, columns_ptr, rows, cols, n_cols, n_padded):
     at = cols.to(tl.int64)[:, None] * n_padded + rows[None, :]
     tl.store(columns_ptr + at, tl.trans(q), mask=(cols < n_cols)[:, None] & (rows < n_padded)[None, :])
@@ -120,7 +106,7 @@ def _swiglu_float8_kernel(
     scale_ptr,  # () float32
     y_rows_ptr,  # (N, F) uint8
     amax_ptr,  # (programs,) float32
-    n_cols, gate_row_stride, up_row_stride, n_rows,
+    n_cols, n_rows,
     MANTISSA_BITS: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr, HAS_AMAX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -132,13 +118,14 @@ def _swiglu_float8_kernel(
         rows = (tile // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         cols = (tile % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        gate = _load(gate_ptr, rows, cols, gate_row_stride, inside).to(tl.float32)
-        up = _load(up_ptr, rows, cols, up_row_stride, inside).to(tl.float32)
+        at = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
+        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
         y = (silu(gate) * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
         if HAS_AMAX:
             largest = tl.maximum(largest, _largest(y))
         q = float8_bits(y * scale, MANTISSA_BITS, LARGEST, HARDWARE)
-        _store_by_rows(q, y_rows_ptr, rows, cols, n_cols, inside)
+        tl.store(y_rows_ptr + at, q, mask=inside)
     if HAS_AMAX:
         _add_maximum(amax_ptr, largest)
 
@@ -150,7 +137,7 @@ def _swiglu_float8_backward_kernel(
     d_gate_rows_ptr, d_up_rows_ptr,  # (N, F) uint8
     d_gate_columns_ptr, d_up_columns_ptr, y_columns_ptr,  # (F, N rounded up) uint8
     gate_amax_ptr, up_amax_ptr,  # (programs,) float32
-    n_cols, dy_row_stride, gate_row_stride, up_row_stride, n_rows,
+    n_cols, n_rows,
     Y_MANTISSA_BITS: tl.constexpr, Y_LARGEST: tl.constexpr, MANTISSA_BITS: tl.constexpr, LARGEST: tl.constexpr,
     HARDWARE: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_AMAX: tl.constexpr, ALIGNMENT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -164,22 +151,24 @@ def _swiglu_float8_backward_kernel(
         rows = (tile // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         cols = (tile % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        dy = _load(dy_ptr, rows, cols, dy_row_stride, inside).to(tl.float32)
-        gate = _load(gate_ptr, rows, cols, gate_row_stride, inside).to(tl.float32)
-        up = _load(up_ptr, rows, cols, up_row_stride, inside).to(tl.float32)
+        at = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
         activated = silu(gate)
         d_gate = (dy * up * silu_grad(gate)).to(gate_ptr.dtype.element_ty).to(tl.float32)
         d_up = (dy * activated).to(up_ptr.dtype.element_ty).to(tl.float32)
         if HAS_AMAX:
             gate_largest = tl.maximum(gate_largest, _largest(d_gate))
             up_largest = tl.maximum(up_largest, _largest(d_up))
-        q_gate = float8_bits(d_gate * gate_scale, MANTISSA_BITS, LARGEST, HARDWARE)
-        _store_by_rows(q_gate, d_gate_rows_ptr, rows, cols, n_cols, inside)
-        q_up = float8_bits(d_up * up_scale, MANTISSA_BITS, LARGEST, HARDWARE)
-        _store_by_rows(q_up, d_up_rows_ptr, rows, cols, n_cols, inside)
+        q = float8_bits(d_gate * gate_scale, MANTISSA_BITS, LARGEST, HARDWARE)
+        tl.store(d_gate_rows_ptr + at, q, mask=inside)
         if HAS_COLUMNS:
-            _store_by_columns(q_gate, d_gate_columns_ptr, rows, cols, n_cols, n_padded)
-            _store_by_columns(q_up, d_up_columns_ptr, rows, cols, n_cols, n_padded)
+            _store_by_columns(q, d_gate_columns_ptr, rows, cols, n_cols, n_padded)
+        q = float8_bits(d_up * up_scale, MANTISSA_BITS, LARGEST, HARDWARE)
+        tl.store(d_up_rows_ptr + at, q, mask=inside)
+        if HAS_COLUMNS:
+            _store_by_columns(q, d_up_columns_ptr, rows, cols, n_cols, n_padded)
             y = (activated * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
             q = float8_bits(y * scale, Y_MANTISSA_BITS, Y_LARGEST, HARDWARE)
             _store_by_columns(q, y_columns_ptr, rows, cols, n_cols, n_padded)
@@ -203,7 +192,7 @@ def _plan_forward(amax: bool, chip: Chip) -> Launcher:
 
 
 @cached
-def _plan_backward(columns: bool, amax: bool, chip: Chip) -> Launcher:
+def _plan_backward(tile: tuple[int, int], columns: bool, amax: bool, chip: Chip) -> Launcher:
     constants = {
         "Y_MANTISSA_BITS": MANTISSA_BITS[E4M3],
         "Y_LARGEST": torch.finfo(E4M3).max,
@@ -213,7 +202,7 @@ def _plan_backward(columns: bool, amax: bool, chip: Chip) -> Launcher:
         "HAS_AMAX": amax,
         "ALIGNMENT": ALIGNMENT,
     }
-    return Launcher(_swiglu_float8_backward_kernel, {**constants, **_options(BACKWARD_TILE, chip)})
+    return Launcher(_swiglu_float8_backward_kernel, {**constants, **_options(tile, chip)})
 
 
 def _programs(n_rows: int, n_cols: int, tile: tuple[int, int]) -> int:
@@ -229,19 +218,19 @@ def swiglu_float8(
 ) -> torch.Tensor:  # (..., F) float8_e4m3fn
     """Return silu(gate) · up in float8. Deterministic; `swiglu_float8_backward` has the gradients.
 
-    amax: running maxima of |y|, updated in place. Raises ValueError on mismatched shapes or dtypes, and for a scale or
-    amax of another shape or dtype.
+    amax: running maxima of |y|, updated in place. Inputs that are not contiguous are copied. Raises ValueError on
+    mismatched shapes or dtypes, and for a scale or amax of another shape or dtype.
     """
     _check("swiglu_float8", (gate, up), (scale,), (amax,))
     if not gate.numel() or not runs_triton(gate):
         return swiglu_float8_reference(gate, up, scale, amax=amax)
-    rows = as_rows(gate), as_rows(up)
-    n_rows, n_cols = rows[0].shape
+    n_cols = gate.shape[-1]
+    n_rows = gate.numel() // n_cols
     y = torch.empty(gate.shape, dtype=E4M3, device=gate.device)
     _plan_forward(amax is not None, chip_of(gate.device))(
         (_programs(n_rows, n_cols, FORWARD_TILE), 1, 1),
-        (*rows, scale, y.view(torch.uint8), scale if amax is None else amax),
-        (n_cols, *(t.stride(0) for t in rows)), n_rows,
+        (gate.contiguous(), up.contiguous(), scale, y.view(torch.uint8), scale if amax is None else amax),
+        (n_cols,), n_rows,
     )  # fmt: skip
     return y
 
@@ -265,21 +254,21 @@ def swiglu_float8_backward(
     maxima = (None, None) if amax is None else amax
     _check("swiglu_float8_backward", (gate, up, dy), (scale, gate_scale, up_scale), maxima)
     if not gate.numel() or not runs_triton(gate):
-        return swiglu_float8_backward_reference(
-            dy, gate, up, scale, gate_scale, up_scale, amax=amax, columns=columns
-        )
-    inputs = as_rows(dy), as_rows(gate), as_rows(up)
-    n_rows, n_cols = inputs[0].shape
+        return swiglu_float8_backward_reference(dy, gate, up, scale, gate_scale, up_scale, amax=amax, columns=columns)
+    inputs = [t.contiguous() for t in (dy, gate, up)]
+    n_cols = gate.shape[-1]
+    n_rows = gate.numel() // n_cols
     by_rows = [torch.empty(gate.shape, dtype=E5M2, device=gate.device) for _ in range(2)]
     shape = n_cols, padded_rows(n_rows)
     by_columns = [
         torch.empty(shape, dtype=dtype, device=gate.device) if columns else None for dtype in (E5M2, E5M2, E4M3)
     ]
     outputs = (scale if copy is None else copy.view(torch.uint8) for copy in (*by_rows, *by_columns))
-    _plan_backward(columns, amax is not None, chip_of(gate.device))(
-        (_programs(n_rows, n_cols, BACKWARD_TILE), 1, 1),
+    tile = BACKWARD_TILES[gate.dtype.itemsize]
+    _plan_backward(tile, columns, amax is not None, chip_of(gate.device))(
+        (_programs(n_rows, n_cols, tile), 1, 1),
         (*inputs, scale, gate_scale, up_scale, *outputs, *(scale if amax is None else each for each in maxima)),
-        (n_cols, *(t.stride(0) for t in inputs)), n_rows,
+        (n_cols,), n_rows,
     )  # fmt: skip
     return SwigluFloat8Gradients(*map(Float8Copies, by_rows, by_columns[:2]), by_columns[2])
 

@@ -44,7 +44,7 @@ def test_bits_and_maxima_are_those_of_the_separate_ops(shape, dtype, device):
     assert [t.max() for t in (y_max, *maxima)] == [t.max() for t in expected_maxima]
 
 
-def test_halves_of_one_tensor_are_read_in_place_and_columns_can_be_left_out(device):
+def test_halves_of_one_tensor_are_taken_and_columns_can_be_left_out(device):
     gate, up = torch.randn(33, 96, device=device).chunk(2, dim=1)
     dy, one = torch.randn(33, 48, device=device), torch.ones((), device=device)
     assert torch.equal(bits(swiglu_float8(gate, up, one)), bits(quantize_float8(swiglu(gate, up), one).rows))
@@ -58,7 +58,7 @@ def test_wrong_arguments_are_refused():
     gate, one = torch.zeros(4, 16), torch.ones(())
     with pytest.raises(ValueError, match=r"swiglu_float8: gate \(4, 16\) .*, up \(4, 8\) .*: expected the same"):
         swiglu_float8(gate, gate[:, :8], one)
-    with pytest.raises(ValueError, match="swiglu_float8_backward: scale .*float64: expected one float32"):
+    with pytest.raises(ValueError, match=r"swiglu_float8_backward: scale .*float64: expected one float32"):
         swiglu_float8_backward(gate, gate, gate, one, one, one.double())
     with pytest.raises(ValueError, match=r"amax \(3,\) .*: expected \(1024,\) float32"):
         swiglu_float8(gate, gate, one, amax=torch.zeros(3))
