@@ -120,7 +120,7 @@ class Float8MLP(KernelMLP):
 
     def _projections(self) -> Projections | None:
         """Return the projections; None where one has an adapter or hooks, or where only some of the weights train."""
-        layers = projections_of(self)
+        layers = gated_projections(self)
         if not all(isinstance(layer, Float8Linear) for layer in layers) or any(map(has_own_hooks, layers)):
             return None
         if nn.modules.module._has_any_global_hook() or len({layer.weight.requires_grad for layer in layers}) > 1:
@@ -128,7 +128,7 @@ class Float8MLP(KernelMLP):
         return layers
 
 
-def projections_of(mlp: KernelMLP) -> tuple[nn.Module, ...]:
+def gated_projections(mlp: KernelMLP) -> tuple[nn.Module, ...]:
     """Return the gate, up and down projection."""
     spec = mlp.patch_spec
     return tuple(getattr(mlp, name) for name in (*spec.inputs, spec.output))
@@ -144,7 +144,7 @@ class Float8MLPs:
     def line(self) -> KernelLine:
         """Return the line of the plan. An MLP with adapters is left: call it after they were added."""
         left = Counter(self.left)
-        adapted = sum(not all(isinstance(p, nn.Linear) for p in projections_of(mlp)) for mlp in self.taken)
+        adapted = sum(not all(isinstance(p, nn.Linear) for p in gated_projections(mlp)) for mlp in self.taken)
         left["an adapter adds to its products"] += adapted
         why = "; ".join(f"{count} {reason}" for reason, count in (+left).items())
         why = why or ("" if self.taken else NONE_FOUND)
@@ -174,7 +174,7 @@ def _why_left(mlp: KernelMLP, in_float8: Collection[int]) -> str | None:
         return "not down(silu(gate) * up)"
     if mlp.patch_mixin is not KernelMLP:
         return "its product is recomputed, or it runs in tiles"
-    projections = projections_of(mlp)
+    projections = gated_projections(mlp)
     if any(id(projection) not in in_float8 for projection in projections):
         return "a projection is not in float8"
     if any(projection.bias is not None for projection in projections):
