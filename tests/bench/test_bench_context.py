@@ -39,12 +39,12 @@ def test_the_document_holds_the_texts_of_the_corpus(script, tmp_path, corpus):
 
 
 def test_rows_of_several_runs_make_one_page(script, monkeypatch, tmp_path):
-    rows = [{"row": "qlora-80", "layers": 32, "tokens": 370_000, "predicted_gib": 30.0},
+    rows = [{"row": "qlora-80", "layers": 32, "tokens": 370_000},
             {"row": "qlora-24", "layers": 2, "tokens": 1_024},
             {"row": "qlora-24", "layers": 2, "tokens": 256_000}]  # fmt: skip
     page = {"page": "context", "title": "T", "intro": "I", "caveats": ["C"], "device": "NVIDIA H100 80GB HBM3",
             "count": 1, "versions": {"torch": "2.11.0"}, "date": "2026-11-26", "commit": "1", "remarks": [],
-            "left_out": ["Without a row: lora-80."], "columns": script.COLUMNS[:5]}  # fmt: skip
+            "left_out": ["Without a row: lora-80."], "columns": script.COLUMNS}  # fmt: skip
     printed = ["qlora-80: ...", *(json.dumps({**page, "rows": [row], "command": f"run {row['row']}"}) for row in rows)]
     (tmp_path / "out.txt").write_text("\n".join(printed), encoding="utf-8")
     arguments = ["bench_context", "--from", str(tmp_path / "out.txt"), "--page", str(tmp_path), "--commit", "abc"]
@@ -52,10 +52,23 @@ def test_rows_of_several_runs_make_one_page(script, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="0"):
         script.main()
     text = (tmp_path / "context_h100_202611.md").read_text(encoding="utf-8")
-    assert "| qlora-24 |  |  | 256,000 | 2 |\n| qlora-80 |  |  | 370,000 | 32 |" in text
+    assert "| qlora-24 | 256,000 | 2 |\n| qlora-80 | 370,000 | 32 |" in text
     assert (
         "1,024" not in text and "Without a row" not in text and "abc" in text and "run qlora-80; run qlora-24" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "predicted"), [({}, 10.0), ({"steps": 2}, 12.0), ({"at": "step"}, 12.0), ({"method": "full"}, 12.0)]
+)
+def test_the_peak_of_a_first_step_has_no_optimizer_states(script, changed: dict, predicted: float) -> None:
+    """AdamW allocates them at the end of the first step, with `optim_in_backward` before its peak."""
+    gib = 1 << 30
+    point = {"row": "qlora-24", "method": "qlora", "at": "first layer", "steps": 1, "tokens": 20, "published": 10,
+             "predicted": 12 * gib, "measured": 8 * gib, "parts": {"optimizer": 2 * gib}, **changed}  # fmt: skip
+    row = script.finished(point)
+    assert (row["predicted_gib"], row["later_gib"], row["measured_gib"]) == (predicted, 12.0, 8.0)
+    assert (row["error"], row["times"]) == (predicted / 8 - 1, 2.0)
 
 
 @pytest.mark.slow
