@@ -40,9 +40,13 @@ TARGETS = {
 
 # The backward of document_attention on Hopper adds in a fixed order, so its atomics give the same bits in every run.
 # It spills some addresses and arguments. With heads of 64 columns, a smaller tile that spills nothing took more
-# time on an H100; for 128 and 256 columns no tile without spills was found.
-ORDERED_ATOMICS = {"hopper_attention_backward_kernel", "hopper_attention_backward_wide_kernel"}
-MOST_SPILLED = {"hopper_attention_backward_kernel": 288, "hopper_attention_backward_wide_kernel": 256}  # bytes
+# time on an H100; for 128 columns no tile without spills was found. Both kernels of 256 columns spill some, too.
+ORDERED_ATOMICS = {"hopper_attention_backward_kernel"}
+MOST_SPILLED = {  # bytes
+    "hopper_attention_backward_kernel": 288,
+    "hopper_attention_wide_dk_dv_kernel": 24,
+    "hopper_attention_wide_dq_kernel": 128,
+}
 
 
 @dataclass(frozen=True)

@@ -145,17 +145,17 @@ def _differentiate(
     hopper.mbarrier.wait(turn.index(buffer), ((i - 1) // 2) & 1)
     gl.atomic_add(dq_ptr + row_before * WIDTH + places, dq, sem="relaxed")
     hopper.mbarrier.arrive(added.index(buffer), count=1)
-    store_gradient(dk_ptr, dk * scale, first + part * HALF, key_head, 0, n_tokens, KEY_HEADS, WIDTH, DK)
-    store_gradient(dv_ptr, dv, first + part * HALF, key_head, 0, n_tokens, KEY_HEADS, WIDTH, DK)
+    _store_gradient(dk_ptr, dk * scale, first + part * HALF, key_head, n_tokens, KEY_HEADS, WIDTH, DK)
+    _store_gradient(dv_ptr, dv, first + part * HALF, key_head, n_tokens, KEY_HEADS, WIDTH, DK)
 
 
 @gluon.jit
-def store_gradient(
-    ptr, tile, first, key_head, first_col, n_tokens, KEY_HEADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
+def _store_gradient(
+    ptr, tile, first, key_head, n_tokens, KEY_HEADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Store a tile of some columns of one head's gradient to a contiguous (T, K, WIDTH) tensor."""
+    """Store a tile of one head's gradient to a contiguous (T, K, WIDTH) tensor."""
     tokens = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
-    cols = key_head * WIDTH + first_col + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    cols = key_head * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     ptrs = ptr + tokens.to(gl.int64)[:, None] * (KEY_HEADS * WIDTH) + cols[None, :]
     gl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=(tokens < n_tokens)[:, None])
 

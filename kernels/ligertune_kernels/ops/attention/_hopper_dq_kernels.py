@@ -8,9 +8,9 @@ from ligertune_kernels.launcher import tl, triton
 @triton.jit(do_not_specialize=["n_tokens"])
 def attention_delta_kernel(
     out_ptr, d_out_ptr, delta_ptr, sums_ptr, counters_ptr, n_tokens,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write delta = sum_d dO out (H, padded tokens), and zeros to the sums of dq and the counters of turns."""
+    """Write delta = sum_d dO out (H, padded tokens), and zeros to the sums of dq and the counters of turns, if any."""
     padded = tl.cdiv(n_tokens, 128) * 128
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tokens, heads = rows // HEADS, rows % HEADS
@@ -19,9 +19,10 @@ def attention_delta_kernel(
     out = tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
     d_out = tl.load(d_out_ptr + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(delta_ptr + heads * padded + tokens, tl.sum(out * d_out, 1), mask=tokens < padded)
-    tl.store(sums_ptr + places, tl.zeros([ROWS, WIDTH], tl.float32), mask=(tokens < padded)[:, None])
-    first_of_block = (tokens % 64 == 0) & (tokens < padded)
-    tl.store(counters_ptr + heads * (padded // 64) + tokens // 64, tl.zeros([ROWS], tl.int32), mask=first_of_block)
+    if HAS_SUMS:
+        tl.store(sums_ptr + places, tl.zeros([ROWS, WIDTH], tl.float32), mask=(tokens < padded)[:, None])
+        first_of_block = (tokens % 64 == 0) & (tokens < padded)
+        tl.store(counters_ptr + heads * (padded // 64) + tokens // 64, tl.zeros([ROWS], tl.int32), mask=first_of_block)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -34,23 +35,16 @@ def attention_round_dq_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tokens, heads = (rows // HEADS)[:, None], (rows % HEADS)[:, None]
     cols = tl.arange(0, WIDTH)[None, :]
-    if WIDTH == 256:  # four parts of 128 columns and 32 queries, transposed
-        part, r, c = cols // 128 * 2 + tokens % 64 // 32, cols % 128, tokens % 32
-        HEIGHT: tl.constexpr = 128
-        PART: tl.constexpr = 128 * 32
-    elif BLOCK == 128:  # two parts of 64 queries
+    if BLOCK == 128:  # two parts of 64 queries
         part, r, c = tokens % 128 // 64, tokens % 64, cols
-        HEIGHT: tl.constexpr = 64
         PART: tl.constexpr = 64 * WIDTH
     else:  # two parts of half of the columns
         part, r, c = cols // (WIDTH // 2), tokens % 64, cols % (WIDTH // 2)
-        HEIGHT: tl.constexpr = 64
         PART: tl.constexpr = 64 * WIDTH // 2
     thread = r // 16 * 32 + r % 8 * 4 + c % 8 // 2
-    places = ((c // 8 * 2 + r % 16 // 8) * (HEIGHT * 2) + thread) * 2 + c % 2
+    places = ((c // 8 * 2 + r % 16 // 8) * 128 + thread) * 2 + c % 2
     places += (heads * padded + tokens // BLOCK * BLOCK) * WIDTH + part * PART
-    if WIDTH < 256:
-        places = tl.max_contiguous(tl.multiple_of(places, (2, 2)), (1, 2))
+    places = tl.max_contiguous(tl.multiple_of(places, (2, 2)), (1, 2))
     mask = tokens < n_tokens
     dq = tl.load(sums_ptr + places, mask=mask) * scale
     tl.store(dq_ptr + rows[:, None] * WIDTH + cols, dq.to(dq_ptr.dtype.element_ty), mask=mask)

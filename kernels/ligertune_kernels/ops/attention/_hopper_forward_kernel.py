@@ -22,7 +22,7 @@ def hopper_tanh(x):
 
 
 @gluon.jit
-def _key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constexpr, WINDOW: gl.constexpr):
+def key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constexpr, WINDOW: gl.constexpr):
     """Return the number of blocks of keys that a tile of queries reads, and how many of them need no mask.
 
     Blocks are read from the tile's last token to the left.
@@ -60,6 +60,18 @@ def _load(
 
 
 @gluon.jit
+def visible_scores(
+    scores, rows, starts, start, WINDOW: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Set the scores of keys that a query does not see to minus infinity."""
+    cols = (start + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT)))[None, :]
+    visible = (cols <= rows[:, None]) & (cols >= starts[:, None])
+    if WINDOW > 0:
+        visible = visible & (cols > rows[:, None] - WINDOW)
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
 def _softmax(
     scores, row_max, total, rows, starts, start, scale, cap,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, COLS: gl.constexpr, SCORES: gl.constexpr,
@@ -70,11 +82,7 @@ def _softmax(
         scores = hopper_tanh(scores * (scale / cap))
         bits = cap * LOG2E
     if MASKED:
-        cols = (start + gl.arange(0, COLS, gl.SliceLayout(0, SCORES)))[None, :]
-        visible = (cols <= rows[:, None]) & (cols >= starts[:, None])
-        if WINDOW > 0:
-            visible = visible & (cols > rows[:, None] - WINDOW)
-        scores = gl.where(visible, scores, float("-inf"))
+        scores = visible_scores(scores, rows, starts, start, WINDOW, COLS, SCORES)
     new_max = gl.maximum(row_max, gl.max(scores, 1) * bits)
     weights = gl.exp2(scores * bits - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
@@ -168,7 +176,7 @@ def hopper_attention_forward_kernel(
     # Tiles late in a document read the longest: start with them, so that none is left running alone.
     n_tiles = gl.num_programs(0) // HEADS
     first, head = (n_tiles - 1 - gl.program_id(0) // HEADS) * ROWS, gl.program_id(0) % HEADS
-    n_blocks, n_free = _key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
+    n_blocks, n_free = key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS // 2, WIDTH], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], v_desc.layout)

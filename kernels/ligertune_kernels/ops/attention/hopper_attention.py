@@ -1,8 +1,9 @@
 """document_attention on Hopper GPUs: launches of the Gluon kernels for long documents.
 
 They run for bfloat16 and float16, for heads of 64, 128 and 256 columns that lie next to each other, where documents are
-long: in the backward one kernel computes all gradients, with five matrix products instead of seven, and blocks and
-tiles of short documents would be mostly empty. Elsewhere the kernels in _document_attention_kernels.py run.
+long: blocks and tiles of short documents would be mostly empty. In the backward of heads of 64 and 128 columns one
+kernel computes all gradients, with five matrix products instead of seven. Elsewhere the kernels in
+_document_attention_kernels.py run.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import torch
 from ligertune_kernels.chips import Chip, applies
 from ligertune_kernels.launcher import TensorDescriptor, gl, on_device
 from ligertune_kernels.ops.attention._hopper_backward_kernel import hopper_attention_backward_kernel
-from ligertune_kernels.ops.attention._hopper_backward_wide_kernel import hopper_attention_backward_wide_kernel
 from ligertune_kernels.ops.attention._hopper_dq_kernels import attention_delta_kernel, attention_round_dq_kernel
 from ligertune_kernels.ops.attention._hopper_forward_kernel import hopper_attention_forward_kernel
+from ligertune_kernels.ops.attention._hopper_wide_dk_dv_kernel import hopper_attention_wide_dk_dv_kernel
+from ligertune_kernels.ops.attention._hopper_wide_dq_kernel import hopper_attention_wide_dq_kernel
 
 TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
+WIDE = 256  # columns of heads of which the backward has two kernels, without sums
 MOST_SUMS = 1 << 30  # bytes of the fp32 sums of dq; longer rows run the other kernels, which have none
 
 
@@ -49,14 +52,14 @@ def runs_hopper_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chip:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or width not in WIDTHS or torch.compiler.is_compiling():
         return False
-    if n_tokens < WIDTHS[width].long * documents or not 0 < sums_bytes(n_tokens, heads, width) <= MOST_SUMS:
+    if n_tokens < max(WIDTHS[width].long * documents, 1) or sums_bytes(n_tokens, heads, width) > MOST_SUMS:
         return False
     return all(t.stride(1) == width and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (q, k, v))
 
 
 def sums_bytes(n_tokens: int, heads: int, width: int) -> int:
     """Return the bytes of the fp32 sums of dq, which the backward allocates and frees."""
-    return heads * -(-n_tokens // TILE) * TILE * width * 4
+    return 0 if width == WIDE else heads * -(-n_tokens // TILE) * TILE * width * 4
 
 
 def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -108,31 +111,57 @@ def backward(
     terms: Terms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv, contiguous. The same inputs give the same bits."""
+    if q.shape[2] == WIDE:
+        return _wide_backward(q, k, v, starts, ends, out, d_out, lse, terms)
     (n_tokens, heads, width), key_heads = q.shape, k.shape[1]
     padded = lse.shape[1]
     sums, delta = lse.new_empty((heads, padded, width)), torch.empty_like(lse)
     counters = lse.new_empty((heads, padded // ROWS), dtype=torch.int32)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     rows = 4096 // width
-    wide = width == 256
     block = 128 if width == 64 and terms.softcap is None else ROWS  # queries
-    constants = _constants(q, k, terms) | {"KEY_HEADS": key_heads, "STAGES": 2, "num_warps": 4}
-    if wide:
-        constants["SMALL"] = gl.NVMMASharedLayout(64, 16, 2)
-    else:
-        constants |= {"ROWS": block, "WIDTH": width}
-    kernel = hopper_attention_backward_wide_kernel if wide else hopper_attention_backward_kernel
-    n_tiles = -(-n_tokens // (64 if wide else 128))
     with on_device(q):
         attention_delta_kernel[(-(-padded * heads // rows),)](
-            out, d_out, delta, sums, counters, n_tokens, HEADS=heads, WIDTH=width, ROWS=rows
+            out, d_out, delta, sums, counters, n_tokens, HEADS=heads, WIDTH=width, HAS_SUMS=True, ROWS=rows
         )
-        kernel[(n_tiles * key_heads,)](
+        hopper_attention_backward_kernel[(-(-n_tokens // 128) * key_heads,)](
             _rows_of(q, block), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, block), _values_of(lse, block),
             _values_of(delta, block), starts, ends, counters, sums, dk, dv, n_tokens, terms.scale, terms.softcap or 1.0,
-            **constants,
+            KEY_HEADS=key_heads, ROWS=block, WIDTH=width, STAGES=2, **_constants(q, k, terms), num_warps=4,
         )  # fmt: skip
         attention_round_dq_kernel[(-(-n_tokens * heads // rows),)](
             sums, dq, n_tokens, terms.scale, HEADS=heads, WIDTH=width, BLOCK=block, ROWS=rows
+        )
+    return dq, dk, dv
+
+
+def _wide_backward(
+    q: torch.Tensor,  # (T, H, 256)
+    k: torch.Tensor,  # (T, K, 256)
+    v: torch.Tensor,  # (T, K, 256)
+    starts: torch.Tensor,  # (T,) int32
+    ends: torch.Tensor,  # (T,) int32
+    out: torch.Tensor,  # (T, H, 256), contiguous
+    d_out: torch.Tensor,  # (T, H, 256), contiguous
+    lse: torch.Tensor,  # (H, padded tokens) fp32
+    terms: Terms,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv of heads of 256 columns: one kernel computes dk and dv, another dq."""
+    (n_tokens, heads, width), key_heads = q.shape, k.shape[1]
+    delta = torch.empty_like(lse)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    inputs = _rows_of(q, ROWS), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, ROWS)
+    scalars = n_tokens, terms.scale, terms.softcap or 1.0
+    constants = _constants(q, k, terms) | {"num_warps": 4}
+    with on_device(q):
+        attention_delta_kernel[(-(-delta.numel() // 16),)](
+            out, d_out, delta, None, None, n_tokens, HEADS=heads, WIDTH=width, HAS_SUMS=False, ROWS=16
+        )
+        hopper_attention_wide_dk_dv_kernel[(-(-n_tokens // ROWS) * key_heads,)](
+            *inputs, _values_of(lse, ROWS), _values_of(delta, ROWS), _rows_of(dk, ROWS), _rows_of(dv, ROWS), ends,
+            *scalars, KEY_HEADS=key_heads, **constants,
+        )  # fmt: skip
+        hopper_attention_wide_dq_kernel[(-(-n_tokens // TILE) * heads,)](
+            *inputs, _rows_of(dq, ROWS), lse, delta, starts, *scalars, HEADS=heads, **constants
         )
     return dq, dk, dv

@@ -49,4 +49,6 @@ def test_rows_whose_sums_are_large_run_the_other_kernels() -> None:
     assert not runs_hopper_kernels(*heads((1 << 18) + 1, 128), HOPPER, 1)
     assert document_attention_memory(1 << 18, 8, 128) == 1 << 30
     assert document_attention_memory(4000, 32, 128) == 32 * 4096 * 128 * 4
+    assert runs_hopper_kernels(*heads((1 << 18) + 1, 256), HOPPER, 1)
+    assert document_attention_memory(4000, 16, 256) == 0
     assert document_attention_memory((1 << 18) + 1, 8, 128) == document_attention_memory(4000, 32, 96) == 0
