@@ -95,6 +95,16 @@ def test_an_mlp_with_adapters_or_hooks_calls_its_layers():
     assert fused_mlps(adapted) == 0
 
 
+def test_the_product_of_gate_and_up_is_not_saved():
+    fused, _ = models()
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    saved = fused.model.layers[0].mlp(x).grad_fn.saved_tensors
+    float8_input, scale = (64, 32), ()
+    assert [(tuple(t.shape), t.element_size()) for t in saved] == [
+        ((32, 96), 2), ((32, 96), 2), (float8_input, 1), (scale, 4),
+    ]  # fmt: skip
+
+
 def test_unpatched_mlps_are_the_original_ones():
     fused, _ = models()
     unpatch(fused)
