@@ -122,8 +122,8 @@ def _differentiate(
                 delta = delta_tiles.index(stage).load(gl.SliceLayout(0, SCORES))
                 d_scores = (weights * (d_weights - delta[None, :]) * slope).to(dtype)
                 buffer, before = (i + 1) % 2, i % 2
-                # Both warpgroups have read what the buffer held when both have added it.
-                hopper.mbarrier.wait(added.index(before), (i // 2) & 1 ^ 1, pred=i > 1)
+                # Both warpgroups have read what the buffer held when both have added it: in the first step zeros.
+                hopper.mbarrier.wait(added.index(before), ((i - 1) // 2) & 1, pred=i > 0)
                 d_score_tiles.index(buffer * 2 + part).store(d_scores)
                 hopper.fence_async_shared()
                 hopper.mbarrier.arrive(stored.index(buffer), count=1)
@@ -134,7 +134,7 @@ def _differentiate(
                 dq = hopper.warpgroup_mma_wait(1, deps=[dq])
                 hopper.mbarrier.wait(turn.index(buffer), ((i - 1) // 2) & 1, pred=i > 0)
                 gl.atomic_add(dq_ptr + row_before * WIDTH + places, dq, sem="relaxed")
-                hopper.mbarrier.arrive(added.index(buffer), count=1, pred=i > 0)
+                hopper.mbarrier.arrive(added.index(buffer), count=1)
                 dk, left = hopper.warpgroup_mma_wait(0, deps=[dk, left])
                 hopper.mbarrier.arrive(empty.index(stage), count=1)
                 row_before = head.to(gl.int64) * padded + row

@@ -121,6 +121,6 @@ def count_turns(counters_ptr, added, counted, blocks, key_head, n_tokens, GROUP:
     n_counters = gl.cdiv(n_tokens, 128) * 2
     for i in range(n_steps(blocks, GROUP)):
         row, head = block_of_step(i, blocks, key_head, GROUP, ROWS)
-        hopper.mbarrier.wait(added.index(i % 2), (i // 2) & 1)
+        hopper.mbarrier.wait(added.index(i % 2), ((i + 1) // 2) & 1)  # the zeros of the first step come before
         hopper.mbarrier.arrive(counted.index(i % 2), count=1)
         gl.atomic_add(counters_ptr + head.to(gl.int64) * n_counters + row // 64, 1, sem="release", scope="gpu")
