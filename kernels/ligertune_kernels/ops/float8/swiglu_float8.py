@@ -35,9 +35,18 @@ from ligertune_kernels.ops.float8.quantize_float8 import (
 from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FORWARD_TILE = (16, 256)  # rows, columns: 16 elements per thread, and long pieces of each row
-BACKWARD_TILES = {2: (64, 64), 4: (32, 64)}  # by the bytes of an element: the second fits into registers everywhere
-NUM_WARPS = 8
+
+
+class Launch(NamedTuple):
+    """Tile and warps of a kernel's program."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+
+FORWARD = Launch(16, 256, 16)
+BACKWARD = {2: Launch(128, 32, 16), 4: Launch(32, 64, 8)}  # by the bytes of an element
 
 
 class SwigluFloat8Gradients(NamedTuple):
@@ -177,22 +186,22 @@ def _swiglu_float8_backward_kernel(
         _add_maximum(up_amax_ptr, up_largest)
 
 
-def _options(tile: tuple[int, int], chip: Chip) -> dict[str, int | bool]:
+def _options(launch: Launch, chip: Chip) -> dict[str, int | bool]:
     """Return the constants of both kernels: the float8 conversion, the tile, and Triton's options."""
     hardware = applies("float8_conversion", chip)  # elsewhere integer operations round: the same bits
     # Products and sums are fused as in `swiglu`, for the same bits.
-    options = {"num_warps": NUM_WARPS, "num_stages": 1, "enable_fp_fusion": True}
-    return {"HARDWARE": hardware, "BLOCK_ROWS": tile[0], "BLOCK_COLS": tile[1], **options}
+    options = {"num_warps": launch.num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    return {"HARDWARE": hardware, "BLOCK_ROWS": launch.rows, "BLOCK_COLS": launch.cols, **options}
 
 
 @cached
 def _plan_forward(amax: bool, chip: Chip) -> Launcher:
     rounding = {"MANTISSA_BITS": MANTISSA_BITS[E4M3], "LARGEST": torch.finfo(E4M3).max}
-    return Launcher(_swiglu_float8_kernel, {**rounding, "HAS_AMAX": amax, **_options(FORWARD_TILE, chip)})
+    return Launcher(_swiglu_float8_kernel, {**rounding, "HAS_AMAX": amax, **_options(FORWARD, chip)})
 
 
 @cached
-def _plan_backward(tile: tuple[int, int], columns: bool, amax: bool, chip: Chip) -> Launcher:
+def _plan_backward(launch: Launch, columns: bool, amax: bool, chip: Chip) -> Launcher:
     constants = {
         "Y_MANTISSA_BITS": MANTISSA_BITS[E4M3],
         "Y_LARGEST": torch.finfo(E4M3).max,
@@ -202,11 +211,11 @@ def _plan_backward(tile: tuple[int, int], columns: bool, amax: bool, chip: Chip)
         "HAS_AMAX": amax,
         "ALIGNMENT": ALIGNMENT,
     }
-    return Launcher(_swiglu_float8_backward_kernel, {**constants, **_options(tile, chip)})
+    return Launcher(_swiglu_float8_backward_kernel, {**constants, **_options(launch, chip)})
 
 
-def _programs(n_rows: int, n_cols: int, tile: tuple[int, int]) -> int:
-    return min(PARTS, -(-n_rows // tile[0]) * -(-n_cols // tile[1]))
+def _programs(n_rows: int, n_cols: int, launch: Launch) -> int:
+    return min(PARTS, -(-n_rows // launch.rows) * -(-n_cols // launch.cols))
 
 
 def swiglu_float8(
@@ -228,7 +237,7 @@ def swiglu_float8(
     n_rows = gate.numel() // n_cols
     y = torch.empty(gate.shape, dtype=E4M3, device=gate.device)
     _plan_forward(amax is not None, chip_of(gate.device))(
-        (_programs(n_rows, n_cols, FORWARD_TILE), 1, 1),
+        (_programs(n_rows, n_cols, FORWARD), 1, 1),
         (gate.contiguous(), up.contiguous(), scale, y.view(torch.uint8), scale if amax is None else amax),
         (n_cols,), n_rows,
     )  # fmt: skip
@@ -264,9 +273,9 @@ def swiglu_float8_backward(
         torch.empty(shape, dtype=dtype, device=gate.device) if columns else None for dtype in (E5M2, E5M2, E4M3)
     ]
     outputs = (scale if copy is None else copy.view(torch.uint8) for copy in (*by_rows, *by_columns))
-    tile = BACKWARD_TILES[gate.dtype.itemsize]
-    _plan_backward(tile, columns, amax is not None, chip_of(gate.device))(
-        (_programs(n_rows, n_cols, tile), 1, 1),
+    launch = BACKWARD[gate.dtype.itemsize]
+    _plan_backward(launch, columns, amax is not None, chip_of(gate.device))(
+        (_programs(n_rows, n_cols, launch), 1, 1),
         (*inputs, scale, gate_scale, up_scale, *outputs, *(scale if amax is None else each for each in maxima)),
         (n_cols,), n_rows,
     )  # fmt: skip
