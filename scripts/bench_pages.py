@@ -211,16 +211,20 @@ def draw(page: Page, path: Path) -> None:
 
 
 def _bars(figure: Any, page: Page) -> None:
-    """Draw a panel per value, a bar per row. chart: values {key: axis label}, labels (keys), ours (bar in colour)."""
+    """Draw a panel per value, a bar per row that has it.
+
+    chart: values {key: axis label}, labels (keys), ours (bar in colour).
+    """
     chart, rows = page.chart, page.rows
     formats = {key: how for key, _, how in page.columns}
     panels = figure.subplots(1, len(chart["values"]), sharey=True, squeeze=False)[0]
     for panel, (key, label) in zip(panels, chart["values"].items(), strict=True):
-        colours = [COLOURS[0] if row.get(chart.get("ours", "ours")) else OTHER for row in rows]
-        bars = panel.barh(range(len(rows)), [row[key] for row in rows], 0.72, color=colours)
-        panel.bar_label(bars, [format(row[key], formats[key]) for row in rows], padding=3, fontsize=9)
+        drawn = {i: row for i, row in enumerate(rows) if row.get(key) is not None}
+        colours = [COLOURS[0] if row.get(chart.get("ours", "ours")) else OTHER for row in drawn.values()]
+        bars = panel.barh(list(drawn), [row[key] for row in drawn.values()], 0.72, color=colours)
+        panel.bar_label(bars, [format(row[key], formats[key]) for row in drawn.values()], padding=3, fontsize=9)
         panel.set_xlabel(label, fontsize=9)
-        panel.set_xlim(0, 1.22 * max(row[key] for row in rows))
+        panel.set_xlim(0, 1.22 * max(row[key] for row in drawn.values()))
         panel.locator_params(axis="x", nbins=5)
         panel.xaxis.set_major_formatter("{x:,g}")
         _tidy(panel, "x")
@@ -246,6 +250,7 @@ def _dots(figure: Any, page: Page) -> None:
     panel.set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=8)
     panel.invert_yaxis()
     panel.set_xlim(left=0)
+    panel.xaxis.set_major_formatter("{x:,g}")
     panel.set_xlabel(chart["axis"], fontsize=9)
     _tidy(panel, "both")
     _legend(figure, page, panel)
