@@ -1,0 +1,48 @@
+"""Results of the attention kernels for Hopper on a CPU, where their warps run at any speed (gluon_emulator.py)."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from gluon_emulator import Function, emulated
+from ligertune_kernels import document_attention_reference
+
+PACKAGE = "ligertune_kernels.ops.attention"
+KERNELS = ("_hopper_backward_kernel", "_hopper_backward_loads", "_hopper_dq_kernels", "_hopper_forward_kernel",
+           "_hopper_wide_dk_dv_kernel", "_hopper_wide_dq_kernel")  # fmt: skip
+CASES = [
+    # width, heads of queries and keys, documents, window, soft cap
+    pytest.param(64, (2, 1), (400, 1, 90), None, None, id="64"),
+    pytest.param(64, (2, 2), (150,), None, 5.0, id="64, soft cap"),
+    pytest.param(128, (2, 1), (400, 1, 90), None, None, id="128"),
+    pytest.param(128, (1, 1), (280,), 70, 5.0, id="128, window and soft cap"),
+    pytest.param(256, (2, 1), (200, 1, 90), None, None, id="256"),
+    pytest.param(256, (1, 1), (280,), 70, 5.0, id="256, window and soft cap"),
+]
+
+
+@pytest.fixture(scope="module")
+def hopper() -> ModuleType:
+    with emulated(f"{PACKAGE}.hopper_attention", *(f"{PACKAGE}.{name}" for name in KERNELS)) as module:
+        return module
+
+
+@pytest.mark.parametrize("width, heads, lengths, window, softcap", CASES)
+def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengths, window, softcap) -> None:
+    """However fast the warps run, and with the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((sum(lengths), n, width) for n in (heads[0], heads[1], heads[1], heads[0]))
+    q, k, v, d_out = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+    bounds = [(sum(lengths[:i]), sum(lengths[: i + 1])) for i, n in enumerate(lengths) for _ in range(n)]
+    starts, ends = torch.tensor(bounds, dtype=torch.int32).unbind(1)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    expected = document_attention_reference(*leaves, starts, ends, window=window, softcap=softcap)
+    gradients = torch.autograd.grad(expected, leaves, d_out.double())
+    terms, runs = hopper.Terms(width**-0.5, window, softcap), []
+    for seed in range(3):
+        monkeypatch.setattr(Function, "seed", seed)
+        out, lse = hopper.forward(q, k, v, starts.contiguous(), terms)
+        runs.append([out, *hopper.backward(q, k, v, starts.contiguous(), ends.contiguous(), out, d_out, lse, terms)])
+    for found, wanted in zip(runs[0], [expected, *gradients], strict=True):
+        assert torch.linalg.vector_norm(found.double() - wanted) < 4e-3 * torch.linalg.vector_norm(wanted)
+    assert all(torch.equal(one, other) for again in runs[1:] for one, other in zip(runs[0], again, strict=True))
