@@ -202,9 +202,27 @@ def _float8_inputs(case: Case, device: torch.device) -> Tensors:
     return torch.randn(case.sizes, dtype=case.dtype, device=device), torch.tensor(37.0, device=device)
 
 
-def _float8_truth(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _rows_first(columns: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Return a copy by columns (C, N rounded up) as (N, C): float64 results of many rows are joined from parts."""
+    return columns.t()[:n_rows]
+
+
+def _both_copies(quantize: Callable[..., kernels.Float8Copies]) -> Callable[..., Tensors]:
+    """Return a function of x and the scale that returns the copies by rows and by columns, each (N, C)."""
+
+    def call(x: torch.Tensor, scale: torch.Tensor) -> Tensors:
+        copies = quantize(x, scale)
+        return copies.rows, _rows_first(copies.columns, len(x))
+
+    return call
+
+
+_EAGER_QUANTIZE = _both_copies(kernels.quantize_float8_reference)
+
+
+def _float8_truth(x: torch.Tensor, scale: torch.Tensor) -> Tensors:
     """Return the copies as torch rounds float32 values, which hold the inputs of every dtype exactly."""
-    return tuple(copy.double() for copy in kernels.quantize_float8_reference(x.float(), scale.float()))
+    return tuple(copy.double() for copy in _EAGER_QUANTIZE(x.float(), scale.float()))
 
 
 QUANTIZE_FLOAT8 = OpBenchmark(
@@ -217,7 +235,7 @@ QUANTIZE_FLOAT8 = OpBenchmark(
     row_args=("x",),
     work=lambda case: Work((case.tensor_bytes() + 2 * math.prod(case.sizes), 0.0)),
     reference=lambda case, args: _float8_truth,
-    providers=providers_of(function("ours", kernels.quantize_float8), eager=kernels.quantize_float8_reference),
+    providers=providers_of(_both_copies(kernels.quantize_float8), eager=_EAGER_QUANTIZE),
     modes=("forward",),
 )
 
@@ -233,7 +251,8 @@ def _both_directions(forward: Callable[..., torch.Tensor], backward: Callable[..
     def call(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *scales: torch.Tensor) -> Outputs:
         y = forward(gate, up, scales[0])
         d_gate, d_up, y_columns = backward(dy, gate, up, *scales)
-        return y, d_gate.rows, d_up.rows, *(columns.t() for columns in (d_gate.columns, d_up.columns, y_columns))
+        by_columns = (_rows_first(columns, len(gate)) for columns in (d_gate.columns, d_up.columns, y_columns))
+        return y, d_gate.rows, d_up.rows, *by_columns
 
     return call
 
