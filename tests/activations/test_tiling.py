@@ -5,17 +5,19 @@ import math
 import pytest
 import tiny_models
 import torch
+from storages import MadeStorages
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.tiling import TiledLinear, TiledMLP, TiledNorm, tile_layers, tile_projections
 from ligertune.errors import UserError
 from ligertune.models.adapters.joint_lora import siblings_of
+from ligertune.models.shape import base_of, read_shape, text_layers
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, MicroBatch, StepBytes
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape
-from ligertune.planning.memory.tiled_bytes import tiled_phases
+from ligertune.planning.memory.tiled_bytes import saved_by_tiled_layer, tiled_phases
 from ligertune.planning.options import MethodOptions
 
 TILE, ROWS, LENGTH = 7, 2, 20
@@ -196,6 +198,34 @@ def test_the_widest_points_hold_what_the_module_says():
     # without offloading, the inputs of all 32 layers are on the device when the last one is run again
     kept = bytes_per_token("backward", checkpointing=True)
     assert kept - bytes_per_token("backward", checkpointing="offload") == 31 * kib
+
+
+@pytest.mark.parametrize("method", [None, LORA, FUSED], ids=["full", "lora", "kernels.lora"])
+def test_in_the_backward_every_layer_has_the_tensors_that_the_plan_counts(method):
+    """Counted where the gradients of a layer's output and of its attention's output arrive, without tiles.
+
+    Inputs stay on the device here, so a layer also has those of the layers before it. It has nothing of those after it.
+    """
+    model, length = made("llama", method, tile=100, num_hidden_layers=3), 300
+    layer = read_shape(model).layer
+    hidden, keys = 4 * length * layer.hidden, 4 * length * layer.key
+    saved = length * saved_by_tiled_layer(layer, ActivationPolicy(tile=100), 4)
+    statistics = 4 * length * (layer.heads + 2)  # left out below, as are the gradients of weights
+    copy = 4 * length * layer.query  # torch's attention on a CPU returns its output in a layout that is copied
+    expected, found = {}, {}
+
+    def record(output: torch.Tensor, key: tuple[str, int]) -> None:
+        if output.requires_grad:  # the gradient arrives at the output of the first run
+            output.register_hook(lambda _: found.update({key: sum(n for n in made_storages.sizes() if n >= keys)}))
+
+    for i, one in enumerate(text_layers(base_of(model))):
+        one.register_forward_hook(lambda _, args, output, i=i: record(output, ("layer", i)))
+        one.self_attn.register_forward_hook(lambda _, args, output, i=i: record(output[0], ("attention", i)))
+        expected |= {("layer", i): (i + 2) * hidden, ("attention", i): i * hidden + saved - statistics + copy}
+    ids = torch.randint(3, tiny_models.VOCAB, (1, length))
+    with MadeStorages(model) as made_storages:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert found == expected
 
 
 @pytest.mark.gpu

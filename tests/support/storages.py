@@ -25,5 +25,9 @@ class MadeStorages(TorchDispatchMode):
         return given
 
     def alive(self) -> int:
+        return sum(self.sizes())
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each storage that is alive now."""
         self.storages = {k: v for k, v in self.storages.items() if k not in self.weights and not v[0].expired()}
-        return sum(size for _, size in self.storages.values())
+        return [size for _, size in self.storages.values()]
