@@ -42,7 +42,7 @@ def run(pages, monkeypatch, *arguments):
 
 
 def test_a_page_is_written_from_what_a_run_printed(pages, monkeypatch, tmp_path):
-    chart = {"kind": "bars", "labels": ["side"], "values": {"tokens_per_second": "tokens/s"}}
+    chart = {"kind": "bars", "labels": ["side"], "values": {"tokens_per_second": "tokens/s", "peak_gib": "GiB"}}
     printed = ["repeat 1: ligertune", json.dumps(PAGE), json.dumps({**PAGE, "page": "drawn", "chart": chart})]
     (tmp_path / "out.txt").write_text("\n".join(printed), encoding="utf-8")
     with pytest.raises(SystemExit, match="0"):
