@@ -44,8 +44,10 @@ def code_of(path: Path) -> str:
 
 @functools.cache
 def _imported_files(path: Path) -> set[Path]:
-    modules = [node.module for node in ast.walk(ast.parse(code_of(path))) if isinstance(node, ast.ImportFrom)]
-    files = (PACKAGE.parent / f"{module.replace('.', '/')}.py" for module in modules if module)
+    imports = [node for node in ast.walk(ast.parse(code_of(path))) if isinstance(node, ast.ImportFrom) and node.module]
+    modules = {node.module for node in imports}
+    modules |= {f"{node.module}.{alias.name}" for node in imports for alias in node.names}  # of a package
+    files = (PACKAGE.parent / f"{module.replace('.', '/')}.py" for module in modules)
     return {file for file in files if file.is_file()}
 
 
