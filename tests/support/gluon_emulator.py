@@ -1,13 +1,13 @@
-"""Emulator of the part of Gluon and Triton that the attention kernels for Hopper use: warps that run at any speed.
+"""CPU emulator of the Gluon and Triton functions that the attention kernels for Hopper use, to find races.
 
-Triton's interpreter has no warp specialisation, asynchronous copies or barriers. Here each partition of each program is
-a thread of which one runs at a time. The scheduler switches between them, and some are slow for a while. A copy to
-shared memory arrives at any time before its barrier completes, and the tile holds NaN until then. A product reads its
-tiles from its start until it is waited for. So a missing barrier shows as a `Race`, as NaN or as a wrong number, and a
-wrong one as a `Deadlock`.
+Triton's interpreter has no warp specialisation, asynchronous copies or barriers. Here each partition of a program is a
+Python thread. Only one thread runs at a time; a scheduler switches between them at random and slows some down for a
+while. A copy to shared memory arrives at a random time, and its tile holds NaN until then. A matrix product reads its
+tiles twice, when it starts and when it is waited for, and compares them. A missing barrier therefore shows as a `Race`
+or a wrong result, and a wrong barrier as a `Deadlock`.
 
-Not emulated: layouts, the fences between ordinary and asynchronous accesses, warps of one partition that are apart, and
-what Triton's compiler makes of Python's variables.
+Not emulated: layouts, fences between ordinary and asynchronous accesses, warps of one partition at different places,
+and Triton's compiler.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     y = (silu(x G^T) · x U^T) D^T        G, U: (F, E), D: (E, F)
 
-Float8 layers with a SwiGLU between them would write its result h and the gradients of gate and up in 16 bits, and read
-them again to quantise them. Here `swiglu_float8` quantises as it computes: 16 bytes per element instead of 28, with the
-same bits. h is computed again in the backward, for D's gradient, so nothing of it is kept.
+Separate kernels would write SwiGLU's result h and the gradients of gate and up in 16 bits, and read them again to
+quantise them. `swiglu_float8` quantises what it computes before it writes: 16 bytes per element instead of 28, with the
+same bits. The backward computes h again for D's gradient, so h is not saved.
 
 In the first step the scales are not known: SwiGLU's kernels then run twice, and the first pass finds the amax.
 """
@@ -51,10 +51,11 @@ class _Float8MLP(torch.autograd.Function):
         gate, up = (
             float8_product(q.rows.flatten(0, -2), w.rows, q.inverse, w.inverse, dtype, fast=True) for w in weights[:2]
         )
-        one = torch.ones((), device=x.device)
-        (scale,) = down.float8_scales.scales_of(
-            (down.float8_slot,), lambda maxima: swiglu_float8(gate, up, one, amax=maxima[0]), record=training
-        )
+
+        def find(maxima: list[Tensor]) -> None:
+            swiglu_float8(gate, up, torch.ones((), device=x.device), amax=maxima[0])
+
+        (scale,) = down.float8_scales.scales_of((down.float8_slot,), find, record=training)
         h = swiglu_float8(gate, up, scale.scale, amax=scale.amax)
         y = float8_product(h, weights[2].rows, scale.inverse, weights[2].inverse, dtype, fast=True)
         trained = (q.columns, q.inverse) if gate_weight.requires_grad else ()

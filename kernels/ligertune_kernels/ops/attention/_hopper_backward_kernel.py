@@ -9,7 +9,6 @@ dq is fp32, in the order in which threads hold it, so that a warp adds 256 neigh
 
 from __future__ import annotations
 
-from ligertune_kernels.jit.device_functions import LOG2E
 from ligertune_kernels.launcher import gl, gluon, hopper
 from ligertune_kernels.ops.attention._hopper_backward_loads import (
     KEYS,
@@ -20,7 +19,7 @@ from ligertune_kernels.ops.attention._hopper_backward_loads import (
     load_blocks,
     query_blocks,
 )
-from ligertune_kernels.ops.attention._hopper_forward_kernel import hopper_tanh, stage_barriers
+from ligertune_kernels.ops.attention._hopper_forward_kernel import capped_scores, stage_barriers
 
 
 @gluon.jit
@@ -39,12 +38,7 @@ def weights_and_slope(
     MASKED: gl.constexpr, HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return the softmax's weights (keys, queries) from the products of keys and queries, and the cap's derivative."""
-    bits = scale * LOG2E
-    slope = 1.0
-    if HAS_CAP:
-        scores = hopper_tanh(scores * (scale / cap))
-        slope = 1.0 - scores * scores
-        bits = cap * LOG2E
+    scores, bits, slope = capped_scores(scores, scale, cap, HAS_CAP)
     if MASKED:
         scores = gl.where((rows[None, :] >= keys[:, None]) & (rows[None, :] < limits[:, None]), scores, float("-inf"))
     lse = lse_tile.load(gl.SliceLayout(0, LAYOUT))

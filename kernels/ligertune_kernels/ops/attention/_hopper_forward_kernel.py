@@ -22,6 +22,18 @@ def hopper_tanh(x):
 
 
 @gluon.jit
+def capped_scores(scores, scale, cap, HAS_CAP: gl.constexpr):
+    """Return scores under the cap, the factor that makes them powers of two, and the derivative of the cap."""
+    bits = scale * LOG2E
+    slope = 1.0
+    if HAS_CAP:
+        scores = hopper_tanh(scores * (scale / cap))
+        slope = 1.0 - scores * scores
+        bits = cap * LOG2E
+    return scores, bits, slope
+
+
+@gluon.jit
 def key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constexpr, WINDOW: gl.constexpr):
     """Return the number of blocks of keys that a tile of queries reads, and how many of them need no mask.
 
@@ -77,10 +89,7 @@ def _softmax(
     MASKED: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, COLS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Return the weights of one block, the factor of earlier sums, new sums and maxima (arXiv:1805.02867)."""
-    bits = scale * LOG2E
-    if HAS_CAP:
-        scores = hopper_tanh(scores * (scale / cap))
-        bits = cap * LOG2E
+    scores, bits, _ = capped_scores(scores, scale, cap, HAS_CAP)
     if MASKED:
         scores = visible_scores(scores, rows, starts, start, WINDOW, COLS, SCORES)
     new_max = gl.maximum(row_max, gl.max(scores, 1) * bits)

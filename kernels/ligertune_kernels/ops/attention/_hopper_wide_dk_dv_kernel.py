@@ -1,11 +1,11 @@
 """Triton kernel of dk and dv of document_attention on Hopper, for heads of 256 columns, in Gluon.
 
 Registers hold dk and dv of 64 keys: dv in one warpgroup, dk in the other. Per block of queries the first computes the
-softmax's weights, hands them over in shared memory and adds P^T dO. The second computes dP, reads the weights and adds
-dS^T Q. So each computes two products, and weights go one way, a block ahead. Scores are transposed: (keys, queries).
+softmax's weights P, stores them in shared memory and adds P^T dO. The second computes dP, reads the weights and adds
+dS^T Q. Each computes two products; the first is one block ahead. Scores are transposed: (keys, queries).
 
-dq has a kernel of its own, in _hopper_wide_dq_kernel.py: adding up dq from tiles of 64 keys would take longer than the
-two products that it computes again.
+Another kernel computes dq (_hopper_wide_dq_kernel.py). It repeats the products of scores and dP, which takes less time
+than adding up parts of dq from every 64 keys.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Triton kernel of dq of document_attention on Hopper, for heads of 256 columns, in Gluon.
 
-A program has the tile of queries that a program of the forward has, and two warpgroups of half of them each. The
-products of one block of keys wait in line behind dS K of the block before, and weights are computed while dP's product
-runs. dS stays in registers.
+A program has a tile of queries, as in the forward, and two warpgroups with half of them each. The products of one block
+of keys start while dS K of the block before still runs, and weights are computed while dP's product runs. dS stays in
+registers.
 
-Queries and dO take 128 KB of shared memory. Blocks have 64 keys, since products with 32 would wait for shared memory.
-Two blocks of keys and one of values fit: keys are read until dS K has run, values by dP's product alone.
+Queries and dO take 128 KB of shared memory, so two blocks of 64 keys fit and one of values. Keys need two, because they
+are read until dS K has run, while the next block's scores are computed.
 """
 
 from __future__ import annotations
 
-from ligertune_kernels.jit.device_functions import LOG2E
 from ligertune_kernels.launcher import copy_from_shared, copy_to_shared, gl, gluon, hopper
 from ligertune_kernels.ops.attention._hopper_forward_kernel import (
-    hopper_tanh,
+    capped_scores,
     key_blocks,
     stage_barriers,
     visible_scores,
@@ -59,12 +58,7 @@ def _weights(
     MASKED: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return the softmax's weights (queries, keys), times the cap's derivative."""
-    bits = scale * LOG2E
-    slope = 1.0
-    if HAS_CAP:
-        scores = hopper_tanh(scores * (scale / cap))
-        slope = 1.0 - scores * scores
-        bits = cap * LOG2E
+    scores, bits, slope = capped_scores(scores, scale, cap, HAS_CAP)
     if MASKED:
         scores = visible_scores(scores, rows, starts, start, WINDOW, COLS, LAYOUT)
     return gl.exp2(scores * bits - lse[:, None]) * slope

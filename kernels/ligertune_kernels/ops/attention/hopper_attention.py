@@ -22,7 +22,7 @@ from ligertune_kernels.ops.attention._hopper_wide_dq_kernel import hopper_attent
 
 TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
-WIDE = 256  # columns of heads of which the backward has two kernels, without sums
+WIDE = 256  # head width whose backward has two kernels and needs no fp32 sums of dq
 MOST_SUMS = 1 << 30  # bytes of the fp32 sums of dq; longer rows run the other kernels, which have none
 
 
