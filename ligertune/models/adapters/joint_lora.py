@@ -56,9 +56,7 @@ class _JointUpdate(torch.autograd.Function):
         outputs = []
         for (_, weight, bias), b, part in zip(frozen, scaled_b, low.split(ranks, 1), strict=True):
             y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
-            flat, w = y.flatten(0, -2), dense(weight).t()
-            _ = torch.mm(rows, w, out=flat) if bias is None else torch.addmm(bias, rows, w, out=flat)
-            flat.addmm_(part, b.t())
+            _write_output(y.flatten(0, -2), rows, dense(weight), bias, part, b)
             outputs.append(y)
         kept = [weight if isinstance(weight, Tensor) else None for _, weight, _ in frozen]
         ctx.save_for_backward(x, narrow_a, low, *scaled_b, *kept)
@@ -73,10 +71,9 @@ class _JointUpdate(torch.autograd.Function):
         x, narrow_a, low, *rest = ctx.saved_tensors
         weights = [packed if kept is None else kept for kept, packed in zip(rest[count:], ctx.packed, strict=True)]
         needs_dx, _, *needs = ctx.needs_input_grad
-        dx, d_bs, d_lows = None, [None] * count, []
-        for i, (dy, b, weight, part) in enumerate(
-            zip(gradients, rest[:count], weights, low.split(ranks, 1), strict=True)
-        ):
+        d_bs: list[Tensor | None] = [None] * count
+        d_lows = []
+        for i, (dy, b, part) in enumerate(zip(gradients, rest[:count], low.split(ranks, 1), strict=True)):
             if dy is None:  # the loss does not depend on this output
                 d_lows.append(low.new_zeros(len(low), ranks[i]))
                 continue
@@ -84,17 +81,34 @@ class _JointUpdate(torch.autograd.Function):
             d_lows.append(d_rows @ b)
             if needs[count + i]:
                 d_bs[i] = (d_rows.t() @ part).to(ctx.dtypes[count + i]).mul_(ctx.scales[i])
-            if needs_dx:
-                dx = d_rows @ dense(weight) if dx is None else dx.addmm_(d_rows, dense(weight))
         d_low = torch.cat(d_lows, 1)  # (N, sum of R)
-        if dx is not None:
-            dx = dx.addmm_(d_low, narrow_a).view(x.shape)
+        dx = None
+        if needs_dx:
+            dx = d_low @ narrow_a
+            for dy, weight in zip(gradients, weights, strict=True):
+                if dy is not None:
+                    dx.addmm_(dy.flatten(0, -2), dense(weight))
+            dx = dx.view(x.shape)
         d_as: Sequence[Tensor | None] = [None] * count
         if any(needs[:count]):
             d_as = (d_low.t() @ x.flatten(0, -2)).split(ranks)
         d_as = [d_a.to(dtype) if d_a is not None and need else None
                 for d_a, dtype, need in zip(d_as, ctx.dtypes[:count], needs[:count], strict=True)]  # fmt: skip
         return dx, None, *d_as, *d_bs
+
+
+def _write_output(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor) -> None:
+    """Write x weight^T + low b^T + bias to y: x (N, E), weight (F, E), low (N, R), b (F, R), y (N, F).
+
+    The second product reads what the first one wrote. The large product hides that read if it has enough columns; the
+    small one is nothing but passes over y.
+    """
+    first, second = [(low, b), (x, weight)] if weight.shape[0] >= weight.shape[1] else [(x, weight), (low, b)]
+    if bias is None:
+        torch.mm(first[0], first[1].t(), out=y)
+    else:
+        torch.addmm(bias, first[0], first[1].t(), out=y)
+    y.addmm_(second[0], second[1].t())
 
 
 def dense(weight: Tensor | PackedWeight) -> Tensor:
