@@ -6,6 +6,7 @@ import pytest
 import torch
 from judge import LOW, OF_A_ROW, judge, judge_op
 from ligertune_kernels import document_attention
+from ligertune_kernels.ops.attention import hopper_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -73,22 +74,34 @@ def test_long_documents_are_deterministic(heads, device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_key_heads_in_several_launches_have_the_same_bits(width, device, monkeypatch) -> None:
+    sizes = ((9000, n, width) for n in (12, 3, 3, 12))
+    q, k, v, grad = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
+    once = run(q, k, v, (9000,), grad, documents=1)
+    monkeypatch.setattr(hopper_attention, "SUMS_AT_ONCE", 2 * hopper_attention.sums_bytes(9000, 4, 1, width))
+    assert all(torch.equal(a, b) for a, b in zip(once, run(q, k, v, (9000,), grad, documents=1), strict=True))
+
+
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], grad: torch.Tensor, **options):
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out = document_attention(*leaves, *places(lengths, q.device), **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def test_a_document_gives_the_same_bits_anywhere_in_more_than_2_31_elements(device) -> None:
-    lengths, heads, head_dim = (1000,) * 140, 128, 128  # 2.3e9 elements of queries
-    q = torch.randn(sum(lengths), heads, head_dim, device=device, dtype=torch.bfloat16)
-    k, v = (torch.randn(sum(lengths), 1, head_dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize(
+    ("lengths", "heads", "key_heads"), [((1000,) * 140, 128, 1), ((3000,) * 180, 32, 4)], ids=["short", "long"]
+)
+def test_a_document_has_its_gradients_anywhere_in_more_than_2_31_elements(lengths, heads, key_heads, device) -> None:
+    q, k, v = (
+        torch.randn(sum(lengths), n, 128, device=device, dtype=torch.bfloat16) for n in (heads, *[key_heads] * 2)
+    )
     grad = torch.randn_like(q)
     assert q.numel() > 1 << 31
-    found = run(q, k, v, lengths, grad)
-    for first in (0, 71_000, 139_000):
-        own = slice(first, first + 1000)
-        expected = run(q[own], k[own], v[own], (1000,), grad[own])
+    found = run(q, k, v, lengths, grad, documents=len(lengths))
+    for i in (0, len(lengths) // 2, len(lengths) - 1):
+        own = slice(i * lengths[0], (i + 1) * lengths[0])
+        expected = run(q[own], k[own], v[own], lengths[:1], grad[own], documents=1)
         for whole, alone in zip(found, expected, strict=True):
             torch.testing.assert_close(whole[own].float(), alone.float(), rtol=2e-2, atol=2e-2)
 

@@ -331,6 +331,13 @@ def warpgroup_mma_wait(pending: int, deps: list) -> Any:
 # ---- launches
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements from the tensor's first on, as a pointer sees them."""
+    first = tensor.storage_offset()
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize - first
+    return tensor.as_strided((size,), (1,), first)
+
+
 class Function:
     """Stands for a function under `jit`."""
 
@@ -346,7 +353,7 @@ class Function:
         def launch(*args: Any, num_warps: int = 4, **constants: Any) -> None:
             scheduler = Scheduler(Function.seed)
             scheduler.programs = grid[0]
-            given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in args]
+            given = [Pointer(_flat(one)) if isinstance(one, Tensor) else one for one in args]
             for program in range(grid[0]):
                 scheduler.start(program, lambda: self.call(*given, **constants))
             scheduler.run()

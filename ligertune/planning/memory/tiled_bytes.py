@@ -57,7 +57,8 @@ def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int
     """Return the bytes of attention's fp32 sums of the queries' gradients, which H100 and H200 have."""
     if policy.attention != "document_attention":
         return 0
-    return document_attention_memory(tokens, layer.heads, layer.query // layer.heads)
+    width = layer.query // layer.heads
+    return document_attention_memory(tokens, layer.heads, layer.key // width, width)
 
 
 def tiled_phases(

@@ -66,7 +66,7 @@ def _dq_product(
 def _differentiate(
     ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, d_score_tiles, barriers, stored, turn, added, blocks,
     first, key_head, n_tokens, scale, cap, part: gl.constexpr,
-    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    ALL_KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of half of the tile's keys, and a half of each block's dq."""
@@ -139,18 +139,18 @@ def _differentiate(
     hopper.mbarrier.wait(turn.index(buffer), ((i - 1) // 2) & 1)
     gl.atomic_add(dq_ptr + row_before * WIDTH + places, dq, sem="relaxed")
     hopper.mbarrier.arrive(added.index(buffer), count=1)
-    _store_gradient(dk_ptr, dk * scale, first + part * HALF, key_head, n_tokens, KEY_HEADS, WIDTH, DK)
-    _store_gradient(dv_ptr, dv, first + part * HALF, key_head, n_tokens, KEY_HEADS, WIDTH, DK)
+    _store_gradient(dk_ptr, dk * scale, first + part * HALF, key_head, n_tokens, ALL_KEY_HEADS, WIDTH, DK)
+    _store_gradient(dv_ptr, dv, first + part * HALF, key_head, n_tokens, ALL_KEY_HEADS, WIDTH, DK)
 
 
 @gluon.jit
 def _store_gradient(
-    ptr, tile, first, key_head, n_tokens, KEY_HEADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
+    ptr, tile, first, key_head, n_tokens, ALL_KEY_HEADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Store a tile of one head's gradient to a contiguous (T, K, WIDTH) tensor."""
+    """Store a tile of one head's gradient to a (T, K, WIDTH) tensor that some heads of a contiguous one make up."""
     tokens = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = key_head * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = ptr + tokens.to(gl.int64)[:, None] * (KEY_HEADS * WIDTH) + cols[None, :]
+    ptrs = ptr + tokens.to(gl.int64)[:, None] * (ALL_KEY_HEADS * WIDTH) + cols[None, :]
     gl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=(tokens < n_tokens)[:, None])
 
 
@@ -158,10 +158,13 @@ def _store_gradient(
 def hopper_attention_backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc, starts_ptr, ends_ptr, counters_ptr, dq_ptr,
     dk_ptr, dv_ptr, n_tokens, scale, cap,
-    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, ROWS: gl.constexpr,
-    WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    ALL_KEY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv, and add dq without the scale to zeros (H, padded tokens, WIDTH)."""
+    """Write dk and dv, and add dq without the scale to zeros (H, padded tokens, WIDTH).
+
+    All tensors have KEY_HEADS key heads, which are some of the ALL_KEY_HEADS of the tensors behind dk and dv.
+    """
     first, key_head = gl.program_id(0) // KEY_HEADS * KEYS, gl.program_id(0) % KEY_HEADS
     blocks = query_blocks(first, ends_ptr, n_tokens, KEYS, ROWS, WINDOW)
     HALF: gl.constexpr = KEYS // 2
@@ -188,11 +191,11 @@ def hopper_attention_backward_kernel(
         [
             (_differentiate, (
                 ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, d_score_tiles, barriers, stored, turn, added, blocks, first,
-                key_head, n_tokens, scale, cap, LOWER, KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
+                key_head, n_tokens, scale, cap, LOWER, ALL_KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
             )),
             (_differentiate, (
                 ends_ptr, dq_ptr, dk_ptr, dv_ptr, tiles, d_score_tiles, barriers, stored, turn, added, blocks, first,
-                key_head, n_tokens, scale, cap, UPPER, KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
+                key_head, n_tokens, scale, cap, UPPER, ALL_KEY_HEADS, GROUP, ROWS, WIDTH, STAGES, WINDOW, HAS_CAP,
             )),
             (load_blocks, (
                 descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP, ROWS, WIDTH, KV_BYTES, STAGES,

@@ -217,9 +217,11 @@ def document_attention(
     return _Attention.apply(query, key, value, starts, ends, scale, window, softcap)
 
 
-def document_attention_memory(n_tokens: int, heads: int, head_dim: int) -> int:
+def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_dim: int) -> int:
     """Return the bytes of the temporary fp32 sums of dq in the backward of long documents on a Hopper GPU."""
-    size = hopper_attention.sums_bytes(n_tokens, heads, head_dim) if head_dim in hopper_attention.WIDTHS else 0
+    if head_dim not in hopper_attention.WIDTHS:
+        return 0
+    size = hopper_attention.sums_bytes(n_tokens, heads, key_heads, head_dim)
     return size if size <= hopper_attention.MOST_SUMS else 0
 
 

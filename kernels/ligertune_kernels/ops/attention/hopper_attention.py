@@ -23,7 +23,8 @@ from ligertune_kernels.ops.attention._hopper_wide_dq_kernel import hopper_attent
 TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
 WIDE = 256  # head width whose backward has two kernels and needs no fp32 sums of dq
-MOST_SUMS = 1 << 30  # bytes of the fp32 sums of dq; longer rows run the other kernels, which have none
+SUMS_AT_ONCE = 1 << 29  # bytes of the fp32 sums of dq in one launch of the backward, which computes some key heads
+MOST_SUMS = 3 << 30  # bytes of the sums of a single key head; larger ones run the other kernels, which have none
 
 
 class Width(NamedTuple):
@@ -52,14 +53,25 @@ def runs_hopper_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chip:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or width not in WIDTHS or torch.compiler.is_compiling():
         return False
-    if n_tokens < max(WIDTHS[width].long * documents, 1) or sums_bytes(n_tokens, heads, width) > MOST_SUMS:
+    if n_tokens < max(WIDTHS[width].long * documents, 1) or sums_bytes(n_tokens, heads, k.shape[1], width) > MOST_SUMS:
         return False
     return all(t.stride(1) == width and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (q, k, v))
 
 
-def sums_bytes(n_tokens: int, heads: int, width: int) -> int:
-    """Return the bytes of the fp32 sums of dq, which the backward allocates and frees."""
-    return 0 if width == WIDE else heads * -(-n_tokens // TILE) * TILE * width * 4
+def sums_bytes(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
+    """Return the bytes of the fp32 sums of dq, which the backward allocates and frees: those of one launch."""
+    if width == WIDE:
+        return 0
+    return _heads_at_once(n_tokens, heads, key_heads, width) * _sums_of_key_head(n_tokens, heads, key_heads, width)
+
+
+def _sums_of_key_head(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
+    return heads // key_heads * -(-n_tokens // TILE) * TILE * width * 4
+
+
+def _heads_at_once(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
+    """Return of how many key heads one launch computes the gradients."""
+    return max(1, min(key_heads, SUMS_AT_ONCE // max(1, _sums_of_key_head(n_tokens, heads, key_heads, width))))
 
 
 def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -114,24 +126,33 @@ def backward(
     if q.shape[2] == WIDE:
         return _wide_backward(q, k, v, starts, ends, out, d_out, lse, terms)
     (n_tokens, heads, width), key_heads = q.shape, k.shape[1]
-    padded = lse.shape[1]
-    sums, delta = lse.new_empty((heads, padded, width)), torch.empty_like(lse)
-    counters = lse.new_empty((heads, padded // ROWS), dtype=torch.int32)
+    padded, group = lse.shape[1], heads // key_heads
+    at_once = _heads_at_once(n_tokens, heads, key_heads, width)
+    sums, delta = lse.new_empty((at_once * group, padded, width)), torch.empty_like(lse)
+    counters = lse.new_empty((at_once * group, padded // ROWS), dtype=torch.int32)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     rows = 4096 // width
     block = 128 if width == 64 and terms.softcap is None else ROWS  # queries
     with on_device(q):
-        attention_delta_kernel[(-(-padded * heads // rows),)](
-            out, d_out, delta, sums, counters, n_tokens, HEADS=heads, WIDTH=width, HAS_SUMS=True, ROWS=rows
-        )
-        hopper_attention_backward_kernel[(-(-n_tokens // 128) * key_heads,)](
-            _rows_of(q, block), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, block), _values_of(lse, block),
-            _values_of(delta, block), starts, ends, counters, sums, dk, dv, n_tokens, terms.scale, terms.softcap or 1.0,
-            KEY_HEADS=key_heads, ROWS=block, WIDTH=width, STAGES=2, **_constants(q, k, terms), num_warps=4,
-        )  # fmt: skip
-        attention_round_dq_kernel[(-(-n_tokens * heads // rows),)](
-            sums, dq, n_tokens, terms.scale, HEADS=heads, WIDTH=width, BLOCK=block, ROWS=rows
-        )
+        for first in range(0, key_heads, at_once):
+            keys = slice(first, min(first + at_once, key_heads))
+            queries = slice(keys.start * group, keys.stop * group)
+            n_keys, n_queries = keys.stop - keys.start, queries.stop - queries.start
+            sizes = {"ALL_HEADS": heads, "HEADS": n_queries, "WIDTH": width, "ROWS": rows}
+            some_delta, some_d_out = delta[queries], d_out[:, queries]
+            attention_delta_kernel[(-(-padded * n_queries // rows),)](
+                out[:, queries], some_d_out, some_delta, sums, counters, n_tokens, HAS_SUMS=True, **sizes
+            )
+            hopper_attention_backward_kernel[(-(-n_tokens // 128) * n_keys,)](
+                _rows_of(q[:, queries], block), _rows_of(k[:, keys], ROWS), _rows_of(v[:, keys], ROWS),
+                _rows_of(some_d_out, block), _values_of(lse[queries], block), _values_of(some_delta, block), starts,
+                ends, counters, sums, dk[:, keys], dv[:, keys], n_tokens, terms.scale, terms.softcap or 1.0,
+                ALL_KEY_HEADS=key_heads, KEY_HEADS=n_keys, ROWS=block, WIDTH=width, STAGES=2, **_constants(q, k, terms),
+                num_warps=4,
+            )  # fmt: skip
+            attention_round_dq_kernel[(-(-n_tokens * n_queries // rows),)](
+                sums, dq[:, queries], n_tokens, terms.scale, BLOCK=block, **sizes
+            )
     return dq, dk, dv
 
 
@@ -155,7 +176,7 @@ def _wide_backward(
     constants = _constants(q, k, terms) | {"num_warps": 4}
     with on_device(q):
         attention_delta_kernel[(-(-delta.numel() // 16),)](
-            out, d_out, delta, None, None, n_tokens, HEADS=heads, WIDTH=width, HAS_SUMS=False, ROWS=16
+            out, d_out, delta, None, None, n_tokens, ALL_HEADS=heads, HEADS=heads, WIDTH=width, HAS_SUMS=False, ROWS=16
         )
         hopper_attention_wide_dk_dv_kernel[(-(-n_tokens // ROWS) * key_heads,)](
             *inputs, _values_of(lse, ROWS), _values_of(delta, ROWS), _rows_of(dk, ROWS), _rows_of(dv, ROWS), ends,

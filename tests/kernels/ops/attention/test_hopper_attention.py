@@ -43,12 +43,17 @@ def test_heads_that_are_apart_run_the_other_kernels() -> None:
     assert not runs_hopper_kernels(query, apart, value, HOPPER, 1)
 
 
-def test_rows_whose_sums_are_large_run_the_other_kernels() -> None:
-    """The fp32 sums of dq may take 1 GiB: 262,144 tokens of 8 heads of 128 columns."""
-    assert runs_hopper_kernels(*heads(1 << 18, 128), HOPPER, 1)
-    assert not runs_hopper_kernels(*heads((1 << 18) + 1, 128), HOPPER, 1)
-    assert document_attention_memory(1 << 18, 8, 128) == 1 << 30
-    assert document_attention_memory(4000, 32, 128) == 32 * 4096 * 128 * 4
-    assert runs_hopper_kernels(*heads((1 << 18) + 1, 256), HOPPER, 1)
-    assert document_attention_memory(4000, 16, 256) == 0
-    assert document_attention_memory((1 << 18) + 1, 8, 128) == document_attention_memory(4000, 32, 96) == 0
+def test_key_heads_whose_sums_are_large_run_the_other_kernels() -> None:
+    """The fp32 sums of a key head may take 3 GiB: of 1.5 million tokens of 4 heads of 128 columns, which share it."""
+    assert runs_hopper_kernels(*heads(3 << 19, 128), HOPPER, 1)
+    assert not runs_hopper_kernels(*heads((3 << 19) + 1, 128), HOPPER, 1)
+    assert runs_hopper_kernels(*heads((3 << 19) + 1, 256), HOPPER, 1)
+
+
+def test_a_launch_has_the_sums_of_some_key_heads() -> None:
+    assert document_attention_memory(4000, 32, 8, 128) == 32 * 4096 * 128 * 4
+    assert document_attention_memory(1 << 17, 8, 2, 128) == 1 << 29  # of both key heads
+    assert document_attention_memory(3 << 16, 8, 2, 128) == 3 << 27  # of one
+    assert document_attention_memory(3 << 19, 8, 2, 128) == 3 << 30
+    assert document_attention_memory(4000, 16, 4, 256) == 0
+    assert document_attention_memory((3 << 19) + 1, 8, 2, 128) == document_attention_memory(4000, 32, 8, 96) == 0

@@ -46,3 +46,8 @@ def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengt
     for found, wanted in zip(runs[0], [expected, *gradients], strict=True):
         assert torch.linalg.vector_norm(found.double() - wanted) < 4e-3 * torch.linalg.vector_norm(wanted)
     assert all(torch.equal(one, other) for again in runs[1:] for one, other in zip(runs[0], again, strict=True))
+
+
+def test_key_heads_in_several_launches_have_the_same_gradients(hopper, monkeypatch) -> None:
+    monkeypatch.setattr(hopper, "SUMS_AT_ONCE", 2 * hopper.sums_bytes(191, 2, 1, 64))  # of two key heads of three
+    test_the_kernels_agree_with_float64(hopper, monkeypatch, 64, (6, 3), (100, 1, 90), None, None)
