@@ -19,6 +19,7 @@ from ligertune.planning.memory.activation_bytes import ActivationPolicy, MicroBa
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape
 from ligertune.planning.memory.tiled_bytes import saved_by_tiled_layer, tiled_phases
 from ligertune.planning.options import MethodOptions
+from ligertune.train.optim.combined import OptimizerInBackward
 
 TILE, ROWS, LENGTH = 7, 2, 20
 FROZEN = {"type": "freeze", "trainable": [r"layers\.1\."]}
@@ -226,6 +227,28 @@ def test_in_the_backward_every_layer_has_the_tensors_that_the_plan_counts(method
     with MadeStorages(model) as made_storages:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert found == expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tile", [0, 7])
+def test_the_last_layer_has_no_gradient_of_a_head_that_was_updated_before(tile, tied):
+    """An optimizer in the backward updates the head first, unless the embedding adds to the gradient of its weight."""
+    model = made("llama", None, tile=tile, tie_word_embeddings=tied)
+    optimizer = OptimizerInBackward([torch.optim.SGD([p], lr=0.1) for p in model.parameters()])
+    size = 4 * model.lm_head.weight.numel()
+    found = []
+
+    def record(layer: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: found.append(made_storages.sizes().count(size)))
+
+    text_layers(base_of(model))[-1].register_forward_hook(record)
+    with MadeStorages(model) as made_storages:
+        trained(model)
+    optimizer.step()
+    assert found == [int(tied)]
+    head = HeadShape(tiny_models.VOCAB, 64, tied=tied)
+    step = StepBytes(itemsize=4, gradients=0, optimizer_step=0, workspace=0, in_backward=True)
+    assert step.held_after_loss(100 + 4 * head.elements, head) == 100 + 4 * head.elements * tied
 
 
 @pytest.mark.gpu

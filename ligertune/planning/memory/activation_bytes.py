@@ -106,6 +106,12 @@ class StepBytes:
     optimizer_step: int  # temporaries of the optimizer's step
     workspace: int
     free: int | None = None  # device memory that the loss may use; None: unlimited
+    in_backward: bool = False  # the optimizer steps in the backward and frees each gradient when it is complete
+
+    def held_after_loss(self, held: int, head: HeadShape) -> int:
+        """Return the bytes held in the last layer's backward, of those that `loss_bytes` says are held until then."""
+        freed = self.in_backward and head.head_trains and not head.tied  # a tied weight gets a gradient at the end, too
+        return max(0, held - freed * head.elements * self.itemsize)
 
 
 def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_length: int) -> int:
@@ -296,6 +302,7 @@ def step_phases(
     # the embedding's or the last layer's output, the last norm's output, and rotary tables (cos and sin, D wide)
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
     loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free)
+    loss_held = step.held_after_loss(loss_held, head)
     # When a layer is run again, the last norm and the loss have freed their tensors, and its input is held already.
     run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
     before = gradients if batch.accumulates else 0

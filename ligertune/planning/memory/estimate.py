@@ -160,6 +160,7 @@ class MemoryEstimate:
             optimizer_step=0 if self.cpu_offload else self.states.step,
             workspace=workspace,
             free=None if memory is None else max(0, memory - CUDA_CONTEXT - always - gradients),
+            in_backward=self.optim_in_backward,
         )
 
     @property

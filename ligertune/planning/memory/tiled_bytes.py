@@ -88,7 +88,7 @@ def tiled_phases(
     # The norm's output is freed with the MLP, if it was saved; the block's input is as large as the block's gradient.
     normed = 0 if policy.fused_norm and layer.normed else hidden
     attention = saved - normed + projections + 4 * tokens * layer.heads + _sums_bytes(layer, policy, tokens)
-    held = max(0, loss_held - batch.labels * layer.hidden * itemsize)
+    held = max(0, step.held_after_loss(loss_held, head) - batch.labels * layer.hidden * itemsize)
     others = max(0, inputs - hidden)  # inputs of the layers before the last
     work = step.workspace
     return (
