@@ -18,7 +18,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,14 @@ class Page:
         return f"{self.page}_{f'{self.count}x' if self.count > 1 else ''}{hardware}_{self.date[:7].replace('-', '')}"
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments of a script, with the options of its page. Ends the script after --from."""
+def parse(
+    parser: argparse.ArgumentParser, join: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
+) -> argparse.Namespace:
+    """Parse the arguments of a script, with the options of its page. Ends the script after --from.
+
+    join: makes one page of those with one name in the file of --from, which several runs printed, oldest first. Without
+    it the last one is written.
+    """
     group = parser.add_argument_group("page")
     group.add_argument("--page", type=Path, metavar="FOLDER", help="write the page and its chart here: docs/benchmarks")
     group.add_argument("--from", dest="saved", type=Path, metavar="FILE",
@@ -87,12 +93,34 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error("--from needs --page FOLDER")
     lines = options.saved.read_text(encoding="utf-8").splitlines()
     commit = {"commit": options.commit} if options.commit else {}
-    pages = [Page(**{**json.loads(line), **commit}) for line in lines if line.startswith(MARK)]
-    if not pages:
+    printed: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line.startswith(MARK):
+            page = json.loads(line)
+            printed.setdefault(page["page"], []).append(page)
+    if not printed:
         parser.error(f"--from: no line of {options.saved} starts with {MARK}")
-    for page in pages:
-        write(page, options.page)
+    for pages in printed.values():
+        page = join(pages) if join else pages[-1]
+        write(Page(**{**page, **commit}), options.page)
     raise SystemExit(0)
+
+
+def joined(pages: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the newest page with the rows and remarks of all, and all commands.
+
+    keys: fields that name a row. A newer page's row replaces an older one of the same name. A newer remark replaces one
+    that begins with the same words, up to a colon.
+    """
+    rows = {tuple(row.get(key) for key in keys): row for page in pages for row in page["rows"]}
+    remarks = {remark.split(":")[0]: remark for page in pages for remark in page["remarks"]}
+    columns = {column[0]: column for page in pages for column in page["columns"]}
+    return pages[-1] | {
+        "rows": list(rows.values()),
+        "remarks": list(remarks.values()),
+        "columns": list(columns.values()),
+        "command": "; ".join(dict.fromkeys(page["command"] for page in pages)),
+    }
 
 
 def publish(options: argparse.Namespace, *, count: int = 1, **fields: Any) -> None:

@@ -63,6 +63,24 @@ def test_no_side_starts_that_would_exceed_the_budget(script, options, capsys):
     assert left_out[0].endswith("ligertune, Llama-3-8B, LoRA (the 0 s of --budget were spent).")
 
 
+def test_runs_of_several_models_make_one_page(script):
+    """A newer row replaces an older one, and a row that was measured later is not named as missing."""
+
+    def run(about: str, side: str, rate: float, missing: str) -> dict:
+        row = {"about": about, "side": side, "tokens_per_second": rate}
+        return {"page": "p", "rows": [row], "caveats": ["Random.", about], "left_out": [missing],
+                "remarks": [f"{about}: losses differ by {rate}."], "columns": [["about", "", ""]],
+                "command": f"run {about} {rate}"}  # fmt: skip
+
+    ours, hf = "Without a row: ours, B (late).", "Without a row: HF, B (late)."
+    pages = [run("A", "ours", 1.0, ours), run("B", "ours", 2.0, hf), run("A", "ours", 3.0, hf)]
+    page = script.join_runs(pages)
+    assert [(row["about"], row["tokens_per_second"]) for row in page["rows"]] == [("A", 3.0), ("B", 2.0)]
+    assert page["left_out"] == [hf] and page["caveats"] == ["Random.", "A", "B"]
+    assert page["remarks"] == ["A: losses differ by 3.0.", "B: losses differ by 2.0."]
+    assert page["command"] == "run A 1.0; run B 2.0; run A 3.0"
+
+
 @pytest.mark.slow
 def test_the_small_run_has_a_page_and_equal_losses(tmp_path):
     command = [sys.executable, ROOT / "scripts" / "bench_published", "--small", "--only", "lora_packed,full_8192"]
