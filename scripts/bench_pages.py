@@ -107,7 +107,7 @@ def parse(
 
 
 def joined(pages: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the newest page with the rows and remarks of all, and all commands.
+    """Return the newest page with the rows, texts and commands of all.
 
     keys: fields that name a row. A newer page's row replaces an older one of the same name. A newer remark replaces one
     that begins with the same words, up to a colon.
@@ -115,7 +115,11 @@ def joined(pages: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
     rows = {tuple(row.get(key) for key in keys): row for page in pages for row in page["rows"]}
     remarks = {remark.split(":")[0]: remark for page in pages for remark in page["remarks"]}
     columns = {column[0]: column for page in pages for column in page["columns"]}
+    texts = {
+        name: list(dict.fromkeys(text for page in pages for text in page[name])) for name in ("caveats", "left_out")
+    }
     return pages[-1] | {
+        **texts,
         "rows": list(rows.values()),
         "remarks": list(remarks.values()),
         "columns": list(columns.values()),
