@@ -147,7 +147,7 @@ def _differentiate(
 def _store_gradient(
     ptr, tile, first, key_head, n_tokens, ALL_KEY_HEADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Store a tile of one head's gradient to a (T, K, WIDTH) tensor that some heads of a contiguous one make up."""
+    """Store a tile of one head's gradient. ptr: the launch's first head in a contiguous (T, ALL_KEY_HEADS, WIDTH)."""
     tokens = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = key_head * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     ptrs = ptr + tokens.to(gl.int64)[:, None] * (ALL_KEY_HEADS * WIDTH) + cols[None, :]
@@ -163,7 +163,7 @@ def hopper_attention_backward_kernel(
 ):  # fmt: skip
     """Write dk and dv, and add dq without the scale to zeros (H, padded tokens, WIDTH).
 
-    All tensors have KEY_HEADS key heads, which are some of the ALL_KEY_HEADS of the tensors behind dk and dv.
+    A launch computes KEY_HEADS of the ALL_KEY_HEADS key heads. The pointers are to the first of them.
     """
     first, key_head = gl.program_id(0) // KEY_HEADS * KEYS, gl.program_id(0) % KEY_HEADS
     blocks = query_blocks(first, ends_ptr, n_tokens, KEYS, ROWS, WINDOW)

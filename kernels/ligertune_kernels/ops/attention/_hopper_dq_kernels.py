@@ -1,6 +1,6 @@
 """Triton kernels before and after the backward of document_attention on Hopper: one pass over dO, one over dq.
 
-They compute HEADS of the ALL_HEADS of out, dO and dq; the fp32 sums have HEADS.
+A launch computes HEADS of the ALL_HEADS heads of out, dO and dq. The fp32 sums have only those.
 """
 
 from __future__ import annotations
