@@ -88,6 +88,8 @@ class DelayedScales:
         self.parts = torch.zeros(slots, PARTS, device=device)  # running amax of this step
         self.scale = torch.ones(slots, ALIGNED, device=device)
         self.inverse = torch.ones(slots, ALIGNED, device=device)
+        # Views of these, made once: each call of a layer would spend some microseconds of the host on them.
+        self._of_slot = [SlotScale(*one) for one in zip(self.scale[:, 0], self.inverse[:, 0], self.parts, strict=True)]
         self._sources = list(range(slots))
         self._source: Tensor | None = None
         self._last: _Input | None = None
@@ -98,15 +100,17 @@ class DelayedScales:
     ) -> Quantized:
         """Quantise x with the scale of a slot. record: x's amax counts for later steps."""
         dtype = self.dtypes[slot]
-        parts = self.parts[slot] if record else None
+        scale, inverse, parts = self._scale_of(slot, record)
         if self.steps:
-            scale, inverse = self.scale[slot, 0], self.inverse[slot, 0]
             copies = quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns, amax=parts)
             return Quantized(*copies, inverse)
         amax = largest_value(x)
         if record:
             parts[0] = torch.maximum(parts[0], amax)
         return quantize_by_amax(x, dtype, rows=rows, columns=columns, amax=amax)
+
+    def _scale_of(self, slot: int, record: bool) -> SlotScale:
+        return self._of_slot[slot] if record else self._of_slot[slot]._replace(amax=None)
 
     @torch.no_grad()
     def scales_of(
@@ -118,7 +122,7 @@ class DelayedScales:
         scales follow from them. record: the amax of the tensors counts for later steps.
         """
         if self.steps:
-            return [SlotScale(self.scale[i, 0], self.inverse[i, 0], self.parts[i] if record else None) for i in slots]
+            return [self._scale_of(slot, record) for slot in slots]
         found = list(torch.zeros(len(slots), PARTS, device=self.parts.device))
         find_maxima(found)
         if record:
