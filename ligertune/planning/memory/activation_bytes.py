@@ -302,7 +302,6 @@ def step_phases(
     # the embedding's or the last layer's output, the last norm's output, and rotary tables (cos and sin, D wide)
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
     loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free)
-    loss_held = step.held_after_loss(loss_held, head)
     # When a layer is run again, the last norm and the loss have freed their tensors, and its input is held already.
     run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
     before = gradients if batch.accumulates else 0
@@ -323,7 +322,7 @@ def step_phases(
     working_in_loss = step.workspace + gathered_end + 2 * layer_weights
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * gate, before, loss_peak, working_in_loss),
-        StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
+        StepPhase("backward", backward, before, step.held_after_loss(loss_held, head), back_of_last + gathered),
         *([again] if 0 < last < layers else []),
         StepPhase("first layer", whole_layer + tower, existing, another, back + gathered),
         StepPhase("gradients", ends, gradients, embedding, step.workspace + back_of_done + 2 * gathered_end),
