@@ -109,10 +109,16 @@ def parse(
 def joined(pages: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
     """Return the newest page with the rows, texts and commands of all.
 
-    keys: fields that name a row. A newer page's row replaces an older one of the same name. A newer remark replaces one
-    that begins with the same words, up to a colon.
+    keys: fields that rows have in common if they are compared. A newer page's rows replace all older ones of the same
+    comparison, so that each comparison comes from one run. A newer remark replaces one that begins with the same words,
+    up to a colon.
     """
-    rows = {tuple(row.get(key) for key in keys): row for page in pages for row in page["rows"]}
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for page in pages:
+        own: dict[tuple, list[dict[str, Any]]] = {}
+        for row in page["rows"]:
+            own.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+        groups |= own
     remarks = {remark.split(":")[0]: remark for page in pages for remark in page["remarks"]}
     columns = {column[0]: column for page in pages for column in page["columns"]}
     texts = {
@@ -120,7 +126,7 @@ def joined(pages: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
     }
     return pages[-1] | {
         **texts,
-        "rows": list(rows.values()),
+        "rows": [row for group in groups.values() for row in group],
         "remarks": list(remarks.values()),
         "columns": list(columns.values()),
         "command": "; ".join(dict.fromkeys(page["command"] for page in pages)),

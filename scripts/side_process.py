@@ -1,14 +1,23 @@
-"""Run one side of a comparison in a separate process with a time limit, and read the points that it prints."""
+"""Processes of the tree's code: their environment, and sides of a comparison with a time limit that print points."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 MARK = "POINT "
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(tree: Path = ROOT, **more: str) -> dict[str, str]:
+    """Return this process's environment with more variables, in which Python imports the tree's packages first."""
+    paths = [str(tree), str(tree / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def say(point: dict) -> None:

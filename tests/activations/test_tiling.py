@@ -1,6 +1,7 @@
 """Tiled layers: the losses and gradients of untiled ones, with the MLP's tensors of one tile at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import tiny_models
@@ -15,7 +16,7 @@ from ligertune.models.adapters.joint_lora import siblings_of
 from ligertune.models.shape import base_of, read_shape, text_layers
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.planning.memory.activation_bytes import ActivationPolicy, MicroBatch, StepBytes
+from ligertune.planning.memory.activation_bytes import ActivationPolicy, MicroBatch, StepBytes, step_phases
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape
 from ligertune.planning.memory.tiled_bytes import saved_by_tiled_layer, tiled_phases
 from ligertune.planning.options import MethodOptions
@@ -244,11 +245,18 @@ def test_the_last_layer_has_no_gradient_of_a_head_that_was_updated_before(tile, 
     text_layers(base_of(model))[-1].register_forward_hook(record)
     with MadeStorages(model) as made_storages:
         trained(model)
-    optimizer.step()
     assert found == [int(tied)]
-    head = HeadShape(tiny_models.VOCAB, 64, tied=tied)
-    step = StepBytes(itemsize=4, gradients=0, optimizer_step=0, workspace=0, in_backward=True)
-    assert step.held_after_loss(100 + 4 * head.elements, head) == 100 + 4 * head.elements * tied
+    optimizer.step()
+
+    def loss_held(phases_of, *, in_backward: bool) -> int:
+        batch, policy = MicroBatch(100, 100, 100, accumulates=False), ActivationPolicy(tile=tile, checkpointing=True)
+        phases = phases_of(LAYER, head, policy, batch, replace(STEP, in_backward=in_backward), layers=3)
+        return next(phase.loss for phase in phases if phase.name == "backward")
+
+    head = replace(HEAD, head_trains=True, embedding_trains=True, tied=tied)
+    for phases_of in (tiled_phases, step_phases):
+        freed = loss_held(phases_of, in_backward=False) - loss_held(phases_of, in_backward=True)
+        assert freed == (0 if tied else head.elements * STEP.itemsize)
 
 
 @pytest.mark.gpu

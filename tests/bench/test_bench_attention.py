@@ -70,6 +70,28 @@ def test_errors_are_compared_with_those_of_flash_attention(script):
     assert said.endswith("different bits. ligertune: at most 1.500 times those of torch varlen.")
 
 
+def test_joined_runs_keep_comparisons_whole_and_name_missing_rows(script):
+    """A newer run of a shape replaces all rows of it, also of sides that it did not have."""
+
+    def page(points: list[dict], **more) -> dict:
+        rows = script.rows_of(points)
+        return {"rows": rows, "columns": [], "caveats": ["C"], "remarks": ["Relative errors: 1"], "command": "run",
+                "left_out": ["Without a row: SDPA (the 9 s of --budget were spent)."],
+                "chart": {"values": {f"tflops_{row['width']}": "" for row in rows}}, **more}  # fmt: skip
+
+    older = page(
+        [timed(name, 512, 3.0, width) for name in ("ligertune", "SDPA", "torch varlen") for width in (64, 256)]
+    )
+    newer = page([timed(name, 512, ms, 256) for name, ms in (("ligertune", 2.0), ("SDPA", 4.0))], command="again")
+    found = script.join_runs([older, newer])
+    assert [(row["width"], row["side"]) for row in found["rows"]] == [
+        (64, "ligertune"), (64, "SDPA"), (64, "torch varlen"), (256, "ligertune"), (256, "SDPA"),
+    ]  # fmt: skip
+    assert found["left_out"] == ["Without a row: torch varlen: heads of 256, 2 x 512 (not run)."]
+    assert "1.00 to 2.00 times" in found["remarks"][0] and found["remarks"][-1] == "Relative errors: 1"
+    assert list(found["chart"]["values"]) == ["tflops_64", "tflops_256"] and found["command"] == "run; again"
+
+
 @pytest.mark.slow
 def test_the_small_run_has_a_page_and_a_chart(tmp_path):
     pytest.importorskip("matplotlib")

@@ -100,8 +100,8 @@ class _JointUpdate(torch.autograd.Function):
 def _write_output(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor) -> None:
     """Write x weight^T + low b^T + bias to y: x (N, E), weight (F, E), low (N, R), b (F, R), y (N, F).
 
-    The product that comes second also reads y. In the large product that takes no time if F >= E, as measured on an
-    H100. In the small one it is another pass over y.
+    The product that comes second also reads y. The large one reads it while it computes; the small one mostly reads.
+    If F < E, y is small, and the small product comes second.
     """
     first, second = [(low, b), (x, weight)] if weight.shape[0] >= weight.shape[1] else [(x, weight), (low, b)]
     if bias is None:

@@ -108,11 +108,6 @@ class StepBytes:
     free: int | None = None  # device memory that the loss may use; None: unlimited
     in_backward: bool = False  # the optimizer steps in the backward and frees each gradient when it is complete
 
-    def held_after_loss(self, held: int, head: HeadShape) -> int:
-        """Return the bytes held in the last layer's backward, of those that `loss_bytes` says are held until then."""
-        freed = self.in_backward and head.head_trains and not head.tied  # a tied weight gets a gradient at the end, too
-        return max(0, held - freed * head.elements * self.itemsize)
-
 
 def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_length: int) -> int:
     """Return the bytes that one layer saves per token. `row_length` matters for eager attention's (T, T) scores."""
@@ -203,9 +198,18 @@ def loss_workspace(rows: int, head: HeadShape, itemsize: int, *, needs_dw: bool,
 
 
 def loss_bytes(
-    head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, itemsize: int, free: int | None
+    head: HeadShape,
+    policy: ActivationPolicy,
+    batch: MicroBatch,
+    itemsize: int,
+    free: int | None,
+    *,
+    in_backward: bool = False,
 ) -> tuple[int, int]:
-    """Return (peak bytes while the loss is computed, bytes held until the head's backward)."""
+    """Return (peak bytes while the loss is computed, bytes held in the backward of the last layer).
+
+    in_backward: the optimizer steps in the backward. It frees the head's gradient before the last layer's backward.
+    """
     if head.gives_scores:
         return 0, 0
     copies = 2 * head.token_rows * head.elements * itemsize
@@ -218,8 +222,10 @@ def loss_bytes(
     workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=needs_dw, free=free)
     # Rows without a label are skipped, so the labelled rows are first copied together.
     gathered = 0 if batch.labels == batch.tokens else batch.labels * head.hidden * itemsize
-    held = batch.labels * head.hidden * itemsize + head.head_trains * head.elements * itemsize + copies
-    return workspace + gathered + held, held
+    gradient = head.head_trains * head.elements * itemsize
+    held = batch.labels * head.hidden * itemsize + copies
+    freed = in_backward and not head.tied  # the embedding adds to the gradient of a tied weight at the end
+    return workspace + gathered + gradient + held, held + gradient * (not freed)
 
 
 def divergence_bytes(
@@ -301,7 +307,7 @@ def step_phases(
     gate = gate_bytes(layer, policy_of_first, itemsize) * batch.tokens
     # the embedding's or the last layer's output, the last norm's output, and rotary tables (cos and sin, D wide)
     ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
-    loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free)
+    loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free, in_backward=step.in_backward)
     # When a layer is run again, the last norm and the loss have freed their tensors, and its input is held already.
     run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
     before = gradients if batch.accumulates else 0
@@ -322,7 +328,7 @@ def step_phases(
     working_in_loss = step.workspace + gathered_end + 2 * layer_weights
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * gate, before, loss_peak, working_in_loss),
-        StepPhase("backward", backward, before, step.held_after_loss(loss_held, head), back_of_last + gathered),
+        StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
         *([again] if 0 < last < layers else []),
         StepPhase("first layer", whole_layer + tower, existing, another, back + gathered),
         StepPhase("gradients", ends, gradients, embedding, step.workspace + back_of_done + 2 * gathered_end),

@@ -79,7 +79,7 @@ def tiled_phases(
     inputs = 0 if policy.offloads_inputs else layers * hidden
     saved = tokens * saved_by_tiled_layer(layer, policy, itemsize)
     tile = tile_bytes(layer, policy, itemsize, tokens)
-    loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free)
+    loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free, in_backward=step.in_backward)
     before = gradients if batch.accumulates else 0
     existing, _, another = gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=0, shards=1)
     projections = width * (2 * layer.query + 2 * layer.key)  # q, k, v and attention's output, or their gradients
@@ -88,7 +88,7 @@ def tiled_phases(
     # The norm's output is freed with the MLP, if it was saved; the block's input is as large as the block's gradient.
     normed = 0 if policy.fused_norm and layer.normed else hidden
     attention = saved - normed + projections + 4 * tokens * layer.heads + _sums_bytes(layer, policy, tokens)
-    held = max(0, step.held_after_loss(loss_held, head) - batch.labels * layer.hidden * itemsize)
+    held = max(0, loss_held - batch.labels * layer.hidden * itemsize)
     others = max(0, inputs - hidden)  # inputs of the layers before the last
     work = step.workspace
     return (

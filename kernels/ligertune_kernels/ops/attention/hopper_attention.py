@@ -23,7 +23,7 @@ from ligertune_kernels.ops.attention._hopper_wide_dq_kernel import hopper_attent
 TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
 WIDE = 256  # head width whose backward has two kernels and needs no fp32 sums of dq
-SUMS_AT_ONCE = 1 << 29  # bytes of the fp32 sums of dq in one launch of the backward, which computes some key heads
+SUMS_AT_ONCE = 1 << 29  # bytes of the fp32 sums of dq in one launch of the backward, if a key head does not need more
 MOST_SUMS = 3 << 30  # bytes of the sums of a single key head; larger ones run the other kernels, which have none
 
 
@@ -70,7 +70,7 @@ def _sums_of_key_head(n_tokens: int, heads: int, key_heads: int, width: int) -> 
 
 
 def _heads_at_once(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
-    """Return of how many key heads one launch computes the gradients."""
+    """Return how many key heads one launch of the backward computes."""
     return max(1, min(key_heads, SUMS_AT_ONCE // max(1, _sums_of_key_head(n_tokens, heads, key_heads, width))))
 
 
