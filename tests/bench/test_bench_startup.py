@@ -3,11 +3,13 @@
 import sys
 
 import pytest
+from command_line import ROOT
 from script_modules import load_script
 
 
-@pytest.fixture(scope="module")
-def script():
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     return load_script("bench_startup")
 
 
