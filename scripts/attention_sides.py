@@ -93,6 +93,15 @@ def ours_short(row, q, k, v):
     return lambda: document_attention(q, k, v, row.starts, row.ends)
 
 
+def ours_or_flash_4(row, q, k, v):
+    """Return what kernels.attention: auto runs with train.full_determinism: false."""
+    from ligertune.attention import flash_4
+
+    if not flash_4.takes(q, k, v, documents=len(row.case.lengths)):
+        return ours(row, q, k, v)
+    return lambda: flash_4.flash_4(q, k, v, row.bounds, max(row.case.lengths), scale=None)
+
+
 def sdpa(row, q, k, v):
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -119,15 +128,15 @@ def flex(row, q, k, v):
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-def flash_attention(module: str) -> Callable:
-    """Return what makes the side of FlashAttention-3 or -4."""
+def flash_attention(module: str, **options: bool) -> Callable:
+    """Return what makes the side of FlashAttention-3 or -4. options: of its function."""
 
     def make(row, q, k, v):
         function, longest = importlib.import_module(module).flash_attn_varlen_func, max(row.case.lengths)
 
         def call():
             found = function(q, k, v, cu_seqlens_q=row.bounds, cu_seqlens_k=row.bounds, max_seqlen_q=longest,
-                             max_seqlen_k=longest, causal=True)  # fmt: skip
+                             max_seqlen_k=longest, causal=True, **options)  # fmt: skip
             return found[0] if isinstance(found, tuple) else found  # some versions also return the log-sum-exp
 
         return call
@@ -137,6 +146,7 @@ def flash_attention(module: str) -> Callable:
 
 SIDES = {
     "ligertune": Side("ligertune", ours),
+    "auto": Side("ligertune, full_determinism: false", ours_or_flash_4, needs="flash_attn.cute"),
     "short": Side("ligertune, kernels of short documents", ours_short),
     "sdpa": Side("SDPA", sdpa, "batch"),
     "cudnn": Side("SDPA, cuDNN", sdpa, "batch", "CUDNN_ATTENTION"),
@@ -145,6 +155,8 @@ SIDES = {
     "flex": Side("flex_attention", flex, "row"),
     "fa3": Side("FlashAttention-3", flash_attention("flash_attn_interface"), needs="flash_attn_interface"),
     "fa4": Side("FlashAttention-4", flash_attention("flash_attn.cute"), needs="flash_attn.cute"),
+    "fa4_same": Side("FlashAttention-4, deterministic", flash_attention("flash_attn.cute", deterministic=True),
+                     needs="flash_attn.cute"),
 }
 ERROR_SIDES = (
     Side("ligertune, kernels of long documents", ours_long),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,12 +10,15 @@ import torch
 from ligertune_kernels import backend
 from transformers import PreTrainedConfig
 
+from ligertune.attention import flash_4
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.load import model_class
+from ligertune.planning.memory.flash_4_bytes import FLASH_4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
 
 DOCUMENT_ATTENTION = "document_attention"  # kernels.attention chooses it
+FLASH_4 = "flash_attention_4"  # `auto` may choose it with kernels.attention: auto
 # Chips on which it takes less time than torch's attention in each row of
 # `scripts/bench_kernels --only document_attention`.
 FASTER_ON = ("sm90",)
@@ -35,23 +38,27 @@ class Attention:
     half_only: bool = False  # bfloat16 and float16
     soft_cap: bool = True
     dropout: bool = True
-    package: str | None = None
+    package: str | None = None  # name of the distribution
     oldest_nvidia: int = 0  # compute capability, 80 for 8.0
     narrowest_head: int = 1
     widest_head: int = 1 << 30
     context_parallel_on: tuple[str, ...] = ()  # vendors on which it takes more keys than queries without a mask
     flag: str | None = None  # the attribute of transformers' model classes that says they support it
     one_launch: bool = False  # for all documents of a row
+    deterministic: bool = True  # has a backward that gives the same bits in every run
     multiple_of: int = 16  # tokens of a batch: matmuls gain 2 % tokens/s on an H100, padding included
 
 
 ATTENTIONS = (
+    Attention(FLASH_4, FLASH_4_OR_DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia",), half_only=True,
+              soft_cap=False, dropout=False, package=flash_4.PACKAGE, oldest_nvidia=90,
+              narrowest_head=min(flash_4.LONG), widest_head=max(flash_4.LONG), one_launch=True, deterministic=False),
     Attention(DOCUMENT_ATTENTION, DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia", "amd", "cpu"),
               dropout=False, oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
               dropout=False, oldest_nvidia=80, widest_head=256, context_parallel_on=("nvidia",), one_launch=True),
     Attention("flash_attention_2", "flash_attention_2", auto_on=("nvidia", "amd"), runs_on=("nvidia", "amd"),
-              half_only=True, package="flash_attn", oldest_nvidia=80, widest_head=256, one_launch=True),
+              half_only=True, package="flash-attn", oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("flex_attention", "flex_attention", auto_on=("nvidia",), runs_on=("nvidia", "amd"), dropout=False,
               narrowest_head=16, flag="_supports_flex_attn",
               multiple_of=128),  # its block size; fewer lengths to compile for
@@ -80,10 +87,12 @@ def choose_attention(
     packing: bool,
     cp_size: int = 1,
     own_kernel: Literal["auto"] | bool = False,
+    deterministic: bool = True,
 ) -> AttentionChoice:
     """Choose the attention for `model.attn_implementation`. Raises UserError if none fits or packing is impossible.
 
-    cp_size: ranks that share each row. own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it.
+    cp_size: ranks that share each row. own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it
+    and what is faster. deterministic: the same inputs must give the same bits.
     """
     wanted = DOCUMENT_ATTENTION if own_kernel is True else wanted
     if cp_size > 1:
@@ -94,9 +103,16 @@ def choose_attention(
         return AttentionChoice(None, "")
     reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
     if wanted != "auto":
+        if deterministic and not _row(wanted).deterministic:
+            reasons[wanted] = reasons[wanted] or "its gradients differ from run to run, against train.full_determinism"
         return _explicit_choice(wanted, reasons[wanted], packing=packing)
     fast = machine.arch in FASTER_ON and precision.half and not _lacks_triton()
-    allowed = [row for row in ATTENTIONS if row.name != DOCUMENT_ATTENTION or (own_kernel == "auto" and fast)]
+    allowed = [
+        row
+        for row in ATTENTIONS
+        if row.name not in (DOCUMENT_ATTENTION, FLASH_4) or (own_kernel == "auto" and fast)
+        if row.deterministic or not deterministic
+    ]
     return _first_fitting([row for row in allowed if machine.vendor in row.auto_on], reasons)
 
 
@@ -109,9 +125,13 @@ def _explicit_choice(wanted: str, reason: str | None, *, packing: bool) -> Atten
             f"model.attn_implementation: {wanted} cannot be used: {reason}.",
             hint="Write auto, which takes an exact one that fits.",
         )
-    row = next(row for row in ATTENTIONS if row.name == wanted)
+    row = _row(wanted)
     name = row.packed if packing else row.name
     return AttentionChoice(name, "", row.multiple_of, row.one_launch)
+
+
+def _row(name: str) -> Attention:
+    return next(row for row in ATTENTIONS if row.name == name)
 
 
 def _first_fitting(rows: list[Attention], reasons: dict[str, str | None]) -> AttentionChoice:
@@ -167,9 +187,18 @@ def missing_here(row: Attention, machine: Machine) -> str | None:
         return f"it trains on {' and '.join(VENDORS[vendor] for vendor in row.runs_on)} only"
     if machine.vendor == "nvidia" and capability < row.oldest_nvidia:
         return f"{machine.name} ({machine.arch}) is older than sm{row.oldest_nvidia}"
-    if row.package and importlib.util.find_spec(row.package) is None:
+    if row.package and not _installed(row.package):
         return f"the package {row.package} is not installed"
     return None
+
+
+def _installed(package: str) -> bool:
+    """Find a distribution: flash-attn and flash-attn-4 both have modules in flash_attn."""
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _refusal(

@@ -3,6 +3,7 @@
 These functions are registered with transformers' AttentionInterface, chosen in `choice` and fed by the collator:
 
     document_attention    our kernels: all documents of a row in one launch
+    flash_4_or_document_attention    FlashAttention-4 for long documents (flash_4.py), else our kernels
     varlen                torch's flash attention: all documents of a row in one launch
     per_document          scaled_dot_product_attention for each document; plain torch where scores have a soft cap
 
@@ -24,10 +25,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ligertune.attention import flash_4
 from ligertune.attention.context_parallel import ContextParallelKeys
 from ligertune.attention.flash import flash_varlen
 from ligertune.attention.untraced_inputs import Untraced, reveal
 from ligertune.errors import UserError
+from ligertune.planning.memory.flash_4_bytes import FLASH_4_OR_DOCUMENT_ATTENTION
 
 
 class _RowState(threading.local):
@@ -79,8 +82,7 @@ def varlen(
     terms = _layer_terms(attention_mask, **kwargs)
     if terms.softcap is not None or terms.dropout:
         raise ValueError("varlen attention has neither a soft cap nor dropout; use per_document or flex_attention")
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # rope may return float32, and torch casts only sdpa
-        query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
+    query, key, value = _autocast(query, key, value)
     value_dim, value = value.shape[-1], _pad_value(value, query)
     if context_parallel is not None:
         key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
@@ -117,6 +119,36 @@ def kernel_attention(
         options["documents"] = len(reveal(document_lengths))
     out = ligertune_kernels.document_attention(*_tokens_first(query, key, value), *document_places, **options)
     return out[None, ..., :value_dim], None
+
+
+def flash_4_or_kernel(
+    module: nn.Module,
+    query: Tensor,  # (1, H, T, D)
+    key: Tensor,  # (1, K, T, D)
+    value: Tensor,  # (1, K, T, D)
+    attention_mask: Tensor | WindowMask | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    document_lengths: tuple[int, ...] | Untraced | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # (1, T, H, D)
+    """Attend with FlashAttention-4 where it is faster than our kernels, else with those."""
+    if document_lengths is not None and not torch.compiler.is_compiling():
+        terms = _layer_terms(attention_mask, **kwargs)
+        heads = _tokens_first(*_autocast(query, key, value))
+        plain = terms.window is None and terms.softcap is None and not terms.dropout
+        if plain and flash_4.takes(*heads, documents=len(reveal(document_lengths))):
+            return flash_4.flash_4(*heads, cu_seq_lens_q, max_length_q, scale=terms.scaling)[None], None
+    kwargs["document_lengths"] = document_lengths
+    return kernel_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as torch casts the inputs of sdpa under autocast: rope may return float32."""
+    if not (tensors[0].is_cuda and torch.is_autocast_enabled("cuda")):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype("cuda")) for t in tensors)
 
 
 def _pad_value(value: Tensor, query: Tensor) -> Tensor:
@@ -247,6 +279,12 @@ def _refuse(what: str) -> NoReturn:
     raise UserError(f"data.packing: this model {what}, so it cannot be packed.", hint="Write data.packing: false.")
 
 
-for _name, _function in (("document_attention", kernel_attention), ("varlen", varlen), ("per_document", per_document)):
+FUNCTIONS = {
+    "document_attention": kernel_attention,
+    FLASH_4_OR_DOCUMENT_ATTENTION: flash_4_or_kernel,
+    "varlen": varlen,
+    "per_document": per_document,
+}
+for _name, _function in FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, document_mask)

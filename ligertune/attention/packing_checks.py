@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
-from ligertune.attention.packed_documents import ROWS
+from ligertune.attention.packed_documents import FUNCTIONS, ROWS
 from ligertune.attention.untraced_inputs import reveal
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, names_in, patch_module, rebuild_function
-
-KNOWS_DOCUMENTS = ("document_attention", "varlen", "per_document")
 
 
 def install_packing_checks(model: PreTrainedModel) -> None:
@@ -105,7 +103,7 @@ def _check_packed(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -
         lengths = reveal(kwargs["document_lengths"])
         _check_positions(kwargs.get("position_ids"), lengths, lengths if part is None else part.key_lengths)
     counts_positions = len(args) <= 1 and kwargs.get("position_ids") is None
-    ROWS.documents_known = model.config._attn_implementation in KNOWS_DOCUMENTS if packed else counts_positions
+    ROWS.documents_known = model.config._attn_implementation in FUNCTIONS if packed else counts_positions
     ROWS.packed = packed
 
 

@@ -61,6 +61,7 @@ class BatchLayoutOptions:
     padding_free: Literal["auto"] | bool
     micro_batch_size: Literal["auto"] | int
     few_shapes: bool  # every new batch shape costs a graph
+    full_determinism: bool
     cp_size: int
 
     @property
@@ -83,6 +84,7 @@ class BatchLayoutOptions:
             padding_free=data.padding_free,
             micro_batch_size=train.per_device_train_batch_size,
             few_shapes=train.torch_compile or train.cuda_graphs,
+            full_determinism=train.full_determinism,
             cp_size=recipe.parallel.cp_size,
         )
 

@@ -53,7 +53,8 @@ _DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")
 OPTIMIZER_NAMES = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
 OPTIMIZER_NAMES |= {"adamw_bnb_8bit": "adamw_8bit", "lion_32bit": "lion"}
 _FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
-_ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "disabled": "eager", False: UNSET}
+_ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "fa4": "flash_attention_4"}
+_ATTENTION |= {"disabled": "eager", False: UNSET}
 _FLASH = _ATTENTION | {True: "flash_attention_2"}
 
 ALIASES = (

@@ -75,8 +75,10 @@ class ModelSpec(Section):
     """Branch, tag or commit of the model on the hub."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the weights; float16: mixed precision with loss scaling; auto: bfloat16 if supported."""
-    attn_implementation: Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"] = "auto"
-    """Attention; varlen: torch's flash attention for packed documents; auto: an exact one that is supported."""
+    attn_implementation: Literal[
+        "auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_4", "eager"
+    ] = "auto"
+    """Attention; varlen: torch's flash attention of packed documents; auto: an exact one that is supported."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Load pretrained weights, or initialise random ones (for benchmarks and tests)."""
     num_hidden_layers: PositiveInt | None = None

@@ -22,11 +22,10 @@ FP32 = Precision("float32", "no")
 FP16 = Precision("float32", "fp16")
 
 
-def choose(
-    wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, own_kernel=False, cp_size=1, **changes
-):
-    config = tiny_models.config_of(family, **changes)
-    return choose_attention(wanted, config, machine, precision, packing=packing, own_kernel=own_kernel, cp_size=cp_size)
+def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, **settings):
+    own = {name: settings.pop(name) for name in ("own_kernel", "cp_size", "deterministic") if name in settings}
+    config = tiny_models.config_of(family, **settings)
+    return choose_attention(wanted, config, machine, precision, packing=packing, **own)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +40,14 @@ def choose(
         ({"head_dim": 512}, "flex_attention", "at most 256 wide"),
         ({"precision": FP32, "head_dim": 8}, "per_document", "at least 16 wide"),
         ({"attention_dropout": 0.1}, "per_document", "no dropout"),
-        ({"machine": MI300}, "per_document", "flash_attn is not installed"),
+        ({"machine": MI300}, "per_document", "flash-attn is not installed"),
         ({"machine": CPU}, "per_document", "documents isolated"),
         ({"machine": CPU, "family": "gemma2"}, "per_document", "documents isolated"),
         ({"cp_size": 2}, "varlen", "documents isolated"),  # attention without a mask
         ({"machine": CPU, "precision": FP32, "cp_size": 2}, "per_document", "documents isolated"),
     ],
 )
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed, and auto takes it")
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and auto takes it")
 def test_auto_takes_the_first_exact_one_with_the_reason(settings, chosen, why):
     choice = choose(**settings)
     assert choice.implementation == chosen
@@ -56,7 +55,8 @@ def test_auto_takes_the_first_exact_one_with_the_reason(settings, chosen, why):
 
 
 def test_flash_attention_2_is_chosen_where_installed_and_varlen_does_not_fit(tmp_path, monkeypatch):
-    (tmp_path / "flash_attn.py").touch()
+    (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
+    (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text("Name: flash-attn\nVersion: 2.8.3\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert choose(family="gemma2").implementation == "flash_attention_2"
     assert choose().implementation == "varlen"

@@ -63,6 +63,17 @@ def test_ours_is_compared_with_the_fastest_other_side_of_its_row(script):
     assert "0.75 to 1.50 times" in said[0] and said[1].endswith("on: 2 x 4,096 with heads of 64 (0.75, SDPA).")
 
 
+def test_modes_are_compared_with_their_like(script):
+    """Deterministic sides with each other, and what `auto` may run without determinism with the fastest."""
+    names = ("ligertune", "ligertune, full_determinism: false", "FlashAttention-4", "FlashAttention-4, deterministic")
+    points = [timed(name, 4096, ms) for name, ms in zip(names, (4.0, 3.1, 3.0, 5.0), strict=True)]
+    points += [timed(name, 512, ms) for name, ms in (("ligertune", 2.0), ("FlashAttention-4", 3.0))]
+    said = script.speed_remarks(script.rows_of(points))
+    assert "0.75 to 1.50 times" in said[0] and "2 x 4,096 with heads of 64 (0.75, FlashAttention-4)" in said[1]
+    assert said[2].endswith("as ligertune: ligertune is 1.25 to 1.25 times, in the median 1.25 times as fast.")
+    assert "in 1 of the 2 rows. All rows are then 0.97 to 1.50 times" in said[3]
+
+
 def test_errors_are_compared_with_those_of_flash_attention(script):
     found = [{"of": name, "width": 64, "lengths": (700, 1), "errors": errors, "same": name != "torch varlen"}
              for name, errors in (("ligertune", [1e-3, 2e-3, 3e-3, 1e-3]), ("torch varlen", [2e-3] * 4))]  # fmt: skip

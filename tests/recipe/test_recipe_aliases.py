@@ -32,6 +32,7 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
     "model.attn_implementation": [
         ("attn_impl flash_attention flash_attn use_flash_attention_2", "fa2", "flash_attention_2"),
         ("flash_attention flash_attn use_flash_attention_2", "true", "flash_attention_2"),
+        ("attn_impl flash_attn", "fa4", "flash_attention_4"),
         ("attn_impl", "disabled", "eager"),
         ("attn_impl flash_attn sdp_attention flex_attention eager_attention", "false", "auto"),
         ("sdp_attention", "true", "sdpa"),

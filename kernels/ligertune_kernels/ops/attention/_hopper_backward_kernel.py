@@ -19,7 +19,7 @@ from ligertune_kernels.ops.attention._hopper_backward_loads import (
     load_blocks,
     query_blocks,
 )
-from ligertune_kernels.ops.attention._hopper_forward_kernel import capped_scores, stage_barriers
+from ligertune_kernels.ops.attention._hopper_forward_kernel import capped_scores, stage_barriers, tile_and_head
 
 
 @gluon.jit
@@ -158,14 +158,17 @@ def _store_gradient(
 def hopper_attention_backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc, starts_ptr, ends_ptr, counters_ptr, dq_ptr,
     dk_ptr, dv_ptr, n_tokens, scale, cap,
-    ALL_KEY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr,
+    ALL_KEY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr,
+    WINDOW: gl.constexpr,
     HAS_CAP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv, and add dq without the scale to zeros (H, padded tokens, WIDTH).
 
-    A launch computes KEY_HEADS of the ALL_KEY_HEADS key heads. The pointers are to the first of them.
+    A launch computes KEY_HEADS of the ALL_KEY_HEADS key heads. The pointers are to the first of them. TOGETHER divides
+    KEY_HEADS.
     """
-    first, key_head = gl.program_id(0) // KEY_HEADS * KEYS, gl.program_id(0) % KEY_HEADS
+    tile, key_head = tile_and_head(gl.num_programs(0) // KEY_HEADS, TOGETHER)
+    first = tile * KEYS
     blocks = query_blocks(first, ends_ptr, n_tokens, KEYS, ROWS, WINDOW)
     HALF: gl.constexpr = KEYS // 2
     KV_BYTES: gl.constexpr = KEYS * WIDTH * 4

@@ -48,6 +48,13 @@ def key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constex
 
 
 @gluon.jit
+def tile_and_head(n_tiles, TOGETHER: gl.constexpr):
+    """Return the program's tile and head: TOGETHER heads run at a time, because their tensors stay in the L2 cache."""
+    program = gl.program_id(0) % (n_tiles * TOGETHER)
+    return program // TOGETHER, gl.program_id(0) // (n_tiles * TOGETHER) * TOGETHER + program % TOGETHER
+
+
+@gluon.jit
 def _load(
     q_desc, k_desc, v_desc, tiles, barriers, first, head, key_head, n_blocks,
     ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
@@ -178,13 +185,13 @@ def stage_barriers(count: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit(do_not_specialize=["n_tokens"])
 def hopper_attention_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, starts_ptr, lse_ptr, n_tokens, scale, cap,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
+    HEADS: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write out = softmax(scores) v and lse."""
+    """Write out = softmax(scores) v and lse. TOGETHER divides HEADS."""
     # Tiles late in a document read the longest: start with them, so that none is left running alone.
-    n_tiles = gl.num_programs(0) // HEADS
-    first, head = (n_tiles - 1 - gl.program_id(0) // HEADS) * ROWS, gl.program_id(0) % HEADS
+    tile, head = tile_and_head(gl.num_programs(0) // HEADS, TOGETHER)
+    first = (gl.num_programs(0) // HEADS - 1 - tile) * ROWS
     n_blocks, n_free = key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS // 2, WIDTH], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], k_desc.layout)

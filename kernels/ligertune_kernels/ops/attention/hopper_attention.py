@@ -33,9 +33,11 @@ class Width(NamedTuple):
     cols: int  # keys of a block of the forward
     stages: int  # blocks of the forward in shared memory
     long: int  # tokens of the mean document from which these kernels take less time on an H100
+    together: tuple[int, ...] = ()  # key heads that the backward computes at the same time, if it divides theirs
 
 
-WIDTHS = {64: Width(128, 3, 4096), 128: Width(128, 2, 2048), 256: Width(64, 2, 512)}
+WIDTHS = {64: Width(128, 3, 4096), 128: Width(128, 2, 2048, (2,)), 256: Width(64, 2, 512)}
+TOGETHER = (8, 4)  # heads that the forward computes at the same time: the first that divides theirs
 
 
 class Terms(NamedTuple):
@@ -74,6 +76,11 @@ def _heads_at_once(n_tokens: int, heads: int, key_heads: int, width: int) -> int
     return max(1, min(key_heads, SUMS_AT_ONCE // max(1, _sums_of_key_head(n_tokens, heads, key_heads, width))))
 
 
+def _together(heads: int, wanted: tuple[int, ...]) -> int:
+    """Return the first of the wanted numbers that divides the heads, else all heads."""
+    return next((n for n in wanted if heads % n == 0), heads)
+
+
 def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
     """Describe tiles of `rows` tokens of one head of (T, H, D)."""
     n_tokens, heads, width = t.shape
@@ -105,8 +112,9 @@ def forward(
     descriptors = _rows_of(q, ROWS), _rows_of(k, tile.cols), _rows_of(v, tile.cols), _rows_of(out, ROWS)
     with on_device(q):
         hopper_attention_forward_kernel[(n_tiles * heads,)](
-            *descriptors, starts, lse, n_tokens, terms.scale, terms.softcap or 1.0, HEADS=heads, ROWS=TILE,
-            COLS=tile.cols, WIDTH=width, STAGES=tile.stages, **_constants(q, k, terms), num_warps=4,
+            *descriptors, starts, lse, n_tokens, terms.scale, terms.softcap or 1.0, HEADS=heads,
+            TOGETHER=_together(heads, TOGETHER), ROWS=TILE, COLS=tile.cols, WIDTH=width, STAGES=tile.stages,
+            **_constants(q, k, terms), num_warps=4,
         )  # fmt: skip
     return out, lse
 
@@ -147,8 +155,8 @@ def backward(
                 _rows_of(q[:, queries], block), _rows_of(k[:, keys], ROWS), _rows_of(v[:, keys], ROWS),
                 _rows_of(some_d_out, block), _values_of(lse[queries], block), _values_of(some_delta, block), starts,
                 ends, counters, sums, dk[:, keys], dv[:, keys], n_tokens, terms.scale, terms.softcap or 1.0,
-                ALL_KEY_HEADS=key_heads, KEY_HEADS=n_keys, ROWS=block, WIDTH=width, STAGES=2, **_constants(q, k, terms),
-                num_warps=4,
+                ALL_KEY_HEADS=key_heads, KEY_HEADS=n_keys, TOGETHER=_together(n_keys, WIDTHS[width].together),
+                ROWS=block, WIDTH=width, STAGES=3, **_constants(q, k, terms), num_warps=4,
             )  # fmt: skip
             attention_round_dq_kernel[(-(-n_tokens * n_queries // rows),)](
                 sums, dq[:, queries], n_tokens, terms.scale, BLOCK=block, **sizes
