@@ -14,7 +14,7 @@ from ligertune.attention import flash_4
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.load import model_class
-from ligertune.planning.memory.flash_4_bytes import FLASH_4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
 
 DOCUMENT_ATTENTION = "document_attention"  # kernels.attention chooses it
@@ -50,7 +50,7 @@ class Attention:
 
 
 ATTENTIONS = (
-    Attention(FLASH_4, FLASH_4_OR_DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia",), half_only=True,
+    Attention(FLASH_4, FA4_OR_DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia",), half_only=True,
               soft_cap=False, dropout=False, package=flash_4.PACKAGE, oldest_nvidia=90,
               narrowest_head=min(flash_4.LONG), widest_head=max(flash_4.LONG), one_launch=True, deterministic=False),
     Attention(DOCUMENT_ATTENTION, DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia", "amd", "cpu"),

@@ -2,10 +2,10 @@
 
 These functions are registered with transformers' AttentionInterface, chosen in `choice` and fed by the collator:
 
-    document_attention    our kernels: all documents of a row in one launch
-    flash_4_or_document_attention    FlashAttention-4 for long documents (flash_4.py), else our kernels
-    varlen                torch's flash attention: all documents of a row in one launch
-    per_document          scaled_dot_product_attention for each document; plain torch where scores have a soft cap
+    document_attention           our kernels: all documents of a row in one launch
+    fa4_or_document_attention    FlashAttention-4 for rows of long documents (flash_4.py), our kernels for others
+    varlen                       torch's flash attention: all documents of a row in one launch
+    per_document                 scaled_dot_product_attention for each document; plain torch if scores have a soft cap
 
 transformers' own implementations (eager, flex_attention, flash_attention_2) find documents by position_ids, and do not
 search where there is a cache or an attention mask, without a warning: `install_packing_checks` refuses such calls.
@@ -30,7 +30,7 @@ from ligertune.attention.context_parallel import ContextParallelKeys
 from ligertune.attention.flash import flash_varlen
 from ligertune.attention.untraced_inputs import Untraced, reveal
 from ligertune.errors import UserError
-from ligertune.planning.memory.flash_4_bytes import FLASH_4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
 
 
 class _RowState(threading.local):
@@ -281,7 +281,7 @@ def _refuse(what: str) -> NoReturn:
 
 FUNCTIONS = {
     "document_attention": kernel_attention,
-    FLASH_4_OR_DOCUMENT_ATTENTION: flash_4_or_kernel,
+    FA4_OR_DOCUMENT_ATTENTION: flash_4_or_kernel,
     "varlen": varlen,
     "per_document": per_document,
 }

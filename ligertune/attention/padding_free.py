@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.attention.choice import DOCUMENT_ATTENTION, choose_attention
 from ligertune.errors import UserError
-from ligertune.planning.memory.flash_4_bytes import FLASH_4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.vision.families import family_of, has_vision
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _where_it_pays(
     rows = options.micro_batch_size
     has_padding = rows != 1 and (lengths is None or bool((lengths != lengths[0]).any()))
     is_large = lengths is not None and rows != "auto" and lengths.mean() * rows >= ENOUGH_TOKENS
-    pays = has_padding or (found.implementation in (DOCUMENT_ATTENTION, FLASH_4_OR_DOCUMENT_ATTENTION) and is_large)
+    pays = has_padding or (found.implementation in (DOCUMENT_ATTENTION, FA4_OR_DOCUMENT_ATTENTION) and is_large)
     return found if found.one_launch and pays else None
 
 

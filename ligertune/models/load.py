@@ -43,7 +43,7 @@ from ligertune.models.model_files import (
     stored_shapes,
 )
 from ligertune.models.score_head import gives_scores, is_outside_backbone
-from ligertune.planning.memory.flash_4_bytes import FLASH_4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.vision.families import has_vision
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _attention(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the keyword for from_pretrained. Attention within packed documents is for the language model only."""
     if name == "auto":
         return {}
-    ours = "document_attention", FLASH_4_OR_DOCUMENT_ATTENTION, "varlen", "per_document"
+    ours = "document_attention", FA4_OR_DOCUMENT_ATTENTION, "varlen", "per_document"
     text_only = name in (*ours, "flex_attention") and has_vision(config)
     by_part = {"": name, "text_config": name, "vision_config": "sdpa"}
     return {"attn_implementation": by_part if text_only else name}

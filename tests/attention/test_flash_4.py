@@ -13,7 +13,7 @@ from ligertune.attention import flash_4
 from ligertune.attention.packed_documents import WindowMask, flash_4_or_kernel, kernel_attention
 from ligertune.errors import UserError
 
-CHOSEN = "flash_4_or_document_attention"
+CHOSEN = "fa4_or_document_attention"
 STAND_IN = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention

@@ -10,7 +10,7 @@ from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 
 # transformers' eager attention finds documents by position_ids
-IMPLEMENTATIONS = ["document_attention", "per_document", "eager", "varlen"]
+IMPLEMENTATIONS = ["document_attention", "fa4_or_document_attention", "per_document", "eager", "varlen"]
 
 
 def flash_on_a_cpu(query, key, value, bounds, longest, *, scale, window):

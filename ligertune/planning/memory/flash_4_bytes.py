@@ -1,6 +1,7 @@
 """Memory of FlashAttention-4's backward, which `ligertune.attention.flash_4` runs for rows of long documents."""
 
-FLASH_4_OR_DOCUMENT_ATTENTION = "flash_4_or_document_attention"  # the attention's name in transformers
+# The attention's name in transformers, which would look for a package if it contained "flash".
+FA4_OR_DOCUMENT_ATTENTION = "fa4_or_document_attention"
 MOST_SUMS = 3 << 29  # bytes; document_attention runs rows whose backward would need more
 
 

@@ -26,7 +26,7 @@ from ligertune.planning.memory.activation_bytes import (
     gradient_bytes,
     loss_bytes,
 )
-from ligertune.planning.memory.flash_4_bytes import FLASH_4_OR_DOCUMENT_ATTENTION, MOST_SUMS, flash_4_memory
+from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION, MOST_SUMS, flash_4_memory
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape
 
 TILE = 4096  # tokens: products of this many rows run at cuBLAS's best rate
@@ -58,9 +58,9 @@ def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int
     """Return the bytes of the fp32 sums in attention's backward, which H100 and H200 have."""
     width = layer.query // layer.heads
     shape = tokens, layer.heads, layer.key // width, width
-    names = "document_attention", FLASH_4_OR_DOCUMENT_ATTENTION
+    names = "document_attention", FA4_OR_DOCUMENT_ATTENTION
     ours = document_attention_memory(*shape) if policy.attention in names else 0
-    others = flash_4_memory(*shape) if policy.attention == FLASH_4_OR_DOCUMENT_ATTENTION else 0
+    others = flash_4_memory(*shape) if policy.attention == FA4_OR_DOCUMENT_ATTENTION else 0
     return max(ours, others) if others <= MOST_SUMS else ours
 
 

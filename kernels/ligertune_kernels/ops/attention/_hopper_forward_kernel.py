@@ -1,9 +1,10 @@
 """Triton kernel of document_attention's forward on Hopper, in Gluon: it places tiles and orders warps itself.
 
 One program computes a tile of queries of one head. One warp copies keys and values into shared memory, blocks ahead of
-two warpgroups, which attend with half of the tile's queries each. While a warpgroup's matrix products run, it computes
-the softmax of its next block (FlashAttention-3, Shah et al., arXiv:2407.08608), and the other warpgroup's products run
-while it waits.
+the warpgroups, which attend with 64 of the tile's queries each. Heads of 128 and 256 columns have two warpgroups. While
+the matrix products of one run, it computes the softmax of its next block (FlashAttention-3, Shah et al.,
+arXiv:2407.08608). Heads of 64 columns have four, whose products and softmax take turns: the softmax takes as long as
+the products there, and four warpgroups keep both units busy, with fewer registers each.
 
 q, k, v and out are descriptors of (T, H D) and (T, K D). lse is (H, T rounded up to 128): the log2-sum-exp2 of rows.
 """
@@ -35,7 +36,7 @@ def capped_scores(scores, scale, cap, HAS_CAP: gl.constexpr):
 
 @gluon.jit
 def key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constexpr, WINDOW: gl.constexpr):
-    """Return the number of blocks of keys that a tile of queries reads, and how many of them need no mask.
+    """Return the number of blocks of keys that a tile of queries reads, and how many of them begin in all windows.
 
     Blocks are read from the tile's last token to the left.
     """
@@ -44,7 +45,7 @@ def key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constex
     if WINDOW > 0:
         begin, free = gl.maximum(begin, first - WINDOW + 1), gl.maximum(free, last - WINDOW + 1)
     top = first + ROWS
-    return gl.cdiv(top - begin, COLS), gl.maximum((top - free) // COLS - ROWS // COLS, 0)
+    return gl.cdiv(top - begin, COLS), (top - free) // COLS
 
 
 @gluon.jit
@@ -62,11 +63,12 @@ def _load(
     """Copy the tile of queries, then block after block of keys and values, each as soon as its stage is free."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    HALF: gl.constexpr = ROWS // 2
+    PARTS: gl.constexpr = q_tiles.shape[0]
+    PART_ROWS: gl.constexpr = q_tiles.shape[1]
     Q_BYTES: gl.constexpr = ROWS * WIDTH * 2
     hopper.mbarrier.expect(q_full, Q_BYTES)
-    for i in gl.static_range(2):
-        copy_to_shared(q_desc, [first + i * HALF, head * WIDTH], q_full, q_tiles.index(i))
+    for i in gl.static_range(PARTS):
+        copy_to_shared(q_desc, [first + i * PART_ROWS, head * WIDTH], q_full, q_tiles.index(i))
     for i in range(n_blocks):
         place = [first + ROWS - (i + 1) * COLS, key_head * WIDTH]
         stage, phase = i % STAGES, (i // STAGES) & 1 ^ 1
@@ -107,69 +109,80 @@ def _softmax(
 
 @gluon.jit
 def _attend(
-    out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_free, scale, cap,
+    out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole, scale, cap,
     part: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
-    """Compute half of the tile: the product of one block's weights and values runs with the next block's scores."""
+    """Compute a part of the tile's queries."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    HALF: gl.constexpr = ROWS // 2
-    N_DIAGONAL: gl.constexpr = ROWS // COLS
+    PART_ROWS: gl.constexpr = q_tiles.shape[1]
+    PIPELINED: gl.constexpr = q_tiles.shape[0] == 2  # a block's weights times values, with the next block's scores
+    DIAGONAL: gl.constexpr = (ROWS - (part + 1) * PART_ROWS) // COLS  # the part sees no keys of the blocks before it
     dtype: gl.constexpr = out_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    rows = first + part * HALF + gl.arange(0, HALF, ROW)
+    rows = first + part * PART_ROWS + gl.arange(0, PART_ROWS, ROW)
     starts = gl.load(starts_ptr + rows, mask=rows < n_tokens, other=0)
-    row_max, total = gl.full([HALF], LOWEST, gl.float32, ROW), gl.zeros([HALF], gl.float32, ROW)
-    out, none = gl.zeros([HALF, WIDTH], gl.float32, OUT), gl.zeros([HALF, COLS], gl.float32, SCORES)
+    row_max, total = gl.full([PART_ROWS], LOWEST, gl.float32, ROW), gl.zeros([PART_ROWS], gl.float32, ROW)
+    out, none = gl.zeros([PART_ROWS, WIDTH], gl.float32, OUT), gl.zeros([PART_ROWS, COLS], gl.float32, SCORES)
     q = q_tiles.index(part)
-    start = first + ROWS - COLS
+    start = first + ROWS - (DIAGONAL + 1) * COLS
+    for i in gl.static_range(DIAGONAL):
+        hopper.mbarrier.arrive(k_empty.index(i), count=1)
+        hopper.mbarrier.arrive(v_empty.index(i), count=1)
     hopper.mbarrier.wait(q_full, 0)
-    hopper.mbarrier.wait(k_full.index(0), 0)
-    scores = hopper.warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), none, use_acc=False)
-    hopper.mbarrier.arrive(k_empty.index(0), count=1)
+    hopper.mbarrier.wait(k_full.index(DIAGONAL), 0)
+    scores = hopper.warpgroup_mma(q, k_tiles.index(DIAGONAL).permute((1, 0)), none, use_acc=False)
+    hopper.mbarrier.arrive(k_empty.index(DIAGONAL), count=1)
     weights, rescale, total, row_max = _softmax(
         scores, row_max, total, rows, starts, start, scale, cap, True, WINDOW, HAS_CAP, COLS, SCORES
     )
     weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
-    # Blocks at the diagonal, blocks that every query sees whole, blocks at the start of a document or window.
-    begin = 1
-    for kind in gl.static_range(3):
-        end = n_blocks
-        if kind < 2:
-            end = gl.minimum(end, N_DIAGONAL + (n_free if kind == 1 else 0))
-        if kind > 0 or N_DIAGONAL > 1:
-            for i in range(begin, end):
-                stage, before = i % STAGES, (i - 1) % STAGES
-                start -= COLS
-                hopper.mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-                scores = hopper.warpgroup_mma(
-                    q, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
-                )
+    if not PIPELINED:
+        hopper.mbarrier.wait(v_full.index(DIAGONAL), 0)
+        out = hopper.warpgroup_mma(weights, v_tiles.index(DIAGONAL), out)
+        hopper.mbarrier.arrive(v_empty.index(DIAGONAL), count=1)
+    begin, end = DIAGONAL + 1, gl.minimum(n_blocks, gl.maximum(n_whole, DIAGONAL + 1))
+    for masked in gl.static_range(2):  # blocks that every query sees whole, then those at the start of a document
+        for i in range(begin, end):
+            stage, phase = i % STAGES, (i // STAGES) & 1
+            start -= COLS
+            hopper.mbarrier.wait(k_full.index(stage), phase)
+            scores = hopper.warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            if PIPELINED:
+                before = (i - 1) % STAGES
                 hopper.mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
                 out = hopper.warpgroup_mma(weights, v_tiles.index(before), out, is_async=True)
                 scores = hopper.warpgroup_mma_wait(1, deps=[scores])
-                hopper.mbarrier.arrive(k_empty.index(stage), count=1)
-                new_weights, rescale, total, row_max = _softmax(
-                    scores, row_max, total, rows, starts, start, scale, cap, kind != 1, WINDOW, HAS_CAP, COLS, SCORES
-                )
+            else:
+                scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+            hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+            new_weights, rescale, total, row_max = _softmax(
+                scores, row_max, total, rows, starts, start, scale, cap, masked, WINDOW, HAS_CAP, COLS, SCORES
+            )
+            if PIPELINED:
                 out, weights = hopper.warpgroup_mma_wait(0, deps=[out, weights])
                 hopper.mbarrier.arrive(v_empty.index(before), count=1)
-                out = out * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-                weights = gl.convert_layout(new_weights.to(dtype), WEIGHTS)
-            begin = gl.maximum(begin, end)
-    last = n_blocks - 1
-    hopper.mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    out = hopper.warpgroup_mma(weights, v_tiles.index(last % STAGES), out)
+            out = out * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+            weights = gl.convert_layout(new_weights.to(dtype), WEIGHTS)
+            if not PIPELINED:
+                hopper.mbarrier.wait(v_full.index(stage), phase)
+                out = hopper.warpgroup_mma(weights, v_tiles.index(stage), out)
+                hopper.mbarrier.arrive(v_empty.index(stage), count=1)
+        begin, end = end, n_blocks
+    if PIPELINED:
+        last = n_blocks - 1
+        hopper.mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        out = hopper.warpgroup_mma(weights, v_tiles.index(last % STAGES), out)
     padded = gl.cdiv(n_tokens, 128) * 128
-    gl.store(lse_ptr + head.to(gl.int64) * padded + rows, row_max + gl.log2(total))
+    gl.store(lse_ptr + head.to(gl.int64) * padded + rows, row_max + gl.log2(total), mask=rows < padded)
     out = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
     q.store(out.to(dtype))
     hopper.fence_async_shared()
-    copy_from_shared(out_desc, [first + part * HALF, head * WIDTH], q)
+    copy_from_shared(out_desc, [first + part * PART_ROWS, head * WIDTH], q)
     hopper.tma.store_wait(0)
 
 
@@ -186,32 +199,52 @@ def stage_barriers(count: gl.constexpr, STAGES: gl.constexpr):
 def hopper_attention_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, starts_ptr, lse_ptr, n_tokens, scale, cap,
     HEADS: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
-    ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write out = softmax(scores) v and lse. TOGETHER divides HEADS."""
+    """Write out = softmax(scores) v and lse. TOGETHER divides HEADS. PARTS, the number of warpgroups, is 2 or 4."""
     # Tiles late in a document read the longest: start with them, so that none is left running alone.
     tile, head = tile_and_head(gl.num_programs(0) // HEADS, TOGETHER)
     first = (gl.num_programs(0) // HEADS - 1 - tile) * ROWS
-    n_blocks, n_free = key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS // 2, WIDTH], q_desc.layout)
+    n_blocks, n_whole = key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS // PARTS, WIDTH], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
     hopper.mbarrier.init(q_full, count=1)
     k_full, v_full = stage_barriers(1, STAGES), stage_barriers(1, STAGES)
-    k_empty, v_empty = stage_barriers(2, STAGES), stage_barriers(2, STAGES)
+    k_empty, v_empty = stage_barriers(PARTS, STAGES), stage_barriers(PARTS, STAGES)
     tiles, barriers = (q_tiles, k_tiles, v_tiles), (q_full, k_full, k_empty, v_full, v_empty)
-    LOWER: gl.constexpr = 0
-    UPPER: gl.constexpr = 1
-    gl.warp_specialize(
-        [
-            (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_free, scale,
-                       cap, LOWER, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-            (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_free, scale,
-                       cap, UPPER, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-            (_load, (q_desc, k_desc, v_desc, tiles, barriers, first, head, head // GROUP, n_blocks, ROWS, COLS, WIDTH,
-                     STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
+    FOURTH: gl.constexpr = 3
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
+                           scale, cap, FIRST, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
+                           scale, cap, SECOND, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_load, (q_desc, k_desc, v_desc, tiles, barriers, first, head, head // GROUP, n_blocks, ROWS, COLS,
+                         WIDTH, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
+                           scale, cap, FIRST, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
+                           scale, cap, SECOND, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
+                           scale, cap, THIRD, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
+                           scale, cap, FOURTH, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_load, (q_desc, k_desc, v_desc, tiles, barriers, first, head, head // GROUP, n_blocks, ROWS, COLS,
+                         WIDTH, STAGES)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )  # fmt: skip

@@ -131,7 +131,8 @@ def hopper_attention_wide_dq_kernel(
     # Tiles late in a document read the longest: start with them, so that none is left running alone.
     n_tiles = gl.num_programs(0) // HEADS
     first, head = (n_tiles - 1 - gl.program_id(0) // HEADS) * ROWS, gl.program_id(0) % HEADS
-    n_blocks, n_free = key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
+    n_blocks, n_whole = key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
+    n_free = gl.maximum(n_whole - ROWS // COLS, 0)
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], q_desc.layout)
     d_out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], d_out_desc.layout)

@@ -30,13 +30,14 @@ MOST_SUMS = 3 << 30  # bytes of the sums of a single key head; larger ones run t
 class Width(NamedTuple):
     """Launch settings for one head width."""
 
+    parts: int  # warpgroups of the forward, each with 64 queries
     cols: int  # keys of a block of the forward
     stages: int  # blocks of the forward in shared memory
     long: int  # tokens of the mean document from which these kernels take less time on an H100
     together: tuple[int, ...] = ()  # key heads that the backward computes at the same time, if it divides theirs
 
 
-WIDTHS = {64: Width(128, 3, 4096), 128: Width(128, 2, 2048, (2,)), 256: Width(64, 2, 512)}
+WIDTHS = {64: Width(4, 64, 4, 4096), 128: Width(2, 128, 2, 2048, (2,)), 256: Width(2, 64, 2, 512)}
 TOGETHER = (8, 4)  # heads that the forward computes at the same time: the first that divides theirs
 
 
@@ -108,13 +109,14 @@ def forward(
     n_tokens, heads, width = q.shape
     n_tiles = -(-n_tokens // TILE)
     tile = WIDTHS[width]
+    rows = tile.parts * ROWS
     out, lse = q.new_empty(q.shape), q.new_empty((heads, n_tiles * TILE), dtype=torch.float32)
     descriptors = _rows_of(q, ROWS), _rows_of(k, tile.cols), _rows_of(v, tile.cols), _rows_of(out, ROWS)
     with on_device(q):
-        hopper_attention_forward_kernel[(n_tiles * heads,)](
+        hopper_attention_forward_kernel[(-(-n_tokens // rows) * heads,)](
             *descriptors, starts, lse, n_tokens, terms.scale, terms.softcap or 1.0, HEADS=heads,
-            TOGETHER=_together(heads, TOGETHER), ROWS=TILE, COLS=tile.cols, WIDTH=width, STAGES=tile.stages,
-            **_constants(q, k, terms), num_warps=4,
+            TOGETHER=_together(heads, TOGETHER), ROWS=rows, PARTS=tile.parts, COLS=tile.cols, WIDTH=width,
+            STAGES=tile.stages, **_constants(q, k, terms), num_warps=4,
         )  # fmt: skip
     return out, lse
 
