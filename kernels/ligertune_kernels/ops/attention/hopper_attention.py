@@ -37,7 +37,7 @@ class Width(NamedTuple):
     together: tuple[int, ...] = ()  # key heads that the backward computes at the same time, if it divides theirs
 
 
-WIDTHS = {64: Width(4, 64, 4, 4096), 128: Width(2, 128, 2, 2048, (2,)), 256: Width(2, 64, 2, 512)}
+WIDTHS = {64: Width(4, 64, 4, 2048), 128: Width(2, 128, 2, 2048, (2,)), 256: Width(2, 64, 2, 512)}
 TOGETHER = (8, 4)  # heads that the forward computes at the same time: the first that divides theirs
 
 
