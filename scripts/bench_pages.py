@@ -31,7 +31,7 @@ from ligertune.plots import has_matplotlib, new_figure  # noqa: E402
 GIB = 2**30
 MARK = '{"page": '  # how the JSON line of a page starts
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "torchao", "bitsandbytes",
-            "liger-kernel", "trl")  # fmt: skip
+            "liger-kernel", "trl", "flash-attn-4")  # fmt: skip
 NOT_THE_CHIP = re.compile(r"NVIDIA|AMD|Instinct|GeForce|\d+GB|HBM\w*|PCIe|SXM\d?")
 OWN = {"--page", "--out", "--from", "--commit"}  # options that change no number
 # Okabe and Ito's colours, which colour-blind readers tell apart; ligertune is always the first

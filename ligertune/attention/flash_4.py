@@ -1,8 +1,8 @@
 """FlashAttention-4 for rows of long documents, from the package flash-attn-4.
 
 Its fast backward adds the parts of dq in any order, so gradients differ in the last bits from run to run. Its
-deterministic one takes longer than that of document_attention (`scripts/bench_attention`). So only runs with
-train.full_determinism: false use it, and only for the rows below.
+deterministic mode takes longer than document_attention but for heads of 64 columns and one document of 65,536 tokens
+(docs/benchmarks/attention_h100_202611.md). So only runs with train.full_determinism: false use it, for the rows below.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, documents: int) -> bool:
     """Return whether FlashAttention-4 is the faster one for a row: query (T, H, D), key and value (T, K, D)."""
     n_tokens, heads, width = query.shape
     fits = value.shape == key.shape and query.dtype == key.dtype and query.dtype in (torch.bfloat16, torch.float16)
-    long = width in LONG and n_tokens >= LONG[width] * documents
+    long = width in LONG and n_tokens >= max(LONG[width] * documents, 1)
     return fits and long and flash_4_memory(n_tokens, heads, key.shape[1], width) <= MOST_SUMS
 
 
@@ -34,8 +34,8 @@ def flash_4(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: 
     """Return causal attention of packed documents: query (T, H, D), key and value (T, K, D) -> (T, H, D).
 
     bfloat16 or float16. bounds: (documents + 1,) int32, where each document begins. longest: tokens of the longest.
-    Source: FlashAttention-4, https://github.com/Dao-AILab/flash-attention (its kernels for Hopper are those of
-    FlashAttention-3, arXiv:2407.08608).
+    Source: flash_attn.cute of https://github.com/Dao-AILab/flash-attention. For Hopper: FlashAttention-3,
+    arXiv:2407.08608.
     """
     arguments = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
     out = _function()(query, key, value, **arguments, softmax_scale=scale, causal=True)

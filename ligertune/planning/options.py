@@ -168,8 +168,12 @@ def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
     kernels, train, method = recipe.kernels, recipe.train, recipe.method
     if kernels.lora != "auto":
         return recipe
-    # torch.compile optimises peft's own code better. CUDA graphs, 8-bit weights and several GPUs were not measured.
-    measured = machine.arch == "sm90" and machine.world_size == 1 and method.type in ("lora", "qlora")
+    # torch.compile optimises peft's own code better. CUDA graphs and 8-bit weights were not measured, and on several GPUs
+    # only LoRA under DDP and FSDP2.
+    several = machine.world_size > 1 and not recipe.parallel.strategy.startswith("deepspeed")
+    several = several and method.type == "lora" and recipe.parallel.cp_size == 1
+    one = machine.world_size == 1 and method.type in ("lora", "qlora")
+    measured = machine.arch == "sm90" and (one or several)
     measured = measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
     return recipe.model_copy(update={"kernels": kernels.model_copy(update={"lora": measured})})
 

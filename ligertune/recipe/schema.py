@@ -104,7 +104,7 @@ class KernelsSpec(Section):
     attention: AutoSwitch = "auto"
     """Attention kernel for packed documents; auto: in half precision on sm90 (H100, H200), where it is faster."""
     lora: AutoSwitch = "auto"
-    """Fuse the LoRA update into the matrix multiplication; auto: on one H100 or H200 (sm90), where it is faster."""
+    """Fuse the LoRA update into the matrix multiplication; auto: on sm90 (H100, H200), where it is faster."""
     optimizer: AutoSwitch = "auto"
     """Use the AdamW kernel for adamw_torch_fused; auto: for large weights on sm90 (H100, H200), where it is faster."""
     recompute: SwitchOrNorms = False

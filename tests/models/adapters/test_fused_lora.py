@@ -189,7 +189,11 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
     [
         ({}, "sm90", 1, True),
         ({"method.type": "qlora"}, "sm90", 1, True),
-        ({}, "sm90", 2, False),
+        ({}, "sm90", 2, True),
+        ({"parallel.strategy": "fsdp"}, "sm90", 2, True),
+        ({"parallel.strategy": "deepspeed_zero2"}, "sm90", 2, False),
+        ({"parallel.cp_size": 2, "parallel.strategy": "fsdp"}, "sm90", 2, False),
+        ({"method.type": "qlora"}, "sm90", 2, False),
         ({}, "sm80", 1, False),
         ({"train.torch_compile": True}, "sm90", 1, False),
         ({"method.type": "full"}, "sm90", 1, False),
