@@ -45,14 +45,13 @@ class Attention:
     context_parallel_on: tuple[str, ...] = ()  # vendors on which it takes more keys than queries without a mask
     flag: str | None = None  # the attribute of transformers' model classes that says they support it
     one_launch: bool = False  # for all documents of a row
-    deterministic: bool = True  # has a backward that gives the same bits in every run
     multiple_of: int = 16  # tokens of a batch: matmuls gain 2 % tokens/s on an H100, padding included
 
 
 ATTENTIONS = (
     Attention(FLASH_4, FA4_OR_DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia",), half_only=True,
               soft_cap=False, dropout=False, package=flash_4.PACKAGE, oldest_nvidia=90,
-              narrowest_head=min(flash_4.LONG), widest_head=max(flash_4.LONG), one_launch=True, deterministic=False),
+              narrowest_head=min(flash_4.LONG), widest_head=max(flash_4.LONG), one_launch=True),
     Attention(DOCUMENT_ATTENTION, DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia", "amd", "cpu"),
               dropout=False, oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
@@ -88,11 +87,12 @@ def choose_attention(
     cp_size: int = 1,
     own_kernel: Literal["auto"] | bool = False,
     deterministic: bool = True,
+    few_shapes: bool = False,
 ) -> AttentionChoice:
     """Choose the attention for `model.attn_implementation`. Raises UserError if none fits or packing is impossible.
 
     cp_size: ranks that share each row. own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it
-    and what is faster. deterministic: the same inputs must give the same bits.
+    and what is faster. deterministic: the same inputs must give the same bits. few_shapes: steps run as graphs.
     """
     wanted = DOCUMENT_ATTENTION if own_kernel is True else wanted
     if cp_size > 1:
@@ -102,18 +102,23 @@ def choose_attention(
     elif wanted == "auto":
         return AttentionChoice(None, "")
     reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
+    unwanted = _against_flash_4(deterministic=deterministic, few_shapes=few_shapes)
     if wanted != "auto":
-        if deterministic and not _row(wanted).deterministic:
-            reasons[wanted] = reasons[wanted] or "its gradients differ from run to run, against train.full_determinism"
-        return _explicit_choice(wanted, reasons[wanted], packing=packing)
+        reason = reasons[wanted] or (unwanted if wanted == FLASH_4 else None)
+        return _explicit_choice(wanted, reason, packing=packing)
     fast = machine.arch in FASTER_ON and precision.half and not _lacks_triton()
-    allowed = [
-        row
-        for row in ATTENTIONS
-        if row.name not in (DOCUMENT_ATTENTION, FLASH_4) or (own_kernel == "auto" and fast)
-        if row.deterministic or not deterministic
-    ]
+    measured = {DOCUMENT_ATTENTION} if unwanted else {DOCUMENT_ATTENTION, FLASH_4}  # to be faster than the others
+    names = {row.name for row in ATTENTIONS} - {DOCUMENT_ATTENTION, FLASH_4}
+    names |= measured if own_kernel == "auto" and fast else set()
+    allowed = [row for row in ATTENTIONS if row.name in names]
     return _first_fitting([row for row in allowed if machine.vendor in row.auto_on], reasons)
+
+
+def _against_flash_4(*, deterministic: bool, few_shapes: bool) -> str | None:
+    """Return which setting of the run excludes FlashAttention-4, or None."""
+    if deterministic:
+        return "its gradients differ from run to run, and train.full_determinism is true"
+    return "train.torch_compile and train.cuda_graphs do not run it" if few_shapes else None
 
 
 def _explicit_choice(wanted: str, reason: str | None, *, packing: bool) -> AttentionChoice:
@@ -125,13 +130,9 @@ def _explicit_choice(wanted: str, reason: str | None, *, packing: bool) -> Atten
             f"model.attn_implementation: {wanted} cannot be used: {reason}.",
             hint="Write auto, which takes an exact one that fits.",
         )
-    row = _row(wanted)
+    row = next(row for row in ATTENTIONS if row.name == wanted)
     name = row.packed if packing else row.name
     return AttentionChoice(name, "", row.multiple_of, row.one_launch)
-
-
-def _row(name: str) -> Attention:
-    return next(row for row in ATTENTIONS if row.name == name)
 
 
 def _first_fitting(rows: list[Attention], reasons: dict[str, str | None]) -> AttentionChoice:

@@ -73,8 +73,8 @@ def _attention(
         packing=packing,
         cp_size=options.cp_size,
         own_kernel=options.document_attention,
-        # A graph has the launches of one row, and FlashAttention-4 depends on how long a row's documents are.
-        deterministic=options.full_determinism or options.few_shapes,
+        deterministic=options.full_determinism,
+        few_shapes=options.few_shapes,
     )
 
 

@@ -168,8 +168,8 @@ def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
     kernels, train, method = recipe.kernels, recipe.train, recipe.method
     if kernels.lora != "auto":
         return recipe
-    # torch.compile optimises peft's own code better. CUDA graphs and 8-bit weights were not measured, and on several GPUs
-    # only LoRA under DDP and FSDP2.
+    # torch.compile optimises peft's own code better. CUDA graphs and 8-bit weights were not measured. On several GPUs,
+    # only LoRA under DDP and FSDP2 was.
     several = machine.world_size > 1 and not recipe.parallel.strategy.startswith("deepspeed")
     several = several and method.type == "lora" and recipe.parallel.cp_size == 1
     one = machine.world_size == 1 and method.type in ("lora", "qlora")

@@ -23,7 +23,11 @@ FP16 = Precision("float32", "fp16")
 
 
 def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=True, **settings):
-    own = {name: settings.pop(name) for name in ("own_kernel", "cp_size", "deterministic") if name in settings}
+    own = {
+        name: settings.pop(name)
+        for name in ("own_kernel", "cp_size", "deterministic", "few_shapes")
+        if name in settings
+    }
     config = tiny_models.config_of(family, **settings)
     return choose_attention(wanted, config, machine, precision, packing=packing, **own)
 

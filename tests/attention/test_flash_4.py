@@ -50,7 +50,7 @@ AUTO = {"own_kernel": "auto", "deterministic": False, "head_dim": 64}
 
 def test_auto_takes_it_where_gradients_may_differ_from_run_to_run(package):
     assert choose(**AUTO).implementation == CHOSEN
-    for change in ({"deterministic": True}, {"own_kernel": True}):
+    for change in ({"deterministic": True}, {"few_shapes": True}, {"own_kernel": True}):
         assert choose(**AUTO | change).implementation == "document_attention"
     assert choose(**AUTO | {"own_kernel": False}).implementation == "varlen"
 
@@ -75,7 +75,12 @@ def test_the_recipe_can_name_it(package):
     wanted = {"wanted": "flash_attention_4", "head_dim": 128}
     assert choose(**wanted, deterministic=False).implementation == CHOSEN
     assert choose(**wanted, deterministic=False, packing=False).implementation == "flash_attention_4"
-    for change, reason in (({}, r"differ from run to run.*full_determinism"), ({"machine": MI300}, "NVIDIA GPUs only")):
+    refused = [
+        ({}, "differ from run to run, and train.full_determinism is true"),
+        ({"deterministic": False, "few_shapes": True}, "train.torch_compile and train.cuda_graphs do not run it"),
+        ({"machine": MI300}, "NVIDIA GPUs only"),
+    ]
+    for change, reason in refused:
         with pytest.raises(UserError, match=rf"attn_implementation: flash_attention_4 cannot be used: .*{reason}"):
             choose(**wanted | change)
 

@@ -159,8 +159,7 @@ def hopper_attention_backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc, starts_ptr, ends_ptr, counters_ptr, dq_ptr,
     dk_ptr, dv_ptr, n_tokens, scale, cap,
     ALL_KEY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr,
-    WINDOW: gl.constexpr,
-    HAS_CAP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv, and add dq without the scale to zeros (H, padded tokens, WIDTH).
 

@@ -36,9 +36,9 @@ def capped_scores(scores, scale, cap, HAS_CAP: gl.constexpr):
 
 @gluon.jit
 def key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constexpr, WINDOW: gl.constexpr):
-    """Return the number of blocks of keys that a tile of queries reads, and how many of them begin in all windows.
+    """Return how many blocks of keys a tile of queries reads, and how many lie in every query's document and window.
 
-    Blocks are read from the tile's last token to the left.
+    Blocks are counted and read from the tile's last token to the left.
     """
     last = gl.minimum(first + ROWS, n_tokens) - 1
     begin, free = gl.load(starts_ptr + first), gl.load(starts_ptr + last)
@@ -117,8 +117,8 @@ def _attend(
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     PART_ROWS: gl.constexpr = q_tiles.shape[1]
-    PIPELINED: gl.constexpr = q_tiles.shape[0] == 2  # a block's weights times values, with the next block's scores
-    DIAGONAL: gl.constexpr = (ROWS - (part + 1) * PART_ROWS) // COLS  # the part sees no keys of the blocks before it
+    PIPELINED: gl.constexpr = q_tiles.shape[0] == 2  # one block's product with values runs with the next one's scores
+    DIAGONAL: gl.constexpr = (ROWS - (part + 1) * PART_ROWS) // COLS  # the first block whose keys these queries see
     dtype: gl.constexpr = out_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
