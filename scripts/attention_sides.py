@@ -155,8 +155,11 @@ SIDES = {
     "flex": Side("flex_attention", flex, "row"),
     "fa3": Side("FlashAttention-3", flash_attention("flash_attn_interface"), needs="flash_attn_interface"),
     "fa4": Side("FlashAttention-4", flash_attention("flash_attn.cute"), needs="flash_attn.cute"),
-    "fa4_same": Side("FlashAttention-4, deterministic", flash_attention("flash_attn.cute", deterministic=True),
-                     needs="flash_attn.cute"),
+    "fa4_same": Side(
+        "FlashAttention-4, deterministic",
+        flash_attention("flash_attn.cute", deterministic=True),
+        needs="flash_attn.cute",
+    ),
 }
 ERROR_SIDES = (
     Side("ligertune, kernels of long documents", ours_long),
