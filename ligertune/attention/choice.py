@@ -107,11 +107,10 @@ def choose_attention(
         reason = reasons[wanted] or (unwanted if wanted == FLASH_4 else None)
         return _explicit_choice(wanted, reason, packing=packing)
     fast = machine.arch in FASTER_ON and precision.half and not _lacks_triton()
-    measured = {DOCUMENT_ATTENTION} if unwanted else {DOCUMENT_ATTENTION, FLASH_4}  # to be faster than the others
-    names = {row.name for row in ATTENTIONS} - {DOCUMENT_ATTENTION, FLASH_4}
-    names |= measured if own_kernel == "auto" and fast else set()
-    allowed = [row for row in ATTENTIONS if row.name in names]
-    return _first_fitting([row for row in allowed if machine.vendor in row.auto_on], reasons)
+    passed = set() if own_kernel == "auto" and fast else {DOCUMENT_ATTENTION, FLASH_4}
+    passed |= {FLASH_4} if unwanted else set()
+    rows = [row for row in ATTENTIONS if row.name not in passed and machine.vendor in row.auto_on]
+    return _first_fitting(rows, reasons)
 
 
 def _against_flash_4(*, deterministic: bool, few_shapes: bool) -> str | None:
@@ -188,12 +187,12 @@ def missing_here(row: Attention, machine: Machine) -> str | None:
         return f"it trains on {' and '.join(VENDORS[vendor] for vendor in row.runs_on)} only"
     if machine.vendor == "nvidia" and capability < row.oldest_nvidia:
         return f"{machine.name} ({machine.arch}) is older than sm{row.oldest_nvidia}"
-    if row.package and not _installed(row.package):
+    if row.package and not installed(row.package):
         return f"the package {row.package} is not installed"
     return None
 
 
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
     """Find a distribution: flash-attn and flash-attn-4 both have modules in flash_attn."""
     try:
         importlib.metadata.distribution(package)

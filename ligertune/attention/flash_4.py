@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ligertune.errors import UserError
 from ligertune.planning.memory.flash_4_bytes import MOST_SUMS, flash_4_memory
 
 PACKAGE = "flash-attn-4"
@@ -44,7 +45,13 @@ def flash_4(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: 
 
 @cache
 def _function() -> Callable:
-    from flash_attn.cute import flash_attn_varlen_func
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except ImportError as error:  # a package that it needs is missing or of another version
+        raise UserError(
+            f"{PACKAGE} is installed, and cannot be imported: {error}",
+            hint="Repair or remove it, or write kernels.attention: true.",
+        ) from error
 
     # When it compiles a kernel, it warns of arguments that are of no use to its callers.
     warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument")

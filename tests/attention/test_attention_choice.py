@@ -1,13 +1,12 @@
 """The attention that `auto` takes and what is refused, for each machine and model."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import tiny_models
 import transformers
 
-from ligertune.attention.choice import check_shared_rows, choose_attention
+from ligertune.attention.choice import check_shared_rows, choose_attention, installed
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.planning.precision import Precision
@@ -51,7 +50,7 @@ def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=
         ({"machine": CPU, "precision": FP32, "cp_size": 2}, "per_document", "documents isolated"),
     ],
 )
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and auto takes it")
+@pytest.mark.skipif(installed("flash-attn"), reason="flash-attn is installed, and auto takes it")
 def test_auto_takes_the_first_exact_one_with_the_reason(settings, chosen, why):
     choice = choose(**settings)
     assert choice.implementation == chosen

@@ -10,6 +10,7 @@ import torch
 from test_attention_choice import H100, MI300, choose
 
 from ligertune.attention import flash_4
+from ligertune.attention.choice import installed
 from ligertune.attention.packed_documents import WindowMask, flash_4_or_kernel, kernel_attention
 from ligertune.errors import UserError
 
@@ -65,6 +66,7 @@ def test_auto_says_why_it_takes_our_kernels_instead(package, change, reason):
     assert f"flash_attention_4: {reason}" in choice.why.replace("its heads are ", "").replace("it has ", "")
 
 
+@pytest.mark.skipif(installed(flash_4.PACKAGE), reason=f"{flash_4.PACKAGE} is installed")
 def test_it_is_not_taken_where_it_is_not_installed():
     choice = choose(**AUTO)
     assert choice.implementation == "document_attention"
@@ -85,6 +87,7 @@ def test_the_recipe_can_name_it(package):
             choose(**wanted | change)
 
 
+@pytest.mark.skipif(installed("flash-attn"), reason="flash-attn is installed")
 def test_its_package_is_not_that_of_flash_attention_2(package):
     """Both have modules in the folder flash_attn."""
     with pytest.raises(UserError, match="the package flash-attn is not installed"):
@@ -124,6 +127,13 @@ def test_rows_of_long_documents_run_it_and_others_our_kernels(package, lengths, 
     assert calls == ([list(lengths)] if taken else [])
     for found, expected in zip(*results, strict=True):
         assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+
+
+def test_a_broken_installation_is_one_sentence(package):
+    (package / "flash_attn" / "cute" / "__init__.py").write_text("import missing_package_of_flash_attn")
+    tensors, keywords = row_of((2048,), 64)
+    with pytest.raises(UserError, match=r"flash-attn-4 is installed, and cannot be imported: .*missing_package"):
+        flash_4_or_kernel(torch.nn.Identity(), *tensors, None, **keywords)
 
 
 def test_rows_whose_sums_would_not_fit_run_our_kernels():

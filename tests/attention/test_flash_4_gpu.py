@@ -1,6 +1,5 @@
 """FlashAttention-4 on a Hopper GPU: gradients, memory, and a run of long documents that takes it."""
 
-import importlib.metadata
 import json
 import shutil
 
@@ -12,19 +11,17 @@ from quickstart_runs import train
 from test_flash_4 import row_of
 
 from ligertune.attention import flash_4
+from ligertune.attention.choice import installed
 from ligertune.attention.packed_documents import flash_4_or_kernel
 from ligertune.planning.memory.flash_4_bytes import flash_4_memory
 
 
-def installed() -> bool:
-    try:
-        importlib.metadata.distribution(flash_4.PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+def can_run() -> bool:
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return hopper and installed(flash_4.PACKAGE)
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not installed(), reason=f"needs {flash_4.PACKAGE} and an H100")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not can_run(), reason=f"needs {flash_4.PACKAGE} and an H100")]
 
 
 @pytest.mark.parametrize("width", flash_4.LONG)
