@@ -93,12 +93,10 @@ def ours_short(row, q, k, v):
     return lambda: document_attention(q, k, v, row.starts, row.ends)
 
 
-def ours_or_flash_4(row, q, k, v):
-    """Return what kernels.attention: auto runs with train.full_determinism: false."""
+def ours_flash_4(row, q, k, v):
+    """Return what kernels.attention: auto runs with train.full_determinism: false where `flash_4.takes` the row."""
     from ligertune.attention import flash_4
 
-    if not flash_4.takes(q, k, v, documents=len(row.case.lengths)):
-        return ours(row, q, k, v)
     return lambda: flash_4.flash_4(q, k, v, row.bounds, max(row.case.lengths), scale=None)
 
 
@@ -146,7 +144,7 @@ def flash_attention(module: str, **options: bool) -> Callable:
 
 SIDES = {
     "ligertune": Side("ligertune", ours),
-    "auto": Side("ligertune, full_determinism: false", ours_or_flash_4, needs="flash_attn.cute"),
+    "auto": Side("ligertune, full_determinism: false", ours_flash_4, needs="flash_attn.cute"),
     "short": Side("ligertune, kernels of short documents", ours_short),
     "sdpa": Side("SDPA", sdpa, "batch"),
     "cudnn": Side("SDPA, cuDNN", sdpa, "batch", "CUDNN_ATTENTION"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
+from ligertune.attention.choice import installed
 from ligertune.data.batching.order import DataOrder
 from ligertune.data.examples import Example
 from ligertune.models.load import build_model
@@ -128,7 +128,7 @@ def with_losses(trainer: type) -> type:
 
 def theirs(job: Job, side: str) -> dict[str, Any]:
     """Train with TRL, with the same weights and batches. side: trl, trl_liger, trl_patched or trl_offload."""
-    flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
+    flash = installed("flash-attn") and torch.cuda.is_available()
     attention = "flash_attention_2" if flash else "sdpa"
     model = student(job, attention, patched=side == "trl_patched")
     job.tokenizer.tokenizer.pad_token_id = job.tokenizer.pad_token_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from preference_sides import StepTimes, arguments_of, device, examples_of_steps, is_out_of_memory, ours, with_losses
 from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainingArguments
 
+from ligertune.attention.choice import installed
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import prepare_config
@@ -44,7 +44,7 @@ def measure(side: str, recipe: str) -> dict[str, Any]:
 
 def theirs(job: Job, side: str) -> dict[str, Any]:
     """Train with transformers or TRL, with the same weights and batches. side: trainer, liger or patched."""
-    flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
+    flash = installed("flash-attn") and torch.cuda.is_available()
     model = scored_model(job, "flash_attention_2" if flash else "sdpa", patched=side == "patched")
     job.tokenizer.tokenizer.pad_token_id = job.tokenizer.pad_token_id
     make = reward_trainer if job.plan.build.task == "reward" else classification_trainer

@@ -40,6 +40,7 @@ class Attention:
     dropout: bool = True
     package: str | None = None  # name of the distribution
     oldest_nvidia: int = 0  # compute capability, 80 for 8.0
+    head_widths: tuple[int, ...] = ()  # the only ones, if any
     narrowest_head: int = 1
     widest_head: int = 1 << 30
     context_parallel_on: tuple[str, ...] = ()  # vendors on which it takes more keys than queries without a mask
@@ -51,7 +52,7 @@ class Attention:
 ATTENTIONS = (
     Attention(FLASH_4, FA4_OR_DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia",), half_only=True,
               soft_cap=False, dropout=False, package=flash_4.PACKAGE, oldest_nvidia=90,
-              narrowest_head=min(flash_4.LONG), widest_head=max(flash_4.LONG), one_launch=True),
+              head_widths=tuple(flash_4.LONG), one_launch=True),
     Attention(DOCUMENT_ATTENTION, DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia", "amd", "cpu"),
               dropout=False, oldest_nvidia=80, widest_head=256, one_launch=True),
     Attention("varlen", "varlen", auto_on=("nvidia",), runs_on=("nvidia",), half_only=True, soft_cap=False,
@@ -107,9 +108,9 @@ def choose_attention(
         reason = reasons[wanted] or (unwanted if wanted == FLASH_4 else None)
         return _explicit_choice(wanted, reason, packing=packing)
     fast = machine.arch in FASTER_ON and precision.half and not _lacks_triton()
-    passed = set() if own_kernel == "auto" and fast else {DOCUMENT_ATTENTION, FLASH_4}
-    passed |= {FLASH_4} if unwanted else set()
-    rows = [row for row in ATTENTIONS if row.name not in passed and machine.vendor in row.auto_on]
+    left_out = set() if own_kernel == "auto" and fast else {DOCUMENT_ATTENTION, FLASH_4}
+    left_out |= {FLASH_4} if unwanted else set()
+    rows = [row for row in ATTENTIONS if row.name not in left_out and machine.vendor in row.auto_on]
     return _first_fitting(rows, reasons)
 
 
@@ -221,6 +222,8 @@ def _refusal(
         (dropout and not row.dropout, f"it has no dropout, and the model's attention_dropout is {dropout or 0:g}"),
         (model is not None and not getattr(model, row.flag or "", True),
          f"transformers does not offer it for {getattr(model, '__name__', None)}"),
+        (row.head_widths and head_dim not in row.head_widths,
+         f"its heads are {' or '.join(map(str, row.head_widths))} wide, and the model's are {head_dim}"),
         (head_dim < row.narrowest_head,
          f"its heads are at least {row.narrowest_head} wide, and the model's are {head_dim}"),
         (head_dim > row.widest_head, f"its heads are at most {row.widest_head} wide, and the model's are {head_dim}"),

@@ -1,8 +1,8 @@
 """FlashAttention-4 for rows of long documents, from the package flash-attn-4.
 
 Its fast backward adds the parts of dq in any order, so gradients differ in the last bits from run to run. Its
-deterministic mode takes longer than document_attention but for heads of 64 columns and one document of 65,536 tokens
-(docs/benchmarks/attention_h100_202611.md). So only runs with train.full_determinism: false use it, for the rows below.
+deterministic mode takes longer than document_attention, except for heads of 64 columns and one document of 65,536
+tokens (docs/benchmarks/attention_h100_202611.md). So only runs with train.full_determinism: false use it.
 """
 
 from __future__ import annotations

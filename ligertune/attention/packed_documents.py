@@ -53,7 +53,7 @@ class WindowMask:
 def document_mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> Tensor | WindowMask | None:
-    """Return the mask of our three attention functions: sdpa's mask, or no tensor where rows are packed."""
+    """Return the mask of our attention functions: sdpa's mask, or no tensor where rows are packed."""
     if not ROWS.packed:
         return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **kwargs)
     if kwargs.get("use_vmap") or "allow_is_causal_skip" not in kwargs:
@@ -136,10 +136,10 @@ def flash_4_or_kernel(
     """Attend with FlashAttention-4 where it is faster than our kernels, else with those."""
     if document_lengths is not None and not torch.compiler.is_compiling():
         terms = _layer_terms(attention_mask, **kwargs)
-        heads = _tokens_first(*_autocast(query, key, value))
+        tensors = _tokens_first(*_autocast(query, key, value))
         plain = terms.window is None and terms.softcap is None and not terms.dropout
-        if plain and flash_4.takes(*heads, documents=len(reveal(document_lengths))):
-            return flash_4.flash_4(*heads, cu_seq_lens_q, max_length_q, scale=terms.scaling)[None], None
+        if plain and flash_4.takes(*tensors, documents=len(reveal(document_lengths))):
+            return flash_4.flash_4(*tensors, cu_seq_lens_q, max_length_q, scale=terms.scaling)[None], None
     kwargs["document_lengths"] = document_lengths
     return kernel_attention(module, query, key, value, attention_mask, **kwargs)
 

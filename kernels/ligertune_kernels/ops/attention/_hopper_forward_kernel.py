@@ -57,10 +57,10 @@ def tile_and_head(n_tiles, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, tiles, barriers, first, head, key_head, n_blocks,
-    ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    work, ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Copy the tile of queries, then block after block of keys and values, each as soon as its stage is free."""
+    q_desc, k_desc, v_desc, tiles, barriers, first, head, key_head, n_blocks = work
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     PARTS: gl.constexpr = q_tiles.shape[0]
@@ -109,11 +109,11 @@ def _softmax(
 
 @gluon.jit
 def _attend(
-    out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole, scale, cap,
-    part: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    work, part: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Compute a part of the tile's queries."""
+    out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole, scale, cap = work
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     PART_ROWS: gl.constexpr = q_tiles.shape[1]
@@ -218,33 +218,27 @@ def hopper_attention_forward_kernel(
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
     FOURTH: gl.constexpr = 3
+    work = (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole, scale, cap)
+    loads = (q_desc, k_desc, v_desc, tiles, barriers, first, head, head // GROUP, n_blocks)
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
-                           scale, cap, FIRST, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
-                           scale, cap, SECOND, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-                (_load, (q_desc, k_desc, v_desc, tiles, barriers, first, head, head // GROUP, n_blocks, ROWS, COLS,
-                         WIDTH, STAGES)),
+                (_attend, (work, FIRST, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (work, SECOND, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_load, (loads, ROWS, COLS, WIDTH, STAGES)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
-                           scale, cap, FIRST, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
-                           scale, cap, SECOND, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
-                           scale, cap, THIRD, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-                (_attend, (out_desc, lse_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_whole,
-                           scale, cap, FOURTH, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
-                (_load, (q_desc, k_desc, v_desc, tiles, barriers, first, head, head // GROUP, n_blocks, ROWS, COLS,
-                         WIDTH, STAGES)),
+                (_attend, (work, FIRST, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (work, SECOND, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (work, THIRD, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_attend, (work, FOURTH, ROWS, COLS, WIDTH, STAGES, WINDOW, HAS_CAP)),
+                (_load, (loads, ROWS, COLS, WIDTH, STAGES)),
             ],
             [4, 4, 4, 1],
             [112, 112, 112, 24],
-        )  # fmt: skip
+        )
