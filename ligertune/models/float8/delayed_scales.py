@@ -18,22 +18,17 @@ from typing import NamedTuple
 
 import torch
 from ligertune_kernels import quantize_float8
-from ligertune_kernels.ops.float8.quantize_float8 import PARTS
+from ligertune_kernels.ops.float8.quantize_float8 import PARTS, Output
 from torch import Tensor
+
+from ligertune.models.float8.input_groups import InputGroup, group_layers
+from ligertune.models.float8.quantized import Quantized
 
 HISTORY = 16  # steps
 # A tensor may grow twofold from its history before values are cut off. float8 is a floating-point type: a smaller scale
 # costs no precision, only a bit of its range below.
 HEADROOM = 2.0
 ALIGNED = 4  # float32 values per scale: the kernel's loads of each are aligned
-
-
-class Quantized(NamedTuple):
-    """A matrix (N, C) in float8: x = q · inverse."""
-
-    rows: Tensor | None  # (..., C)
-    columns: Tensor | None  # (C, N rounded up to a multiple of 16)
-    inverse: Tensor  # () float32
 
 
 class SlotScale(NamedTuple):
@@ -50,7 +45,7 @@ def largest_value(x: Tensor) -> Tensor:  # () float32
 
 @torch.no_grad()
 def quantize_by_amax(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, amax: Tensor | None = None
+    x: Tensor, dtype: torch.dtype, *, rows: Output = True, columns: Output = True, amax: Tensor | None = None
 ) -> Quantized:
     """Quantise with the scale that x's own largest value gives. amax (): it is already known."""
     scale = _scale_by(largest_value(x) if amax is None else amax, dtype)
@@ -78,10 +73,17 @@ class _Input:
 
 
 class DelayedScales:
-    """Scales and running amax of a model's float8 tensors: one slot per tensor."""
+    """Scales and running amax of a model's float8 tensors: one slot per tensor.
 
-    def __init__(self, dtypes: list[torch.dtype], device: torch.device) -> None:
-        self.dtypes, self.steps = dtypes, 0
+    sizes: out_features and in_features of each layer by its first slot, which is its input's; those of its weight and
+    of its output gradient follow.
+    """
+
+    def __init__(
+        self, dtypes: list[torch.dtype], device: torch.device, sizes: dict[int, tuple[int, int]] | None = None
+    ) -> None:
+        self.dtypes, self.steps, self._sizes = dtypes, 0, sizes or {}
+        self.groups: dict[int, InputGroup] = {}  # by a layer's first slot
         slots = len(dtypes)
         self.largest = torch.tensor([torch.finfo(dtype).max for dtype in dtypes], device=device)  # (slots,)
         self.history = torch.zeros(HISTORY, slots, device=device)
@@ -90,13 +92,13 @@ class DelayedScales:
         self.inverse = torch.ones(slots, ALIGNED, device=device)
         # Views of these, made once: each call of a layer would spend some microseconds of the host on them.
         self._of_slot = [SlotScale(*one) for one in zip(self.scale[:, 0], self.inverse[:, 0], self.parts, strict=True)]
-        self._sources = list(range(slots))
-        self._source: Tensor | None = None
+        self._sources = list(range(slots))  # of layers that read the same tensor, the input's slot of one of them
+        self._shared: Tensor | None = None  # slots that share a scale have the same number; None after a change
         self._last: _Input | None = None
 
     @torch.no_grad()
     def quantize(
-        self, slot: int, x: Tensor, *, rows: bool = True, columns: bool = True, record: bool = True
+        self, slot: int, x: Tensor, *, rows: Output = True, columns: Output = True, record: bool = True
     ) -> Quantized:
         """Quantise x with the scale of a slot. record: x's amax counts for later steps."""
         dtype = self.dtypes[slot]
@@ -135,36 +137,49 @@ class DelayedScales:
         """Quantise a layer's input. Layers that read the same tensor one after the other share its copies."""
         last = None if x.is_inference() else self._last
         if last is not None and last.serves(x, columns=columns, record=record):
-            if self._sources[slot] != last.slot:
-                self._sources[slot], self._source = last.slot, None
+            self._share(slot, last.slot)
             return last.found
         found = self.quantize(slot, x, columns=columns, record=record)
         if not x.is_inference():
             self._last = _Input(weakref.ref(x), x._version, slot, record, found)
         return found
 
+    def _share(self, slot: int, other: int) -> None:
+        own, source = self._sources[slot], self._sources[other]
+        if own != source:
+            self._sources = [source if each == own else each for each in self._sources]
+            self._shared = None
+
     @torch.no_grad()
     def update(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
         """Compute the scales of the next step. reduce_max: the largest values over ranks, which share the scales."""
-        if self._source is None:
-            self._source = torch.tensor(self._sources, device=self.parts.device)
+        if self._shared is None:
+            self._group_layers()
         self._last = None
-        amax = self.parts.amax(1)
-        amax = reduce_max(torch.maximum(amax, amax[self._source]))
-        self.history[self.steps % HISTORY] = amax
+        self.history[self.steps % HISTORY] = reduce_max(self.parts.amax(1))
         self.parts.zero_()
         self.steps += 1
         self._set_scales()
 
+    def _group_layers(self) -> None:
+        """Group the layers that read the same tensor: their weights share a scale, and so do their output gradients."""
+        self.groups = group_layers(self._sources, self._sizes)
+        shared = list(self._sources)
+        for slot, group in self.groups.items():
+            shared[slot + 1 : slot + 3] = group.first + 1, group.first + 2
+        self._shared = torch.tensor(shared, device=self.parts.device)
+
     def _set_scales(self) -> None:
         amax = self.history.amax(0)
+        amax = torch.zeros_like(amax).scatter_reduce_(0, self._shared, amax, "amax")[self._shared]
         scale = torch.where(amax > 0, self.largest / (HEADROOM * amax), 1.0)
         self.scale[:, 0] = scale
         self.inverse[:, 0] = scale.reciprocal()
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run needs, in host memory."""
-        return {"history": self.history.cpu(), "steps": torch.tensor(self.steps)}
+        sources = torch.tensor(self._sources)
+        return {"history": self.history.cpu(), "steps": torch.tensor(self.steps), "sources": sources}
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
@@ -175,4 +190,7 @@ class DelayedScales:
         self.history.copy_(state["history"])
         self.steps = int(state["steps"])
         if self.steps:
+            if "sources" in state:  # checkpoints of older versions have none: the next step finds them
+                self._sources = state["sources"].tolist()
+            self._group_layers()
             self._set_scales()

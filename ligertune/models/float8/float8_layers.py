@@ -17,7 +17,7 @@ from torch import nn
 
 from ligertune.errors import UserError
 from ligertune.models.float8.float8_linear import to_float8_linears
-from ligertune.models.float8.float8_mlp import float8_mlps, to_float8_mlps
+from ligertune.models.float8.float8_mlp import float8_mlps, gated_projections, to_float8_mlps
 from ligertune.vision.families import family_of, has_vision, part_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def to_float8(model: PreTrainedModel) -> None:
     """
     taken = float8_linears(model).taken
     mlps = float8_mlps(model, taken)
-    to_float8_linears([model.get_submodule(name) for name in taken], model.device)
+    of_mlps = {projection for mlp in mlps.taken for projection in gated_projections(mlp)}
+    to_float8_linears([model.get_submodule(name) for name in taken], model.device, ungrouped=of_mlps)
     to_float8_mlps(mlps)
 
 

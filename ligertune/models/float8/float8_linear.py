@@ -6,38 +6,26 @@ x and W are e4m3. dy is e5m2, which has a wider range: one scale holds for all t
 of magnitude, and it comes from earlier steps.
 
 W is quantised once per optimizer step, and once for all if it is frozen; then the weight is kept in float8 only. x is
-kept for the backward as its float8 columns. On a CPU the products are emulated: the operands are float8, and PyTorch
-multiplies them in float32.
+kept for the backward as its float8 columns. Layers that read the same x share one product for dx (`input_groups`). On a
+CPU the products are emulated: the operands are float8, and PyTorch multiplies them in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
 from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.ops.float8.quantize_float8 import Output
 from torch import Tensor, nn
 
-from ligertune.models.float8.delayed_scales import DelayedScales, Quantized, quantize_by_amax
+from ligertune.models.float8.delayed_scales import DelayedScales, quantize_by_amax
+from ligertune.models.float8.input_groups import InputGroup, JointCall
+from ligertune.models.float8.quantized import GRADIENT, OPERAND, Quantized, float8_product
 from ligertune.patching.module_patch import ModulePatch, patch_module
 
-OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SLOTS = (OPERAND, OPERAND, GRADIENT)  # of each layer: x, W, dy
-
-
-def float8_product(
-    a: Tensor,  # (M, K) float8
-    b: Tensor,  # (N, K) float8
-    a_inverse: Tensor,  # () float32
-    b_inverse: Tensor,  # () float32
-    dtype: torch.dtype,
-    *,
-    fast: bool,
-) -> Tensor:  # (M, N)
-    """Return a b^T of two quantised matrices. fast: partial sums have fewer bits than float32."""
-    if a.is_cuda:
-        return torch._scaled_mm(a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
-    return ((a.float() @ b.float().t()) * (a_inverse * b_inverse)).to(dtype)
 
 
 def dtype_of_product(x: Tensor) -> torch.dtype:
@@ -52,14 +40,15 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # (..., E)
+        x: Tensor,  # (..., E); or the token of the call's first layer
         weight: Tensor,  # (F, E)
         bias: Tensor | None,  # (F,)
         quantized_x: Quantized,
         quantized_weight: Quantized,
         layer: Float8Linear,
         dtype: torch.dtype,
-    ) -> Tensor:  # (..., F)
+        call: JointCall | None,
+    ) -> tuple[Tensor, Tensor | None]:  # (..., F), token
         rows = quantized_x.rows.flatten(0, -2)
         y = float8_product(rows, quantized_weight.rows, quantized_x.inverse, quantized_weight.inverse, dtype, fast=True)
         if bias is not None:
@@ -67,28 +56,34 @@ class _Float8Product(torch.autograd.Function):
         needs_dw = weight.requires_grad
         ctx.save_for_backward(*((quantized_x.columns, quantized_x.inverse) if needs_dw else ()))
         # The layer keeps these until the next step, so no hook has to save them.
-        ctx.quantized_weight, ctx.layer, ctx.record = quantized_weight, layer, layer.training
+        ctx.quantized_weight, ctx.layer, ctx.record, ctx.call = quantized_weight, layer, layer.training, call
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return y.view(*x.shape[:-1], y.shape[-1])
+        ctx.first = call is not None and call.first == layer.float8_slot
+        return y.view(*quantized_x.rows.shape[:-1], y.shape[-1]), x.new_empty(0) if ctx.first else None
 
     @staticmethod
     @no_double_backward
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        call, layer, weight = ctx.call, ctx.layer, ctx.quantized_weight
         dx = dw = db = None
         if needs_dx or needs_dw:
-            q = ctx.layer.quantize_gradient(dy, rows=needs_dx, columns=needs_dw, record=ctx.record)
-        if needs_dx:
-            w = ctx.quantized_weight
-            dx = float8_product(q.rows.flatten(0, -2), w.columns, q.inverse, w.inverse, x_dtype, fast=False)
+            rows = call.rows_for(layer.float8_slot, dy) if call is not None else needs_dx
+            q = layer.quantize_gradient(dy, rows=rows, columns=needs_dw, record=ctx.record)
+        if call is not None:
+            call.leave(layer.float8_slot, q, weight)
+            dx = call.input_gradient(x_dtype) if ctx.first else None
+        elif needs_dx:
+            dx = float8_product(q.rows.flatten(0, -2), weight.columns, q.inverse, weight.inverse, x_dtype, fast=False)
+        if dx is not None:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
         if needs_dw:
             columns, inverse = ctx.saved_tensors
             dw = float8_product(q.columns, columns, q.inverse, inverse, weight_dtype, fast=False)
         if needs_db:
             db = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 class Float8Linear(ModulePatch):
@@ -96,14 +91,25 @@ class Float8Linear(ModulePatch):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, q = self.quantized_weight(), self.quantized_input(x)
-        return _Float8Product.apply(x, self.weight, self.bias, q, weight, self, dtype_of_product(x))
+        group, dtype = self.input_group, dtype_of_product(x)
+        call, token = (None, None) if group is None or weight.whole is None else group.call_of(self.float8_slot, x)
+        read = x if token is None else token
+        y, token = _Float8Product.apply(read, self.weight, self.bias, q, weight, self, dtype, call)
+        if token is not None:
+            group.open(call, x, token)
+        return y
+
+    @property
+    def input_group(self) -> InputGroup | None:
+        """The layers that read the same tensor, from the second step on."""
+        return self.float8_scales.groups.get(self.float8_slot)
 
     def quantized_input(self, x: Tensor) -> Quantized:
         """Return the layer's input in float8; by columns only if the weight's gradient needs them."""
         columns = self.weight.requires_grad and torch.is_grad_enabled()
         return self.float8_scales.quantize_input(self.float8_slot, x, columns=columns, record=self.training)
 
-    def quantize_gradient(self, dy: Tensor, *, rows: bool, columns: bool, record: bool) -> Quantized:
+    def quantize_gradient(self, dy: Tensor, *, rows: Output, columns: bool, record: bool) -> Quantized:
         return self.float8_scales.quantize(self.gradient_slot, dy, rows=rows, columns=columns, record=record)
 
     @property
@@ -118,8 +124,15 @@ class Float8Linear(ModulePatch):
         version = (self.float8_scales.steps, self.weight._version, self.weight.data_ptr())
         if self.float8_weight is None or self.float8_weight[0] != version:
             self.float8_weight = None  # free the old copies before the new ones are made
-            self.float8_weight = version, self.float8_scales.quantize(self.float8_slot + 1, self.weight.detach())
+            self.float8_weight = version, self._quantize_weight(version)
         return self.float8_weight[1]
+
+    def _quantize_weight(self, version: Hashable) -> Quantized:
+        weight, slot, group = self.weight.detach(), self.float8_slot, self.input_group
+        if group is None:
+            return self.float8_scales.quantize(slot + 1, weight)
+        columns, whole = group.columns_for(slot, version, weight)
+        return self.float8_scales.quantize(slot + 1, weight, columns=columns)._replace(whole=whole)
 
     def hold_in_float8(self) -> None:
         """Keep the frozen weight in float8 only, in both memory orders, scaled by its own largest value."""
@@ -127,9 +140,19 @@ class Float8Linear(ModulePatch):
         self.weight = nn.Parameter(self.float8_frozen.rows, requires_grad=False)
 
 
-def to_float8_linears(layers: list[nn.Linear], device: torch.device) -> DelayedScales:
-    """Make the layers multiply in float8 with scales that they share; call `update` after each optimizer step."""
-    scales = DelayedScales(list(SLOTS) * len(layers), device)
+def to_float8_linears(
+    layers: list[nn.Linear], device: torch.device, *, ungrouped: Collection[nn.Module] = ()
+) -> DelayedScales:
+    """Make the layers multiply in float8 with scales that they share; call `update` after each optimizer step.
+
+    ungrouped: layers that share no product with others that read the same input.
+    """
+    sizes = {
+        i * len(SLOTS): (layer.out_features, layer.in_features)
+        for i, layer in enumerate(layers)
+        if layer not in ungrouped
+    }
+    scales = DelayedScales(list(SLOTS) * len(layers), device, sizes)
     for i, layer in enumerate(layers):
         patch_module(layer, Float8Linear)
         layer.float8_scales, layer.float8_slot = scales, i * len(SLOTS)

@@ -21,8 +21,9 @@ from ligertune_kernels import swiglu_float8, swiglu_float8_backward
 from ligertune_kernels.autograd import no_double_backward
 from torch import Tensor, nn
 
-from ligertune.models.float8.delayed_scales import Quantized, SlotScale
-from ligertune.models.float8.float8_linear import Float8Linear, dtype_of_product, float8_product
+from ligertune.models.float8.delayed_scales import SlotScale
+from ligertune.models.float8.float8_linear import Float8Linear, dtype_of_product
+from ligertune.models.float8.quantized import Quantized, float8_product
 from ligertune.patching.mlps.kernel_mlps import KernelMLP
 from ligertune.patching.mlps.recognise_mlps import GatedSpec
 from ligertune.patching.module_patch import has_own_hooks, patch_module, unpatch_module

@@ -27,10 +27,13 @@ from ligertune_kernels.ops.float8.quantize_float8 import (
     MANTISSA_BITS,
     PARTS,
     Float8Copies,
+    add_maximum,
+    as_integers,
     check_scale,
     float8_bits,
     padded_rows,
     quantize_float8_reference,
+    store_by_columns,
 )
 from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
 
@@ -46,7 +49,7 @@ class Launch(NamedTuple):
 
 
 FORWARD = Launch(16, 256, 16)
-BACKWARD = {2: Launch(128, 32, 16), 4: Launch(32, 64, 8)}  # by the bytes of an element
+BACKWARD = {2: Launch(128, 64, 16), 4: Launch(32, 64, 8)}  # by the bytes of an element
 
 
 class SwigluFloat8Gradients(NamedTuple):
@@ -91,24 +94,6 @@ def swiglu_float8_backward_reference(
     return SwigluFloat8Gradients(d_gate, d_up, y_columns)
 
 
-@triton.jit
-def _store_by_columns(q, columns_ptr, rows, cols, n_cols, n_padded):
-    at = cols.to(tl.int64)[:, None] * n_padded + rows[None, :]
-    tl.store(columns_ptr + at, tl.trans(q), mask=(cols < n_cols)[:, None] & (rows < n_padded)[None, :])
-
-
-@triton.jit
-def _add_maximum(amax_ptr, largest):
-    """Each program has a running maximum."""
-    at = amax_ptr + tl.program_id(0)
-    tl.store(at, tl.maximum(tl.load(at), largest))
-
-
-@triton.jit
-def _largest(x):
-    return tl.max(tl.max(tl.abs(x), axis=1), axis=0)
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def _swiglu_float8_kernel(
     gate_ptr, up_ptr,  # (N, F)
@@ -122,7 +107,7 @@ def _swiglu_float8_kernel(
     """Each program computes every n-th tile."""
     scale = tl.load(scale_ptr)
     col_blocks = tl.cdiv(n_cols, BLOCK_COLS)
-    largest = 0.0
+    largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS) * col_blocks, tl.num_programs(0)):
         rows = (tile // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         cols = (tile % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -132,11 +117,11 @@ def _swiglu_float8_kernel(
         up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
         y = (silu(gate) * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
         if HAS_AMAX:
-            largest = tl.maximum(largest, _largest(y))
+            largest = tl.maximum(largest, tl.abs(y))
         q = float8_bits(y * scale, MANTISSA_BITS, LARGEST, HARDWARE)
         tl.store(y_rows_ptr + at, q, mask=inside)
     if HAS_AMAX:
-        _add_maximum(amax_ptr, largest)
+        add_maximum(amax_ptr, largest)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -144,7 +129,7 @@ def _swiglu_float8_backward_kernel(
     dy_ptr, gate_ptr, up_ptr,  # (N, F)
     scale_ptr, gate_scale_ptr, up_scale_ptr,  # () float32
     d_gate_rows_ptr, d_up_rows_ptr,  # (N, F) uint8
-    d_gate_columns_ptr, d_up_columns_ptr, y_columns_ptr,  # (F, N rounded up) uint8
+    d_gate_columns_ptr, d_up_columns_ptr, y_columns_ptr,  # (F, N rounded up / 4) uint32
     gate_amax_ptr, up_amax_ptr,  # (programs,) float32
     n_cols, n_rows,
     Y_MANTISSA_BITS: tl.constexpr, Y_LARGEST: tl.constexpr, MANTISSA_BITS: tl.constexpr, LARGEST: tl.constexpr,
@@ -153,37 +138,46 @@ def _swiglu_float8_backward_kernel(
 ):  # fmt: skip
     """Each program computes every n-th tile. Slots after the last row hold zeros, so their gradients are zero."""
     scale, gate_scale, up_scale = tl.load(scale_ptr), tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
-    n_padded = (n_rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    n_words = (n_rows + ALIGNMENT - 1) // ALIGNMENT * (ALIGNMENT // 4)  # of a column
     col_blocks = tl.cdiv(n_cols, BLOCK_COLS)
-    gate_largest, up_largest = 0.0, 0.0
-    for tile in range(tl.program_id(0), tl.cdiv(n_padded, BLOCK_ROWS) * col_blocks, tl.num_programs(0)):
-        rows = (tile // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    QUADS: tl.constexpr = BLOCK_ROWS // 4
+    gate_largest = tl.zeros((QUADS, BLOCK_COLS), tl.float32)
+    up_largest = tl.zeros((QUADS, BLOCK_COLS), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_words, QUADS) * col_blocks, tl.num_programs(0)):
+        quads = (tile // col_blocks) * QUADS + tl.arange(0, QUADS)
         cols = (tile % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-        inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        at = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
-        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        activated = silu(gate)
-        d_gate = (dy * up * silu_grad(gate)).to(gate_ptr.dtype.element_ty).to(tl.float32)
-        d_up = (dy * activated).to(up_ptr.dtype.element_ty).to(tl.float32)
-        if HAS_AMAX:
-            gate_largest = tl.maximum(gate_largest, _largest(d_gate))
-            up_largest = tl.maximum(up_largest, _largest(d_up))
-        q = float8_bits(d_gate * gate_scale, MANTISSA_BITS, LARGEST, HARDWARE)
-        tl.store(d_gate_rows_ptr + at, q, mask=inside)
+        d_gate_words = tl.zeros((QUADS, BLOCK_COLS), tl.uint32)
+        d_up_words = tl.zeros((QUADS, BLOCK_COLS), tl.uint32)
+        y_words = tl.zeros((QUADS, BLOCK_COLS), tl.uint32)
+        for i in tl.static_range(4):
+            rows = quads * 4 + i
+            inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+            at = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
+            dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            activated = silu(gate)
+            d_gate = (dy * up * silu_grad(gate)).to(gate_ptr.dtype.element_ty).to(tl.float32)
+            d_up = (dy * activated).to(up_ptr.dtype.element_ty).to(tl.float32)
+            if HAS_AMAX:
+                gate_largest = tl.maximum(gate_largest, tl.abs(d_gate))
+                up_largest = tl.maximum(up_largest, tl.abs(d_up))
+            q = float8_bits(d_gate * gate_scale, MANTISSA_BITS, LARGEST, HARDWARE)
+            tl.store(d_gate_rows_ptr + at, q, mask=inside)
+            d_gate_words |= q.to(tl.uint32) << (8 * i)
+            q = float8_bits(d_up * up_scale, MANTISSA_BITS, LARGEST, HARDWARE)
+            tl.store(d_up_rows_ptr + at, q, mask=inside)
+            d_up_words |= q.to(tl.uint32) << (8 * i)
+            if HAS_COLUMNS:
+                y = (activated * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
+                y_words |= float8_bits(y * scale, Y_MANTISSA_BITS, Y_LARGEST, HARDWARE).to(tl.uint32) << (8 * i)
         if HAS_COLUMNS:
-            _store_by_columns(q, d_gate_columns_ptr, rows, cols, n_cols, n_padded)
-        q = float8_bits(d_up * up_scale, MANTISSA_BITS, LARGEST, HARDWARE)
-        tl.store(d_up_rows_ptr + at, q, mask=inside)
-        if HAS_COLUMNS:
-            _store_by_columns(q, d_up_columns_ptr, rows, cols, n_cols, n_padded)
-            y = (activated * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
-            q = float8_bits(y * scale, Y_MANTISSA_BITS, Y_LARGEST, HARDWARE)
-            _store_by_columns(q, y_columns_ptr, rows, cols, n_cols, n_padded)
+            store_by_columns(d_gate_words, d_gate_columns_ptr, n_words, quads, cols, n_cols, n_words)
+            store_by_columns(d_up_words, d_up_columns_ptr, n_words, quads, cols, n_cols, n_words)
+            store_by_columns(y_words, y_columns_ptr, n_words, quads, cols, n_cols, n_words)
     if HAS_AMAX:
-        _add_maximum(gate_amax_ptr, gate_largest)
-        _add_maximum(up_amax_ptr, up_largest)
+        add_maximum(gate_amax_ptr, gate_largest)
+        add_maximum(up_amax_ptr, up_largest)
 
 
 def _options(launch: Launch, chip: Chip) -> dict[str, int | bool]:
@@ -272,7 +266,7 @@ def swiglu_float8_backward(
     by_columns = [
         torch.empty(shape, dtype=dtype, device=gate.device) if columns else None for dtype in (E5M2, E5M2, E4M3)
     ]
-    outputs = (scale if copy is None else copy.view(torch.uint8) for copy in (*by_rows, *by_columns))
+    outputs = as_integers(by_rows, by_columns, instead=scale)
     launch = BACKWARD[gate.dtype.itemsize]
     _plan_backward(launch, columns, amax is not None, chip_of(gate.device))(
         (_programs(n_rows, n_cols, launch), 1, 1),

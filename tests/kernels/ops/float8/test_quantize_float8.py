@@ -74,3 +74,28 @@ def test_empty_matrices_give_empty_copies(device):
     for shape in ((0, 16), (3, 0)):
         rows, columns = quantize_float8(torch.zeros(shape, device=device), of(1.0, device))
         assert rows.shape == shape and columns.shape == (shape[1], 16 * bool(shape[0]))
+
+
+def test_copies_are_written_into_slices_of_larger_matrices(device):
+    """The bytes around them stay as they were."""
+    wholes = [torch.full(size, 7, dtype=torch.uint8, device=device) for size in ((48, 96), (32, 112))]
+    x = torch.randn(48, 32, device=device, dtype=torch.bfloat16)
+    slices = [whole[:, 16 : 16 + width].view(E5M2) for whole, width in zip(wholes, (32, 48), strict=True)]
+    found = quantize_float8(x, of(2.0, device), dtype=E5M2, rows=slices[0], columns=slices[1])
+    expected = quantize_float8(x, of(2.0, device), dtype=E5M2)
+    for copy, written, right, whole in zip(found, slices, expected, wholes, strict=True):
+        assert copy is written and torch.equal(written.view(torch.uint8), right.view(torch.uint8))
+        width = written.shape[1]
+        assert (whole[:, :16] == 7).all() and (whole[:, 16 + width :] == 7).all()
+
+
+def test_wrong_outputs_are_refused(device):
+    x, scale = torch.zeros(16, 32, device=device), of(1.0, device)
+    whole = torch.zeros(16, 64, dtype=torch.uint8, device=device).view(E4M3)
+    for rows in (whole, whole[:, :32].view(E5M2), whole[:, 8:40], whole.t()[:16, :16]):
+        with pytest.raises(
+            ValueError, match=r"quantize_float8: rows .*: expected \(16, 32\) torch.float8_e4m3fn, with"
+        ):
+            quantize_float8(x, scale, rows=rows)
+    with pytest.raises(ValueError, match=r"quantize_float8: columns \(32, 32\) .*: expected \(32, 16\)"):
+        quantize_float8(x, scale, columns=whole.view(32, 32))
