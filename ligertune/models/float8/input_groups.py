@@ -90,6 +90,7 @@ class JointCall:
         self.group, self.first = group, first
         self._rows: Tensor | None = None  # (N, width) float8
         self._arrived: dict[int, tuple[Quantized, Quantized]] = {}
+        self._backward = -1  # autograd's number of the backward in which they arrived
 
     def rows_for(self, slot: int, dy: Tensor) -> Tensor:  # (N, F)
         """Return where a layer writes its output gradient by rows."""
@@ -99,6 +100,9 @@ class JointCall:
 
     def leave(self, slot: int, dy: Quantized, weight: Quantized) -> None:
         """Keep a layer's quantised gradient and weight for the first one's backward."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # one that needed no gradient of x may have left some
+            self._arrived, self._backward = {}, backward
         self._arrived[slot] = dy, weight
 
     def input_gradient(self, dtype: torch.dtype) -> Tensor:  # (N, E)

@@ -107,6 +107,15 @@ def test_a_graph_can_be_differentiated_twice():
     assert torch.equal(first, second)
 
 
+def test_gradients_of_another_backward_do_not_count():
+    q, k, v = first_step(layers(*WIDTHS))
+    x, dy = data(1)
+    ys = [layer(x) for layer in (q, k, v)]
+    torch.autograd.grad(ys[1].sum(), k.weight, retain_graph=True)  # the backward of q does not run
+    (found,) = torch.autograd.grad(ys[0], x, dy[..., PLACES[0]])
+    assert_close(found, dy[..., PLACES[0]].double() @ q.weight.double())
+
+
 def test_other_tensors_and_repeated_calls_are_calls_of_their_own():
     q, k, v = first_step(layers(*WIDTHS))
     x, _ = data(1)
