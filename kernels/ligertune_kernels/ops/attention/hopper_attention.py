@@ -24,6 +24,9 @@ TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
 WIDE = 256  # head width whose backward has two kernels and needs no fp32 sums of dq
 SUMS_AT_ONCE = 1 << 29  # bytes of the fp32 sums of dq in one launch of the backward, if a key head does not need more
+# Bytes of these sums from which the backward computes some heads at a time. Queries and output gradients take as much;
+# fewer stay in an H100's L2 cache (50 MB) for long enough, and all heads at a time keep its processors busy to the end.
+GROUPED_FROM = 200 << 20
 MOST_SUMS = 3 << 30  # bytes of the sums of a single key head; larger ones run the other kernels, which have none
 
 
@@ -150,6 +153,7 @@ def backward(
             n_keys, n_queries = keys.stop - keys.start, queries.stop - queries.start
             sizes = {"ALL_HEADS": heads, "HEADS": n_queries, "WIDTH": width, "ROWS": rows}
             some_delta, some_d_out = delta[queries], d_out[:, queries]
+            wanted = WIDTHS[width].together if sums.nbytes >= GROUPED_FROM else ()
             attention_delta_kernel[(-(-padded * n_queries // rows),)](
                 out[:, queries], some_d_out, some_delta, sums, counters, n_tokens, HAS_SUMS=True, **sizes
             )
@@ -157,7 +161,7 @@ def backward(
                 _rows_of(q[:, queries], block), _rows_of(k[:, keys], ROWS), _rows_of(v[:, keys], ROWS),
                 _rows_of(some_d_out, block), _values_of(lse[queries], block), _values_of(some_delta, block), starts,
                 ends, counters, sums, dk[:, keys], dv[:, keys], n_tokens, terms.scale, terms.softcap or 1.0,
-                ALL_KEY_HEADS=key_heads, KEY_HEADS=n_keys, TOGETHER=_together(n_keys, WIDTHS[width].together),
+                ALL_KEY_HEADS=key_heads, KEY_HEADS=n_keys, TOGETHER=_together(n_keys, wanted),
                 ROWS=block, WIDTH=width, STAGES=3, **_constants(q, k, terms), num_warps=4,
             )  # fmt: skip
             attention_round_dq_kernel[(-(-n_tokens * n_queries // rows),)](
