@@ -2,12 +2,13 @@
 
     dx = dq Wq + dk Wk + dv Wv = [dq dk dv] [Wq; Wk; Wv]
 
-Separate products would each write a gradient in 16 bits, which autograd would then add. The layers share the scales of
-their weights and of their output gradients, and write both into slices of one matrix.
+Separate products would each write a gradient in 16 bits, which autograd would then add. So the layers of a group share
+one scale for their weights, and one for their output gradients. They write their weights into slices of one matrix, and
+their output gradients into slices of another.
 
 The layers are modules of their own, which the attention calls one after the other. The first of them also returns an
-empty tensor, its `token`, and the others take the token in place of x. So autograd runs their backward first, which
-leaves the quantised gradient in the group's matrix, and the first one's then multiplies.
+empty tensor, its `token`, and the others read the token in place of x. So autograd runs the backward of the others
+first. Each writes its quantised output gradient into the group's matrix; the backward of the first multiplies.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class JointCall:
         self.group, self.first = group, first
         self._rows: Tensor | None = None  # (N, width) float8
         self._arrived: dict[int, tuple[Quantized, Quantized]] = {}
-        self._backward = -1  # autograd's number of the backward in which they arrived
+        self._backward = -1  # autograd's number of the backward pass in which they arrived
 
     def rows_for(self, slot: int, dy: Tensor) -> Tensor:  # (N, F)
         """Return where a layer writes its output gradient by rows."""
@@ -101,7 +102,7 @@ class JointCall:
     def leave(self, slot: int, dy: Quantized, weight: Quantized) -> None:
         """Keep a layer's quantised gradient and weight for the first one's backward."""
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # one that needed no gradient of x may have left some
+        if backward != self._backward:  # an earlier pass that needed no gradient of x may have left some
             self._arrived, self._backward = {}, backward
         self._arrived[slot] = dy, weight
 

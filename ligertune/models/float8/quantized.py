@@ -16,7 +16,7 @@ class Quantized(NamedTuple):
     rows: Tensor | None  # (..., C)
     columns: Tensor | None  # (C, N rounded up to a multiple of 16)
     inverse: Tensor  # () float32
-    whole: Tensor | None = None  # the matrix of which columns is a slice (`InputGroup`)
+    whole: Tensor | None = None  # of a weight in an `InputGroup`: the group's matrix, which contains `columns`
 
 
 def float8_product(

@@ -194,6 +194,17 @@ def test_a_resumed_run_groups_its_layers_at_once(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_a_checkpoint_without_groups_finds_them_in_the_next_step():
+    """Checkpoints of older versions have none."""
+    made, resumed = first_step(layers(*WIDTHS)), layers(*WIDTHS)
+    state = made[0].float8_scales.state()
+    del state["sources"]
+    resumed[0].float8_scales.load(state)
+    assert resumed[1].input_group is None
+    first_step(resumed)
+    assert resumed[1].input_group is resumed[0].input_group is not None
+
+
 @pytest.mark.parametrize(
     "widths, ungrouped, grouped",
     [((96, 96), False, True), ((96, 96), True, False), ((192, 16), False, False), ((48,), False, False)],

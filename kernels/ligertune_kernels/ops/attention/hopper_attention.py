@@ -24,8 +24,9 @@ TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
 WIDE = 256  # head width whose backward has two kernels and needs no fp32 sums of dq
 SUMS_AT_ONCE = 1 << 29  # bytes of the fp32 sums of dq in one launch of the backward, if a key head does not need more
-# Bytes of these sums from which the backward computes some heads at a time. Queries and output gradients take as much;
-# fewer stay in an H100's L2 cache (50 MB) for long enough, and all heads at a time keep its processors busy to the end.
+# Bytes of these sums from which the backward computes a few heads at a time. The queries and output gradients are as
+# large, and those of all heads would not stay in the L2 cache (50 MB on an H100). If they are smaller, all heads run at
+# the same time, longest tiles first, so that the processors finish at about the same time.
 GROUPED_FROM = 200 << 20
 MOST_SUMS = 3 << 30  # bytes of the sums of a single key head; larger ones run the other kernels, which have none
 

@@ -31,7 +31,7 @@ def hopper() -> ModuleType:
 @pytest.mark.parametrize("width, heads, lengths, window, softcap", CASES)
 def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengths, window, softcap) -> None:
     """In three random orders of the warps, which give the same bits."""
-    monkeypatch.setattr(hopper, "GROUPED_FROM", 0)
+    monkeypatch.setattr(hopper, "GROUPED_FROM", 0)  # some heads at a time, as for large tensors
     generator = torch.Generator().manual_seed(0)
     sizes = ((sum(lengths), n, width) for n in (heads[0], heads[1], heads[1], heads[0]))
     q, k, v, d_out = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
