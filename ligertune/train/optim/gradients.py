@@ -47,14 +47,13 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     Sums are in float64, so that the norm is the same however the gradients are sharded: rounded to the last bit, it
     would change the rounding of bfloat16 weights, and with them the losses of all later steps.
     """
-    shards = [local_shard(gradient) for gradient in gradients]
-    squares = torch.stack(torch._foreach_norm(shards, 2.0, dtype=torch.float64)).square()
-    groups: dict[tuple, list[int]] = {}  # the process groups over which gradients are sharded -> their numbers
-    for number, gradient in enumerate(gradients):
-        groups.setdefault(_sharding_groups(gradient), []).append(number)
-    total = squares.new_zeros(())
-    for sharded_over, numbers in groups.items():
-        partial = squares[numbers].sum().to(device)
+    norms = torch._foreach_norm([local_shard(gradient) for gradient in gradients], 2.0, dtype=torch.float64)
+    groups: dict[tuple, list[Tensor]] = {}  # the process groups over which gradients are sharded -> norms of shards
+    for gradient, norm in zip(gradients, norms, strict=True):
+        groups.setdefault(_sharding_groups(gradient), []).append(norm)
+    total = norms[0].new_zeros(())
+    for sharded_over, of_group in groups.items():
+        partial = torch.stack(of_group).square().sum().to(device)
         for group in sharded_over:
             torch.distributed.all_reduce(partial, group=group)
         total += partial.to(total.device)

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from quickstart_runs import detach_loss, plan_run
 from test_optimizers import plan, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.errors import UserError
 from ligertune.run import run
@@ -51,6 +52,28 @@ def test_clipping_inside_the_step_equals_torchs_clipping(max_norm, accelerator):
             each.zero_grad()
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_copies_nothing_from_the_host(accelerator):
+    """Such a copy waits for the backward on a GPU, which is then idle until the host has launched the next step."""
+    model = tiny()
+    backward(model, 1)
+    with Operations() as operations:
+        clip_gradients(accelerator, adamw(model), model.parameters(), 1.0)
+    assert "aten.stack.default" in operations.names and "aten.sqrt.default" in operations.names
+    assert "aten.lift_fresh.default" not in operations.names  # a tensor of Python numbers, such as a list as an index
 
 
 def test_the_norm_of_bfloat16_gradients_is_float32(accelerator):
