@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 from command_line import environment
 
-from ligertune.progress import Phases, importing
+from ligertune.progress import UNUSED, Phases, importing
 
 
 def python(code: str, *arguments: str) -> str:
@@ -81,6 +82,25 @@ def test_garbage_collection_is_on_after_a_failed_import():
     with pytest.raises(ModuleNotFoundError), importing():
         import no_such_module  # noqa: F401
     assert gc.isenabled()
+
+
+def test_packages_that_no_command_uses_are_absent_from_imports_alone(monkeypatch, tmp_path):
+    (tmp_path / "sklearn.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in UNUSED:
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    for _ in range(2):
+        with importing():
+            with importing():
+                assert find_spec("sklearn") is None
+            with pytest.raises(ModuleNotFoundError):
+                import sklearn
+        assert find_spec("sklearn") is not None and not set(UNUSED) & set(sys.modules)
+    import sklearn
+
+    with importing():  # what is loaded stays
+        assert sys.modules["sklearn"] is sklearn
+    assert sys.modules["sklearn"] is sklearn
 
 
 @pytest.mark.parametrize("wanted", [True, False])
