@@ -14,20 +14,21 @@ from typing import Any
 COMMAND_GIVEN = time.perf_counter()
 
 
-# transformers imports them, where they are installed, with each model class: for losses of object detection and for
-# assisted decoding, which no command uses. They take about a second.
+# Where these are installed, transformers imports them with its model classes: for losses of object detection and for
+# assisted decoding, which no command uses. That takes about a second.
 UNUSED = ("scipy", "sklearn")
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Make imports faster: without garbage collection, and without packages that transformers would only import.
+    """Make imports faster: no garbage collection runs, and the packages in `UNUSED` are not imported.
 
     torch and transformers create half a million objects, and hardly any of them is garbage. Collections take a third of
     the time of importing transformers and of ending the process. The imported objects are excluded from later
     collections. Without new imports this does nothing.
 
-    To the imports, `UNUSED` packages are not installed. Later ones find them, but transformers remembers their absence.
+    The packages in `UNUSED` count as not installed meanwhile. Later imports find them, but transformers then remembers
+    that they were absent.
     """
     enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -40,7 +40,7 @@ def clip_gradients(
 
 
 def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the L2 norm () of all gradients, fp32, on their device.
+    """Return the L2 norm () of all gradients, fp32, on their device. No synchronisation with the device.
 
     device: where ranks exchange their sums of squares; shards of FSDP2 may be in host memory.
 
