@@ -40,9 +40,10 @@ def clip_gradients(
 
 
 def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the L2 norm () of all gradients, fp32, on their device. No synchronisation with the device.
+    """Return the L2 norm () of all gradients, fp32, on their device.
 
-    device: where ranks exchange their sums of squares; shards of FSDP2 may be in host memory.
+    device: where ranks exchange their sums of squares; shards of FSDP2 may be in host memory. Unless they are, the host
+    does not wait for the device.
 
     Sums are in float64, so that the norm is the same however the gradients are sharded: rounded to the last bit, it
     would change the rounding of bfloat16 weights, and with them the losses of all later steps.
