@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from .ops.moe.experts import GatedActivation, activate
+from .tracing import constant_while_tracing
 
 PROBE = 10 * torch.sin(torch.arange(96, dtype=torch.float32) ** 1.5).view(2, 48)  # beyond the limits of clamped gates
 _FOUND: weakref.WeakKeyDictionary[nn.Module, GatedActivation | None] = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def activation_of(mlp: nn.Module, expected: tuple[str, ...]) -> str:
     """Return which of silu, gelu_tanh and gelu_erf an MLP's `act_fn` is.
 
@@ -30,7 +31,7 @@ def activation_of(mlp: nn.Module, expected: tuple[str, ...]) -> str:
 FUNCTIONS = ("silu", "gelu_tanh", "gelu_erf")
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def gate_of(experts: nn.Module) -> GatedActivation:
     """Return the options of the op `experts` with which it multiplies gate and up as the module's `_apply_gate`.
 

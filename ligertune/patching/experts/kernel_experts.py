@@ -12,9 +12,9 @@ import warnings
 import weakref
 from dataclasses import dataclass, replace
 
-import torch
 from ligertune_kernels.ops.moe.experts import ExpertLora, Weight, experts
 from ligertune_kernels.ops.moe.nf4_weight import as_weight
+from ligertune_kernels.tracing import constant_while_tracing
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -137,7 +137,7 @@ def experts_forward(
 _SPECS: weakref.WeakKeyDictionary[nn.Module, ExpertsSpec | Refusal] = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def _spec_of(module: nn.Module) -> ExpertsSpec | Refusal:
     """Return the spec of a module, recognised in its first forward."""
     if module not in _SPECS:
