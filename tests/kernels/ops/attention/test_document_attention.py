@@ -9,6 +9,7 @@ from judge import OF_A_ROW, judge
 from ligertune_kernels import document_attention, document_attention_reference
 from ligertune_kernels.chips import INTERPRETER, Chip, attention_tiles
 from ligertune_kernels.launcher import INTERPRETED
+from packed_documents import places
 
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
@@ -32,13 +33,6 @@ TERMS = (
     {"softcap": 2.0},
     {"softcap": 5.0, "window": 9},
 )
-
-
-def places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts and ends."""
-    sizes = torch.tensor(lengths)
-    ends = sizes.cumsum(0)
-    return tuple(t.repeat_interleave(sizes).to(device, torch.int32) for t in (ends - sizes, ends))
 
 
 def inputs(n_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""When document_attention runs its kernels for Hopper. Their results: tests/kernels/test_at_full_size_attention.py."""
+"""When document_attention runs its kernels for Hopper; tests/kernels/test_at_full_size_long_documents.py runs them."""
 
 from dataclasses import replace
 
