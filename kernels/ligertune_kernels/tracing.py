@@ -32,22 +32,22 @@ def through_comptime(function: Callable[..., T]) -> Callable[..., T]:
             return function(module, *arguments)
         from torch._dynamo.comptime import comptime
 
-        called = function  # _call_now reads the local variables of this frame
+        called = function  # _call_now finds it among the local variables of this frame
         comptime(_call_now)
-        id(module), called  # the first is a guard: the graph holds for this module alone
+        _ = called, id(module)  # the tracer guards an id: the graph holds for this module alone
         return _result()
 
     return call
 
 
-_results: list[Any] = []
+_results: list[Any] = []  # at most one: the result of the last call
 
 
 def _call_now(context: Any) -> None:
     """Call `called` with the module itself, which only the tracer's own variable holds."""
     module, function, arguments = (context.get_local(name) for name in ("module", "called", "arguments"))
     traced = module._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
-    _results.append(function.as_python_constant()(traced.value, *arguments.as_python_constant()))
+    _results[:] = [function.as_python_constant()(traced.value, *arguments.as_python_constant())]
 
 
 @torch.compiler.assume_constant_result
