@@ -1,4 +1,4 @@
-"""Functions of modules that torch.compile takes as constants, in both ways, which depend on torch's version."""
+"""Results that torch.compile takes as constants: in the way of the installed torch, and in that of torch 2.11."""
 
 from collections.abc import Callable, Iterator
 
