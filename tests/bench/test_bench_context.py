@@ -72,7 +72,7 @@ def test_the_peak_of_a_first_step_has_no_optimizer_states(script, changed: dict,
 
 @pytest.mark.slow
 def test_it_trains_its_rows_on_a_cpu(script, monkeypatch, tmp_path, capsys):
-    arguments = ["--small", "--only", "lora-24,full", "--steps", "2", "--layers", "2", "--out", str(tmp_path)]
+    arguments = ["--small", "--only", "lora-24,full", "--layers", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_context", *arguments])
     assert script.main() == 0
     (page,) = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"page": '))
@@ -80,4 +80,14 @@ def test_it_trains_its_rows_on_a_cpu(script, monkeypatch, tmp_path, capsys):
         ("lora-24", 500, 2),
         ("full-80", 500, 2),
     ]
-    assert all(len(row["losses"]) == 2 and "failed" not in row for row in page["rows"])
+    assert [len(row["losses"]) for row in page["rows"]] == [1, 2]
+    assert all("failed" not in row for row in page["rows"])
+
+
+@pytest.mark.slow
+def test_an_error_of_a_row_is_one_sentence(script, monkeypatch, tmp_path, capsys):
+    arguments = ["--small", "--only", "lora-24", "--layers", "9", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_context", *arguments])
+    assert script.main() == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "Error: model.num_hidden_layers: 9, but the model has 3 layers. Write fewer."
