@@ -28,12 +28,16 @@ def importing() -> Iterator[None]:
     collections. Without new imports this does nothing.
 
     The packages in `UNUSED` count as not installed meanwhile. Later imports find them, but transformers then remembers
-    that they were absent.
+    that they were absent. Where it has found one before, its model classes import it.
     """
     enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
     hidden = [package for package in UNUSED if package not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # an import of a module that is None raises ModuleNotFoundError
+    if utils := sys.modules.get("transformers.utils.import_utils"):
+        for package in hidden:
+            if getattr(utils, f"is_{package}_available")():  # it looks once, and has looked before
+                del sys.modules[package]
     try:
         yield
     finally:

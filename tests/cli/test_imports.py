@@ -52,15 +52,20 @@ OPTIONAL = {"sklearn/metrics.py": "roc_curve = None", "scipy/optimize.py": "line
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("imports")
+def packages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages")
     for name, code in OPTIONAL.items():
-        path = folder / "packages" / name
+        path = folder / name
         path.parent.mkdir(parents=True)
         (path.parent / "__init__.py").touch()
         path.write_text(code, encoding="utf-8")
-    command = [sys.executable, "-c", CODE, json.dumps(FORBIDDEN), str(RECIPE), str(folder / "packages")]
-    done = run(command, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(packages, tmp_path_factory):
+    command = [sys.executable, "-c", CODE, json.dumps(FORBIDDEN), str(RECIPE), str(packages)]
+    done = run(command, cwd=tmp_path_factory.mktemp("imports"))
     assert done.code == 0, done.err
     return json.loads(done.out)
 
@@ -68,3 +73,11 @@ def imported(tmp_path_factory):
 @pytest.mark.parametrize("command", FORBIDDEN)
 def test_a_command_imports_only_what_it_needs(imported, command):
     assert imported[command] == []
+
+
+def test_packages_that_transformers_has_found_before_are_not_hidden(packages, tmp_path):
+    """As in a notebook that uses transformers first: its model classes then import what it has found."""
+    code = "import sys; sys.path.insert(0, sys.argv[2]); from transformers.utils import is_scipy_available; "
+    code += "assert is_scipy_available(); from ligertune.cli.app import app; app(['plan', sys.argv[1]])"
+    done = run([sys.executable, "-c", code, str(RECIPE), str(packages)], cwd=tmp_path)
+    assert done.code == 0, done.err
