@@ -52,14 +52,14 @@ class _JointUpdate(torch.autograd.Function):
         rows, ranks = x.flatten(0, -2), [a.shape[0] for a in adapters[:count]]
         scales = [scale for scale, *_ in frozen]
         narrow_a = x.new_empty(sum(ranks), x.shape[-1])  # (sum of R, E)
-        for a, part in zip(adapters, narrow_a.split(ranks), strict=False):
+        for a, part in zip(adapters, narrow_a.split_with_sizes(ranks), strict=False):
             part.copy_(a)
         scaled_b = [
             torch.mul(b, scale, out=x.new_empty(b.shape)) for b, scale in zip(adapters[count:], scales, strict=True)
         ]
         low = rows @ narrow_a.t()  # (N, sum of R)
         outputs = []
-        for (_, weight, bias), b, part in zip(frozen, scaled_b, low.split(ranks, 1), strict=True):
+        for (_, weight, bias), b, part in zip(frozen, scaled_b, low.split_with_sizes(ranks, 1), strict=True):
             y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
             _write_output(y.flatten(0, -2), rows, dense(weight), bias, part, b)
             outputs.append(y)
@@ -78,7 +78,8 @@ class _JointUpdate(torch.autograd.Function):
         needs_dx, _, *needs = ctx.needs_input_grad
         d_bs: list[Tensor | None] = [None] * count
         d_low = torch.empty_like(low)  # (N, sum of R)
-        parts = zip(gradients, rest[:count], low.split(ranks, 1), d_low.split(ranks, 1), strict=True)
+        columns = low.split_with_sizes(ranks, 1), d_low.split_with_sizes(ranks, 1)
+        parts = zip(gradients, rest[:count], *columns, strict=True)
         for i, (dy, b, part, d_part) in enumerate(parts):
             if dy is None:  # the loss does not depend on this output
                 d_part.zero_()
@@ -99,10 +100,10 @@ class _JointUpdate(torch.autograd.Function):
         d_as: Sequence[Tensor | None] = [None] * count
         if any(needs[:count]):
             d_a = d_low.t() @ x.flatten(0, -2)
-            # one cast for all, unless their dtypes differ
-            d_a = d_a.to(ctx.dtypes[0]) if len({*ctx.dtypes[:count]}) == 1 else d_a
-            d_as = [part.to(dtype) if need else None
-                    for part, dtype, need in zip(d_a.split(ranks), ctx.dtypes, needs, strict=False)]  # fmt: skip
+            if len({*ctx.dtypes[:count]}) == 1:  # one cast for all
+                d_a = d_a.to(ctx.dtypes[0])
+            of_layers = zip(d_a.split_with_sizes(ranks), ctx.dtypes, needs, strict=False)
+            d_as = [part.to(dtype) if need else None for part, dtype, need in of_layers]
         return dx, None, *d_as, *d_bs
 
 
