@@ -83,8 +83,8 @@ def cached(function: Callable) -> Callable:
     _caches.append(cache)
 
     @functools.wraps(function)
-    def call(*args: object, **options: object) -> object:
-        return (function if torch.compiler.is_compiling() else cache)(*args, **options)
+    def call(*args: object) -> object:
+        return function(*args) if torch.compiler.is_compiling() else cache(*args)
 
     call.cache_clear = cache.cache_clear
     return call
@@ -174,24 +174,21 @@ def contiguous_like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class BoundLaunch:
     """A kernel bound to constants and integers, launched on tensors of the same dtypes on the same device.
 
-    The kernel's parameters must stand in this order: tensor descriptors; tensors; integers that Triton specialises on;
-    integers that it does not (do_not_specialize), and floats; constants. The descriptors' dtypes and blocks must not
-    change either.
+    The kernel's parameters must stand in this order: tensors; integers that Triton specialises on; integers that it
+    does not (do_not_specialize), and floats; constants.
     """
 
     def __init__(self, kernel: Callable, constants: dict[str, int | bool], integers: tuple[int, ...]) -> None:
         self.kernel, self.constants, self.integers = kernel, constants, integers
         self._saved = None
 
-    def __call__(
-        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], *others: float, descriptors: tuple = ()
-    ) -> None:
+    def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], *others: float) -> None:
         """Launch on the device of the tensors."""
         tracing = torch.compiler.is_compiling()
-        if not tracing and self._saved is not None and self._saved.launch(grid, tensors, others, descriptors):
+        if not tracing and self._saved is not None and self._saved.launch(grid, tensors, others):
             return
         with on_device(tensors[0]):
-            compiled = self.kernel[grid](*descriptors, *tensors, *self.integers, *others, **self.constants)
+            compiled = self.kernel[grid](*tensors, *self.integers, *others, **self.constants)
         if not tracing and self._saved is None:
             self._saved = save_launch(compiled, self.kernel, tensors, self.integers, self.constants)
 
@@ -204,15 +201,14 @@ class Launcher:
         self._launches: dict[tuple, BoundLaunch] = {}
 
     def __call__(
-        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...], *others: float,
-        descriptors: tuple = (),
-    ) -> None:  # fmt: skip
+        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...], *others: float
+    ) -> None:
         """Launch on the device of the tensors; `integers` are the arguments that Triton specialises on."""
         if torch.compiler.is_compiling():
-            BoundLaunch(self.kernel, self.constants, integers)(grid, tensors, *others, descriptors=descriptors)
+            BoundLaunch(self.kernel, self.constants, integers)(grid, tensors, *others)
             return
         key = (tensors[0].device, integers, *[t.dtype for t in tensors])
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = BoundLaunch(self.kernel, self.constants, integers)
-        launch(grid, tensors, *others, descriptors=descriptors)
+        launch(grid, tensors, *others)

@@ -43,15 +43,13 @@ class SavedLaunch:
         # The launcher takes grid, stream, function, metadata of the kernel, metadata for hooks, two hooks.
         self.call, self.after = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
 
-    def launch(
-        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], others: tuple, descriptors: tuple
-    ) -> bool:
+    def launch(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], others: tuple) -> bool:
         """Launch on the saved device; return False where Triton must launch: hooks, or unaligned tensors."""
         if _has_launch_hooks():
             return False
         if self.device != _current_device():
             with torch.cuda.device(self.device):
-                return self.launch(grid, tensors, others, descriptors)
+                return self.launch(grid, tensors, others)
         addresses = [t.data_ptr() for t in tensors]
         bits = 0
         for address in addresses:
@@ -59,8 +57,7 @@ class SavedLaunch:
         if bits % 16:  # the saved form loads vectors of 16 bytes
             return False
         stream = _current_stream(self.device)
-        # Triton's launcher makes the hardware's descriptors of the base addresses, which must be aligned anyway.
-        self.call(*grid, stream, *self.after, *descriptors, *addresses, *self.integers, *others, *self.constants)
+        self.call(*grid, stream, *self.after, *addresses, *self.integers, *others, *self.constants)
         return True
 
 

@@ -44,7 +44,7 @@ _results: list[Any] = []  # at most one: the result of the last call
 
 
 def _call_now(context: Any) -> None:
-    """Call `called` with the real module, which the tracer holds in a variable of its own."""
+    """Call the decorated function with the module itself. The tracer sees the module inside an object of its own."""
     module, function, arguments = (context.get_local(name) for name in ("module", "called", "arguments"))
     traced = module._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
     _results[:] = [function.as_python_constant()(traced.value, *arguments.as_python_constant())]

@@ -137,8 +137,9 @@ class FusedLora(ModulePatch):
                 return y
             if (terms := _terms_of(self, x)) is not None:
                 return joint_update(x, (terms,))[0]
-            if (low := _low_rank_modules(self, x, self.base_layer, None)) is not None:
-                adapter = *(module.weight for module in low), self.scaling[self.active_adapters[0]]
+            if _is_plain(self, x, None):
+                name = self.active_adapters[0]
+                adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
                 return _LowRankUpdate.apply(x, *adapter, self.base_layer(x))
         return super().forward(x)
 
@@ -168,10 +169,9 @@ class LoraLossHead(LossHead):
 
 def why_not_low_rank(layer: LoraLinear) -> str | None:
     """Return why the layer's output is more than x W^T + s x A^T B^T, or None if it is exactly that."""
-    names = layer.active_adapters
-    if len(names) != 1 or layer.disable_adapters or layer.merged or names[0] not in layer.lora_A:
+    name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
+    if layer.disable_adapters or layer.merged or name not in layer.lora_A:
         return "is switched off, merged, or one of several"
-    name = names[0]
     if name in layer.lora_variant or layer.lora_bias.get(name):
         return "is more than a low-rank term"
     if layer.training and not isinstance(layer.lora_dropout[name], nn.Identity):
@@ -183,44 +183,44 @@ def _terms_of(layer: LoraLinear, x: Tensor) -> LoraTerms | None:
     """Return what a layer computes from x, if that is the sum of a frozen weight's product and of a low-rank one."""
     base = layer.base_layer
     packed = four_bit_weight(base)
-    low = _low_rank_modules(layer, x, base, packed)
-    if low is None or not (packed is not None or _is_frozen_linear(base)):
-        return None
-    bias = base.bias if base.bias is None or packed is None else base.bias.to(x.dtype)
-    weight = base.weight if packed is None else packed
-    return LoraTerms(*(module.weight for module in low), layer.scaling[layer.active_adapters[0]], weight, bias)
-
-
-def _low_rank_modules(
-    layer: LoraLinear, x: Tensor, base: nn.Module, packed: FourBitWeight | None
-) -> tuple[nn.Module, nn.Module] | None:
-    """Return A and B if the layer computes nothing more, in x's dtype. packed: the base's weight, if in 4 bits."""
-    if why_not_low_rank(layer) is not None:
+    if not _is_plain(layer, x, packed) or not (packed is not None or _is_frozen_linear(base)):
         return None
     name = layer.active_adapters[0]
-    a, b = layer.lora_A[name], layer.lora_B[name]
-    if any(map(has_own_hooks, (a, b, base))) or not _uses_one_dtype(x, base, packed, (a.weight, b.weight)):
-        return None
-    return a, b
+    bias = base.bias if base.bias is None or packed is None else base.bias.to(x.dtype)
+    weight = base.weight if packed is None else packed
+    return LoraTerms(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], weight, bias)
 
 
-def _uses_one_dtype(x: Tensor, base: nn.Module, packed: FourBitWeight | None, low_rank: tuple[Tensor, Tensor]) -> bool:
-    """Return whether all products run in x's dtype on plain tensors."""
-    kind = x.device.type
+def _is_plain(layer: LoraLinear, x: Tensor, packed: FourBitWeight | None) -> bool:
+    return why_not_low_rank(layer) is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
+
+
+def _has_hooks(layer: LoraLinear) -> bool:
+    name = layer.active_adapters[0]
+    return any(has_own_hooks(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
+
+
+def _uses_one_dtype(x: Tensor, module: LoraLinear, packed: FourBitWeight | None) -> bool:
+    """Return whether all products run in x's dtype on plain tensors.
+
+    packed: the base layer's weight, if it is in 4 bits.
+    """
+    kind, name = x.device.type, module.active_adapters[0]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if dtype != x.dtype or not x.is_floating_point() or not all(map(is_whole, low_rank)):
+    if dtype != x.dtype or not x.is_floating_point():
         return False
+    weights = [module.lora_A[name].weight, module.lora_B[name].weight]
     if packed is not None:
-        return packed.dtype == (getattr(base, "compute_dtype", None) or x.dtype) == x.dtype
-    weight = base.weight
+        computed = getattr(module.base_layer, "compute_dtype", None) or x.dtype
+        return all(map(is_whole, weights)) and packed.dtype == computed == x.dtype
+    base_weight = module.base_layer.weight
     # The products of a float8 weight have x's dtype.
-    return is_whole(weight) and weight.dtype in (x.dtype, torch.float8_e4m3fn)
+    return all(map(is_whole, [base_weight, *weights])) and base_weight.dtype in (x.dtype, torch.float8_e4m3fn)
 
 
 def _is_frozen_linear(base: nn.Module) -> bool:
-    if not is_linear(base) or hasattr(base, "parametrizations"):
-        return False
-    return not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
+    frozen = not any(p.requires_grad for p in base.parameters(recurse=False))
+    return is_linear(base) and frozen and not hasattr(base, "parametrizations")
 
 
 def fuse_adapters(model: nn.Module) -> int:

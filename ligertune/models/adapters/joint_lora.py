@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ class PackedWeight(Protocol):
     def dequantize(self) -> Tensor: ...
 
 
-class LoraTerms(NamedTuple):
+@dataclass(frozen=True)
+class LoraTerms:
     """What a LoRA layer computes: x W^T + bias + scale (x A^T) B^T. a: (R, E). b: (F, R). weight: (F, E), frozen."""
 
     a: Tensor
@@ -44,29 +46,22 @@ def joint_update(x: Tensor, layers: Sequence[LoraTerms]) -> tuple[Tensor, ...]:
 
 
 class _JointUpdate(torch.autograd.Function):
-    """Launches few kernels, because small models wait for the host: casts write in place, products apply the scales."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: tuple, *adapters: Tensor) -> tuple[Tensor, ...]:
         count = len(frozen)
         rows, ranks = x.flatten(0, -2), [a.shape[0] for a in adapters[:count]]
-        scales = [scale for scale, *_ in frozen]
-        narrow_a = x.new_empty(sum(ranks), x.shape[-1])  # (sum of R, E)
-        for a, part in zip(adapters, narrow_a.split_with_sizes(ranks), strict=False):
-            part.copy_(a)
-        scaled_b = [
-            torch.mul(b, scale, out=x.new_empty(b.shape)) for b, scale in zip(adapters[count:], scales, strict=True)
-        ]
+        narrow_a = torch.cat([a.to(x.dtype) for a in adapters[:count]])  # (sum of R, E)
+        scaled_b = [(scale * b).to(x.dtype) for (scale, *_), b in zip(frozen, adapters[count:], strict=True)]
         low = rows @ narrow_a.t()  # (N, sum of R)
         outputs = []
-        for (_, weight, bias), b, part in zip(frozen, scaled_b, low.split_with_sizes(ranks, 1), strict=True):
+        for (_, weight, bias), b, part in zip(frozen, scaled_b, low.split(ranks, 1), strict=True):
             y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
             _write_output(y.flatten(0, -2), rows, dense(weight), bias, part, b)
             outputs.append(y)
         kept = [weight if isinstance(weight, Tensor) else None for _, weight, _ in frozen]
         ctx.save_for_backward(x, narrow_a, low, *scaled_b, *kept)
         ctx.packed = [None if isinstance(weight, Tensor) else weight for _, weight, _ in frozen]
-        ctx.scales, ctx.ranks, ctx.dtypes = scales, ranks, [a.dtype for a in adapters]
+        ctx.scales, ctx.ranks, ctx.dtypes = [scale for scale, *_ in frozen], ranks, [a.dtype for a in adapters]
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -77,19 +72,16 @@ class _JointUpdate(torch.autograd.Function):
         weights = [packed if kept is None else kept for kept, packed in zip(rest[count:], ctx.packed, strict=True)]
         needs_dx, _, *needs = ctx.needs_input_grad
         d_bs: list[Tensor | None] = [None] * count
-        d_low = torch.empty_like(low)  # (N, sum of R)
-        columns = low.split_with_sizes(ranks, 1), d_low.split_with_sizes(ranks, 1)
-        parts = zip(gradients, rest[:count], *columns, strict=True)
-        for i, (dy, b, part, d_part) in enumerate(parts):
+        d_lows = []
+        for i, (dy, b, part) in enumerate(zip(gradients, rest[:count], low.split(ranks, 1), strict=True)):
             if dy is None:  # the loss does not depend on this output
-                d_part.zero_()
+                d_lows.append(low.new_zeros(len(low), ranks[i]))
                 continue
             d_rows = dy.flatten(0, -2)
-            torch.mm(d_rows, b, out=d_part)
+            d_lows.append(d_rows @ b)
             if needs[count + i]:
-                d_b = torch.empty_like(b)
-                torch.addmm(d_b, d_rows.t(), part, beta=0, alpha=ctx.scales[i], out=d_b)
-                d_bs[i] = d_b.to(ctx.dtypes[count + i])
+                d_bs[i] = (d_rows.t() @ part).to(ctx.dtypes[count + i]).mul_(ctx.scales[i])
+        d_low = torch.cat(d_lows, 1)  # (N, sum of R)
         dx = None
         if needs_dx:
             dx = d_low @ narrow_a
@@ -99,11 +91,9 @@ class _JointUpdate(torch.autograd.Function):
             dx = dx.view(x.shape)
         d_as: Sequence[Tensor | None] = [None] * count
         if any(needs[:count]):
-            d_a = d_low.t() @ x.flatten(0, -2)
-            if len({*ctx.dtypes[:count]}) == 1:  # one cast for all
-                d_a = d_a.to(ctx.dtypes[0])
-            of_layers = zip(d_a.split_with_sizes(ranks), ctx.dtypes, needs, strict=False)
-            d_as = [part.to(dtype) if need else None for part, dtype, need in of_layers]
+            d_as = (d_low.t() @ x.flatten(0, -2)).split(ranks)
+        d_as = [d_a.to(dtype) if d_a is not None and need else None
+                for d_a, dtype, need in zip(d_as, ctx.dtypes[:count], needs[:count], strict=True)]  # fmt: skip
         return dx, None, *d_as, *d_bs
 
 

@@ -8,13 +8,12 @@ _document_attention_kernels.py run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from ligertune_kernels.chips import Chip, applies
-from ligertune_kernels.launcher import Launcher, TensorDescriptor, cached, gl
+from ligertune_kernels.launcher import TensorDescriptor, gl, on_device
 from ligertune_kernels.ops.attention._hopper_backward_kernel import hopper_attention_backward_kernel
 from ligertune_kernels.ops.attention._hopper_dq_kernels import attention_delta_kernel, attention_round_dq_kernel
 from ligertune_kernels.ops.attention._hopper_forward_kernel import hopper_attention_forward_kernel
@@ -90,27 +89,17 @@ def _together(heads: int, wanted: tuple[int, ...]) -> int:
 def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
     """Describe tiles of `rows` tokens of one head of (T, H, D)."""
     n_tokens, heads, width = t.shape
-    return TensorDescriptor(t, [n_tokens, heads * width], [t.stride(0), 1], [rows, width], _layout(128, 16, 2))
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(t, [n_tokens, heads * width], [t.stride(0), 1], [rows, width], layout)
 
 
 def _values_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
     """Describe pieces of fp32 values."""
-    return TensorDescriptor(t, [t.numel()], [1], [rows], _layout(0, 32, 1))
-
-
-@cached
-def _layout(swizzled_bytes: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzled_bytes, bits, rank)
+    return TensorDescriptor(t, [t.numel()], [1], [rows], gl.NVMMASharedLayout(0, 32, 1))
 
 
 def _constants(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> dict[str, int | bool]:
     return {"GROUP": q.shape[1] // k.shape[1], "WINDOW": terms.window or 0, "HAS_CAP": terms.softcap is not None}
-
-
-@cached
-def _launcher(kernel: Callable, dtype: torch.dtype, **constants: int | bool) -> Launcher:
-    """Return the launcher of a kernel for descriptors of this dtype."""
-    return Launcher(kernel, {**constants, "num_warps": 4})
 
 
 def forward(
@@ -126,14 +115,13 @@ def forward(
     tile = WIDTHS[width]
     rows = tile.parts * ROWS
     out, lse = q.new_empty(q.shape), q.new_empty((heads, n_tiles * TILE), dtype=torch.float32)
-    launch = _launcher(
-        hopper_attention_forward_kernel, q.dtype, HEADS=heads, TOGETHER=_together(heads, TOGETHER), ROWS=rows,
-        PARTS=tile.parts, COLS=tile.cols, WIDTH=width, STAGES=tile.stages, **_constants(q, k, terms),
-    )  # fmt: skip
-    launch(
-        (-(-n_tokens // rows) * heads, 1, 1), (starts, lse), (), n_tokens, terms.scale, terms.softcap or 1.0,
-        descriptors=(_rows_of(q, ROWS), _rows_of(k, tile.cols), _rows_of(v, tile.cols), _rows_of(out, ROWS)),
-    )  # fmt: skip
+    descriptors = _rows_of(q, ROWS), _rows_of(k, tile.cols), _rows_of(v, tile.cols), _rows_of(out, ROWS)
+    with on_device(q):
+        hopper_attention_forward_kernel[(-(-n_tokens // rows) * heads,)](
+            *descriptors, starts, lse, n_tokens, terms.scale, terms.softcap or 1.0, HEADS=heads,
+            TOGETHER=_together(heads, TOGETHER), ROWS=rows, PARTS=tile.parts, COLS=tile.cols, WIDTH=width,
+            STAGES=tile.stages, **_constants(q, k, terms), num_warps=4,
+        )  # fmt: skip
     return out, lse
 
 
@@ -159,29 +147,27 @@ def backward(
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     rows = 4096 // width
     block = 128 if width == 64 and terms.softcap is None else ROWS  # queries
-    wanted = WIDTHS[width].together if sums.nbytes >= GROUPED_FROM else ()
-    for first in range(0, key_heads, at_once):
-        keys = slice(first, min(first + at_once, key_heads))
-        queries = slice(keys.start * group, keys.stop * group)
-        n_keys, n_queries = keys.stop - keys.start, queries.stop - queries.start
-        sizes = {"ALL_HEADS": heads, "HEADS": n_queries, "WIDTH": width, "ROWS": rows}
-        some_delta, some_d_out = delta[queries], d_out[:, queries]
-        launch = _launcher(attention_delta_kernel, q.dtype, HAS_SUMS=True, **sizes)
-        tensors = out[:, queries], some_d_out, some_delta, sums, counters
-        launch((-(-padded * n_queries // rows), 1, 1), tensors, (), n_tokens)
-        launch = _launcher(
-            hopper_attention_backward_kernel, q.dtype, ALL_KEY_HEADS=key_heads, KEY_HEADS=n_keys,
-            TOGETHER=_together(n_keys, wanted), ROWS=block, WIDTH=width, STAGES=3, **_constants(q, k, terms),
-        )  # fmt: skip
-        descriptors = (
-            _rows_of(q[:, queries], block), _rows_of(k[:, keys], ROWS), _rows_of(v[:, keys], ROWS),
-            _rows_of(some_d_out, block), _values_of(lse[queries], block), _values_of(some_delta, block),
-        )  # fmt: skip
-        tensors = starts, ends, counters, sums, dk[:, keys], dv[:, keys]
-        others = n_tokens, terms.scale, terms.softcap or 1.0
-        launch((-(-n_tokens // 128) * n_keys, 1, 1), tensors, (), *others, descriptors=descriptors)
-        launch = _launcher(attention_round_dq_kernel, q.dtype, BLOCK=block, **sizes)
-        launch((-(-n_tokens * n_queries // rows), 1, 1), (sums, dq[:, queries]), (), n_tokens, terms.scale)
+    with on_device(q):
+        for first in range(0, key_heads, at_once):
+            keys = slice(first, min(first + at_once, key_heads))
+            queries = slice(keys.start * group, keys.stop * group)
+            n_keys, n_queries = keys.stop - keys.start, queries.stop - queries.start
+            sizes = {"ALL_HEADS": heads, "HEADS": n_queries, "WIDTH": width, "ROWS": rows}
+            some_delta, some_d_out = delta[queries], d_out[:, queries]
+            wanted = WIDTHS[width].together if sums.nbytes >= GROUPED_FROM else ()
+            attention_delta_kernel[(-(-padded * n_queries // rows),)](
+                out[:, queries], some_d_out, some_delta, sums, counters, n_tokens, HAS_SUMS=True, **sizes
+            )
+            hopper_attention_backward_kernel[(-(-n_tokens // 128) * n_keys,)](
+                _rows_of(q[:, queries], block), _rows_of(k[:, keys], ROWS), _rows_of(v[:, keys], ROWS),
+                _rows_of(some_d_out, block), _values_of(lse[queries], block), _values_of(some_delta, block), starts,
+                ends, counters, sums, dk[:, keys], dv[:, keys], n_tokens, terms.scale, terms.softcap or 1.0,
+                ALL_KEY_HEADS=key_heads, KEY_HEADS=n_keys, TOGETHER=_together(n_keys, wanted),
+                ROWS=block, WIDTH=width, STAGES=3, **_constants(q, k, terms), num_warps=4,
+            )  # fmt: skip
+            attention_round_dq_kernel[(-(-n_tokens * n_queries // rows),)](
+                sums, dq[:, queries], n_tokens, terms.scale, BLOCK=block, **sizes
+            )
     return dq, dk, dv
 
 
@@ -202,16 +188,16 @@ def _wide_backward(
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     inputs = _rows_of(q, ROWS), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, ROWS)
     scalars = n_tokens, terms.scale, terms.softcap or 1.0
-    constants = _constants(q, k, terms)
-    launch = _launcher(
-        attention_delta_kernel, q.dtype, ALL_HEADS=heads, HEADS=heads, WIDTH=width, HAS_SUMS=False, ROWS=16
-    )
-    unused = delta, delta  # instead of sums and counters
-    launch((-(-delta.numel() // 16), 1, 1), (out, d_out, delta, *unused), (), n_tokens)
-    launch = _launcher(hopper_attention_wide_dk_dv_kernel, q.dtype, KEY_HEADS=key_heads, **constants)
-    descriptors = *inputs, _values_of(lse, ROWS), _values_of(delta, ROWS), _rows_of(dk, ROWS), _rows_of(dv, ROWS)
-    launch((-(-n_tokens // ROWS) * key_heads, 1, 1), (ends,), (), *scalars, descriptors=descriptors)
-    launch = _launcher(hopper_attention_wide_dq_kernel, q.dtype, HEADS=heads, **constants)
-    tensors, descriptors = (lse, delta, starts), (*inputs, _rows_of(dq, ROWS))
-    launch((-(-n_tokens // TILE) * heads, 1, 1), tensors, (), *scalars, descriptors=descriptors)
+    constants = _constants(q, k, terms) | {"num_warps": 4}
+    with on_device(q):
+        attention_delta_kernel[(-(-delta.numel() // 16),)](
+            out, d_out, delta, None, None, n_tokens, ALL_HEADS=heads, HEADS=heads, WIDTH=width, HAS_SUMS=False, ROWS=16
+        )
+        hopper_attention_wide_dk_dv_kernel[(-(-n_tokens // ROWS) * key_heads,)](
+            *inputs, _values_of(lse, ROWS), _values_of(delta, ROWS), _rows_of(dk, ROWS), _rows_of(dv, ROWS), ends,
+            *scalars, KEY_HEADS=key_heads, **constants,
+        )  # fmt: skip
+        hopper_attention_wide_dq_kernel[(-(-n_tokens // TILE) * heads,)](
+            *inputs, _rows_of(dq, ROWS), lse, delta, starts, *scalars, HEADS=heads, **constants
+        )
     return dq, dk, dv
