@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.storage import read_metrics
+from ligertune.storage import read_metrics, write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,10 +22,17 @@ def has_matplotlib() -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure; sizes are in inches. It needs no display: `savefig` draws it with the Agg backend."""
+    """Return an empty figure; sizes are in inches. It needs no display: `save_figure` draws it with the Agg backend."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Draw a figure as PNG, and write it as `write_bytes` does."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi, format="png")
+    write_bytes(path, drawn.getvalue())
 
 
 def label_steps(axes: Axes) -> None:
@@ -56,7 +64,7 @@ def draw_curves(output_dir: Path, *, title: str, loss_unit: str) -> Path | None:
     speed.set_ylim(0, 1.1 * max(line.get("tokens_per_second") or 0 for line in trained) or None)
     label_steps(speed)
     figure.suptitle(title)
-    figure.savefig(output_dir / NAME, dpi=120)
+    save_figure(figure, output_dir / NAME, dpi=120)
     return output_dir / NAME
 
 

@@ -41,7 +41,7 @@ from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, loss_unit, make_report, model_title, write_page
-from ligertune.storage import mask_secrets, utc_now, write_json
+from ligertune.storage import mask_secrets, utc_now, write_json, write_text
 from ligertune.tasks.distill.teacher import plan_teacher, with_attention
 from ligertune.tasks.distill.teacher_files import teacher_file_notes
 from ligertune.train.checkpoint.checkpoint_files import check_space
@@ -217,4 +217,4 @@ def begin_output(plan: Plan) -> None:
         clear_run(plan.output_dir)
     check_space(plan)
     write_json(plan.output_dir / "plan.json", plan.as_dict())
-    (plan.output_dir / "resolved_recipe.yaml").write_text(mask_secrets(dump(plan.settings)), encoding="utf-8")
+    write_text(plan.output_dir / "resolved_recipe.yaml", mask_secrets(dump(plan.settings)))

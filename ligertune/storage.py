@@ -1,18 +1,24 @@
-"""Files of a run: atomic folders, metrics.jsonl, the newest checkpoint, and disk errors as one sentence."""
+"""Files of a run: atomic writes, checked reads, metrics.jsonl, the newest checkpoint, disk errors as one sentence."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
+import stat
+import uuid
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import BinaryIO
 
-from ligertune.errors import UserError
+from ligertune.checked_files import DamagedFileError, check_line, open_regular, parse_json, read_json_value
+from ligertune.errors import UserError, format_bytes
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 PROGRESS_FILE = "progress.json"  # the last file that a checkpoint writes: with it a checkpoint is complete
@@ -29,8 +35,28 @@ def put_in_place(partial: Path, final: Path) -> None:
     flush(final.parent, files=False)
 
 
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder next to `folder`, which becomes `folder` when it is complete. An error leaves nothing."""
+    aside = folder.with_name(f".{folder.name}.partial")
+    remove(aside)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        put_in_place(aside, folder)
+    except BaseException:  # Ctrl-C, too
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
 def remove(folder: Path) -> None:
-    """Remove a folder if it exists. It is renamed first, so that a kill does not leave half of it under its name."""
+    """Remove a folder if it exists. It is renamed first, so that a kill does not leave half of it under its name.
+
+    Of a link, only the link is removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     if not folder.exists():
         return
     renamed = folder.with_name(f".{folder.name.strip('.').removesuffix('.partial')}.old.partial")
@@ -53,17 +79,71 @@ def flush(folder: Path, *, files: bool = True) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove partial folders that a kill left in `folder`."""
+    """Remove partial folders and files that a kill left in `folder`."""
     for left in folder.glob(".*.partial"):
-        if left.is_dir():
+        if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+# ---- atomic files: a link is replaced, and its target is never written
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise UserError unless `path` is free, a regular file, or a link to one: nothing else may be replaced."""
+    if not os.path.lexists(path):
+        return
+    # /dev/stdout and /dev/fd/1 are links: replacing them would harm every program of the machine
+    is_stream = path.is_symlink() and os.readlink(path).startswith(("/proc/", "/dev/"))
+    is_dangling = path.is_symlink() and not path.exists()
+    if is_stream or not (is_dangling or path.is_file()):
+        raise UserError(
+            f"{path} is {kind_of(path)}, and nothing is written there.", hint="Remove it, or name another place."
+        )
+
+
+def kind_of(path: Path) -> str:
+    """Return what a path is: "a folder", "a named pipe", "a link to /elsewhere"."""
+    if path.is_symlink():
+        return f"a link to {os.readlink(path)}"
+    mode = path.stat().st_mode
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically: another name of an earlier file (a hard link), and the target of a link, stay as is."""
+    check_replaceable(path)
+    partial = path.with_name(f".{uuid.uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file atomically, as `write_bytes` does."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON file atomically, without secrets."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(mask_secrets(json.dumps(content, indent=1, default=str)) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, mask_secrets(json.dumps(content, indent=1, default=str)) + "\n")
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a regular file of a run to append to it. Raises OSError for a link, and for anything else."""
+    # Windows has neither flag, and no named pipes in folders. With O_NONBLOCK a pipe without a reader is an error.
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags, 0o666), "ab")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EPERM, "It is not a regular file", str(path))
+    return file
 
 
 # variables whose values are secrets, and what secrets look like that were written into a command or a recipe
@@ -120,9 +200,7 @@ class MetricsFile:
         self._path, self.enabled = path, enabled
         if enabled:
             kept = [line for line in read_metrics(path) if line["step"] <= resumed_from] if resumed_from else []
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(partial, path)
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def lines(self) -> list[dict]:
         """Return the lines written so far."""
@@ -131,16 +209,13 @@ class MetricsFile:
     def write(self, line: dict) -> None:
         """Append one line. The file is closed after it, so that readers see it at once."""
         if self.enabled:
-            with self._path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
+            with open_to_append(self._path) as out:
+                out.write(json.dumps(line).encode() + b"\n")
 
 
-# Types of the values of metrics.jsonl that a resumed run or a report computes with. None: GaLore has no grad_norm.
-LINE_TYPES = {
-    **dict.fromkeys(("step", "tokens", "padded_tokens", "trained_tokens"), (int,)),
-    **dict.fromkeys(("loss", "eval_loss", "loss_before_training"), (int, float)),
-    **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_second", "seconds"), (int, float, type(None))),
-}
+# A line holds numbers, and sample answers of eval.sample_prompts: a few KB. A file of 1 GiB has two million lines.
+MAX_LINE_BYTES = 4 * 2**20
+MAX_METRICS_BYTES = 2**30
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -159,31 +234,71 @@ def damaged_lines(path: Path) -> list[tuple[int, int]]:
     return damaged
 
 
-def _metrics_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """Yield (number, line) of metrics.jsonl; None for one that is damaged. The rest after the last \\n is left out."""
-    if path.is_file():
-        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-            line = _parse_object(text)
-            wrong = (
-                line is None
-                or "step" not in line
-                or any(name in line and type(line[name]) not in kinds for name, kinds in LINE_TYPES.items())
+def _metrics_lines(path: Path) -> list[tuple[int, dict | None]]:
+    """Return (number, line) of metrics.jsonl; None for one that is damaged. The rest after the last \\n is left out."""
+    if not path.is_file():
+        return []
+    found: list[tuple[int, dict | None]] = []
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_METRICS_BYTES:
+            raise UserError(
+                f"{path} has {format_bytes(size)}, and at most {format_bytes(MAX_METRICS_BYTES)} are read.",
+                hint="Is it the file of this run? Move it away.",
             )
-            yield number, None if wrong else line
+        while text := file.readline(MAX_LINE_BYTES):
+            is_whole = text.endswith(b"\n")
+            while text and not text.endswith(b"\n"):  # the rest of a line that is too long
+                text = file.readline(MAX_LINE_BYTES)
+            if text:
+                found.append((len(found) + 1, _parse_line(text) if is_whole else None))
+    in_order = _in_order([(line["step"], _what_of(line)) for _, line in found if line is not None])
+    return [(number, None if line is None or not next(in_order) else line) for number, line in found]
+
+
+def _parse_line(text: bytes) -> dict | None:
+    try:
+        return check_line(parse_json(text))
+    except DamagedFileError:
+        return None
+
+
+def _what_of(line: dict) -> str:
+    """Return the number that a run writes once per step, or an empty string: notes and answers may be several."""
+    return next((name for name in ("loss", "eval_loss", "loss_before_training") if name in line), "")
+
+
+def _in_order(lines: list[tuple[int, str]]) -> Iterator[bool]:
+    """Yield whether each (step, what) belongs to the longest series of lines whose steps never decrease.
+
+    So one line with a wrong step, however high, is damage, and the lines after it are not. The second line of a step
+    that says the same is damage, too: tokens and evaluations would count twice.
+    """
+    lowest_ends: list[int] = []  # [n]: the lowest step that ends a series of n + 1 lines
+    lengths = []
+    for step, _ in lines:
+        place = bisect.bisect_right(lowest_ends, step)
+        lowest_ends[place : place + 1] = [step]
+        lengths.append(place)
+    kept = set()
+    wanted, limit = len(lowest_ends) - 1, math.inf
+    for index in range(len(lines) - 1, -1, -1):
+        if lengths[index] == wanted and lines[index][0] <= limit:
+            kept.add(index)
+            wanted, limit = wanted - 1, lines[index][0]
+    said: set[tuple[int, str]] = set()
+    for index, line in enumerate(lines):
+        is_right = index in kept and not (line[1] and line in said)
+        if is_right:
+            said.add(line)
+        yield is_right
 
 
 def read_object(path: Path) -> dict | None:
     """Return the object in a JSON file; None if there is no such file, or something else in it."""
     try:
-        return _parse_object(path.read_bytes())
-    except OSError:
-        return None
-
-
-def _parse_object(text: bytes) -> dict | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = read_json_value(path)
+    except (OSError, DamagedFileError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -192,27 +307,29 @@ def _parse_object(text: bytes) -> dict | None:
 
 
 @contextlib.contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Turn a full or failing disk into a UserError. `what` names the file in its message."""
-    from safetensors import SafetensorError
-
+def writing(what: str, *, trains: bool = True) -> Iterator[None]:
+    """Turn a full or failing disk into a UserError. `what` names the file in its message; trains: see cannot_write."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as problem:  # torch and safetensors wrap the system's error
+    except UserError:
+        raise
+    except Exception as problem:  # torch, safetensors and tokenizers wrap the system's error in types of their own
         reason = disk_error(problem)
         if reason is None:
             raise
-        raise cannot_write(what, reason) from problem
+        raise cannot_write(what, reason, trains=trains) from problem
 
 
 def disk_error(problem: BaseException) -> str | None:
     """Return what the disk refused, or None for any other error."""
-    if isinstance(problem, OSError):
+    if isinstance(problem, OSError) and problem.errno is not None:
         return os.strerror(problem.errno) if problem.errno in DISK_ERRORS else None
     text = str(problem)
     if "inline_container" in text:  # torch.save reports where its file ended, not why
         return "the file could not be written to its end"
-    return next((os.strerror(code) for code in DISK_ERRORS if f"(os error {code})" in text), None)
+    # "(os error 28)": Rust. "[Errno 28]": the list of errors that shutil.copytree raises.
+    codes = [code for code in DISK_ERRORS if f"(os error {code})" in text or f"[Errno {code}]" in text]
+    return os.strerror(codes[0]) if codes else None
 
 
 def cannot_write(what: str, reason: str, *, trains: bool = True) -> UserError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.measure import Row
 from ligertune.errors import UserError
-from ligertune.plots import has_matplotlib, new_figure
+from ligertune.plots import has_matplotlib, new_figure, save_figure
 
 if TYPE_CHECKING:
     from ligertune.plots import Axes
@@ -55,9 +55,8 @@ def draw(rows: list[Row], folder: Path, *, device: str) -> Path:
     panels[0].legend(fontsize=8)
     dtype = str(rows[0].case.dtype).removeprefix("torch.")
     figure.suptitle(f"{benchmark.op}, {dtype}, {device}", fontsize=11)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark.op}.png"
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
     return path
 
 

@@ -46,8 +46,11 @@ def bench(
     render.people_on_stderr(json)
     if plots is not None:
         from ligertune.bench.bench_plots import check_matplotlib, draw
+        from ligertune.planning.preflight import check_out_folder, make_out_folder
 
         check_matplotlib()
+        check_out_folder(plots, "--plots", may_hold=None)
+        make_out_folder(plots, "--plots")
     for op in ops or ():
         if op not in BENCHMARKS:
             raise UserError(f"There is no op {op!r}.", hint=f"The ops are {', '.join(BENCHMARKS)}.")

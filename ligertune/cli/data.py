@@ -30,6 +30,7 @@ def data(
     from ligertune.hardware import world_size
     from ligertune.planning.preflight import check_paths, check_report_path
     from ligertune.recipe import load_recipe
+    from ligertune.storage import write_text
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, set_ or [])
@@ -67,7 +68,7 @@ def data(
     summary = preview_summary(prepared, shown, previews, statistics)
     data_report.data_preview(summary, previews)
     if out is not None:
-        out.write_text(data_report.data_page(summary, title=f"Data of {recipe.name}"), encoding="utf-8")
+        write_text(out, data_report.data_page(summary, title=f"Data of {recipe.name}"))
         render.text(f"\nWrote {out}")
     if json:
         render.json_report(summary)

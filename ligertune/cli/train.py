@@ -147,6 +147,7 @@ def distill(
 
     Example: ligertune distill recipe.yaml --write teacher_log_probs
     """
+    from ligertune.planning.preflight import check_out_folder, make_out_folder
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
@@ -155,6 +156,8 @@ def distill(
         run_recipe(load_recipe(recipe, overrides=overrides), json)
         return
     loaded = load_recipe(recipe, overrides=[*overrides, "distill.teacher_file=null"])
+    check_out_folder(write, "--write")
+    make_out_folder(write.parent, "--write")
     with importing():
         from ligertune.run import plan_for
         from ligertune.tasks.distill.teacher_files import write_teacher_file

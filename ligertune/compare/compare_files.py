@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,10 @@ from markupsafe import Markup
 from ligertune.compare.summary import Comparison, Point, SideResult
 from ligertune.compare.trial import label
 from ligertune.errors import UserError, format_bytes, plural
-from ligertune.plots import has_matplotlib, label_steps, new_figure
+from ligertune.planning.preflight import check_out_folder, make_out_folder
+from ligertune.plots import has_matplotlib, label_steps, new_figure, save_figure
 from ligertune.report.svg_chart import Series, line_chart, render_template
-from ligertune.storage import write_json
+from ligertune.storage import check_replaceable, write_json, write_text
 
 if TYPE_CHECKING:
     from ligertune.plots import Axes
@@ -51,22 +53,26 @@ BarOf = Callable[[SideResult], Bar | None]
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError if the folder already holds a comparison: nothing is overwritten."""
+    """Make the folder. Raises UserError if it cannot be made, or already holds a comparison: nothing is overwritten."""
     if (folder / "compare.json").exists():
         raise UserError(f"--out: {folder} already holds a comparison.", hint="Name another folder.")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out: {folder} is a file.", hint="Name a folder.")
+    check_out_folder(folder, "--out", may_hold=None)
+    for path in folder.glob("*.*"):
+        if path.suffix in (".json", ".csv", ".png", ".html"):
+            check_replaceable(path)
+    make_out_folder(folder, "--out")
 
 
 def write_files(result: Comparison, folder: Path) -> tuple[list[Path], list[Path]]:
     """Write all files. Returns (their paths, the charts among them); there are no charts without matplotlib."""
     write_json(folder / "compare.json", result.as_dict())
-    with (folder / "compare.csv").open("w", newline="", encoding="utf-8") as out:
-        writer = csv.writer(out)
-        writer.writerow(COLUMNS)
-        writer.writerows(_csv_row(point, side) for point in result.points for side in point.sides)
+    table = io.StringIO(newline="")
+    writer = csv.writer(table)
+    writer.writerow(COLUMNS)
+    writer.writerows(_csv_row(point, side) for point in result.points for side in point.sides)
+    write_text(folder / "compare.csv", table.getvalue())
     charts = draw_comparison(result, folder) if has_matplotlib() else []
-    (folder / "report.html").write_text(_page(result, charts), encoding="utf-8")
+    write_text(folder / "report.html", _page(result, charts))
     return [folder / "compare.json", folder / "compare.csv", *charts, folder / "report.html"], charts
 
 
@@ -247,7 +253,7 @@ def _draw_losses(result: Comparison, path: Path) -> Path:
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(result.title, fontsize=10, wrap=True)
-    figure.savefig(path, dpi=140)
+    save_figure(figure, path, dpi=140)
     return path
 
 
@@ -270,7 +276,7 @@ def _chart(result: Comparison, path: Path, y_label: str, bar: BarOf, number: str
     axes.set_axisbelow(True)
     figure.legend(fontsize=8, loc="outside upper center", ncols=min(len(sides), 3), frameon=False)
     figure.supxlabel(label(result.target, processes=result.processes), fontsize=6.5, color="#555555", wrap=True)
-    figure.savefig(path, dpi=140)
+    save_figure(figure, path, dpi=140)
     return path
 
 

@@ -25,7 +25,7 @@ from ligertune.hardware import is_main_process
 from ligertune.launcher.signals import before_leaving, handle_by_leaving
 from ligertune.progress import importing
 from ligertune.recipe import KernelsSpec, Recipe, dump_recipe, load_recipe
-from ligertune.storage import read_metrics, write_json
+from ligertune.storage import open_to_append, read_metrics, write_json, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,12 +86,15 @@ class Trial:
 
 def run_trial(recipe: Recipe, side: Side, repeat: int, options: TrialOptions, folder: Path) -> Trial:
     """Train the recipe's warm-up and the measured steps in new processes that write to `folder`."""
+    if folder.is_symlink():  # of a folder that someone else made: nothing is written outside of --out
+        folder.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     path, warmup = folder / "recipe.yaml", recipe.report.warmup_steps
-    path.write_text(dump_recipe(trial_recipe(recipe, side, warmup + options.steps, folder / "run")), encoding="utf-8")
+    write_text(path, dump_recipe(trial_recipe(recipe, side, warmup + options.steps, folder / "run")))
+    write_text(folder / "log.txt", "")
     module = [*MODULE, str(path), str(folder), *([side.change] if side.change else [])]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
-    with (folder / "log.txt").open("w", encoding="utf-8") as log:
+    with open_to_append(folder / "log.txt") as log:
         process = subprocess.Popen(
             [sys.executable, *(launcher if options.processes > 1 else []), *module], stdout=log, stderr=log
         )

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from ligertune.checked_files import open_regular, read_json_value
 from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import find_files, hub_rows
 from ligertune.data.templates.named_templates import template_path
 from ligertune.errors import UserError
-from ligertune.storage import put_in_place
+from ligertune.storage import put_in_place, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "numpy")
 _META = "meta.json"
+_OWN_HASH = "sha256_of_meta"
+_MAX_META_BYTES = 2**30  # it names each image file: 1 GiB holds ten million paths
 _PARTIAL = ".writing-"
 _MAX_AGE_OF_PARTIAL = 24 * 3600  # seconds after which the folder of a killed writer is removed
 _MAX_IDLE = 30.0  # seconds that other ranks wait for the first to begin
@@ -136,7 +139,7 @@ class CacheWriter:
             **self._names.as_fields(),
             "about": about,
         }
-        (self._folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        write_text(self._folder / _META, json.dumps({**meta, _OWN_HASH: _hash_of_meta(meta)}, indent=1))
 
 
 def load_or_make(key: str, make: Callable[[CacheWriter], dict[str, Any]], *, first: bool = True) -> CacheEntry:
@@ -164,17 +167,24 @@ def load_or_make(key: str, make: Callable[[CacheWriter], dict[str, Any]], *, fir
 def _open_entry(folder: Path) -> CacheEntry | None:
     """Memory-map an entry; None if it is absent or damaged."""
     try:
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        meta = read_json_value(folder / _META, most=_MAX_META_BYTES)
+        if meta.pop(_OWN_HASH) != _hash_of_meta(meta):
+            return None
         arrays = {name: _memory_map(folder / name, dtype) for name, dtype in ARRAYS.items()}
         hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
         names = {field: tuple(meta[field]) for field in ("files", "image_files", "label_names")}
         block = Block(**arrays, **names)
         return CacheEntry(block, meta["about"]) if hashes == meta["sha256"] else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
+def _hash_of_meta(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
 def _memory_map(path: Path, dtype: str) -> np.ndarray:
+    open_regular(path).close()  # a pipe or a device is damage
     return np.memmap(path, dtype=dtype, mode="c") if path.stat().st_size else np.zeros(0, dtype=dtype)
 
 

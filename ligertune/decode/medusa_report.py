@@ -14,7 +14,7 @@ import torch
 from ligertune.decode.tree_decoding import decode_with_heads, eos_token_ids
 from ligertune.errors import format_rate
 from ligertune.models.compile import run_eagerly
-from ligertune.plots import has_matplotlib, new_figure
+from ligertune.plots import has_matplotlib, new_figure, save_figure
 from ligertune.storage import write_json
 from ligertune.tasks.medusa.candidate_tree import CandidateTree, best_paths
 from ligertune.tasks.medusa.heads_loss import IGNORE_INDEX, shifted_targets, target_shifts
@@ -194,4 +194,4 @@ def _draw(report: MedusaReport, path: Path) -> None:
         right.bar_label(bars, list(map(format_rate, speeds)))
         title = f"{found.accepted_length:.2f} tokens per forward pass, {found.speed_up:.2f}x"
         right.set(title=title, ylabel="tokens/s, one prompt")
-    figure.savefig(path, dpi=140)
+    save_figure(figure, path, dpi=140)

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import signal
+import stat
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from ligertune.errors import UserError, format_duration
 from ligertune.launcher.signals import before_leaving, say
-from ligertune.storage import utc_now
+from ligertune.storage import kind_of, utc_now
 
 LOCK_FILE = ".run.lock"
 SIGN_OF_LIFE = 15.0  # seconds between two renewals
@@ -57,7 +58,9 @@ class RunHolder:
 
     @classmethod
     def read(cls, path: Path) -> RunHolder | None:
-        """Return the holder that a lock file names; None if it names none. Raises FileNotFoundError."""
+        """Return the holder that a lock file names; None if it names none, or is no file. Raises FileNotFoundError."""
+        if not stat.S_ISREG(path.lstat().st_mode):  # a named pipe would be waited for
+            return None
         with path.open("rb") as file:
             text = file.read(FIRST_BLOCK)
         try:
@@ -105,10 +108,20 @@ def locked_folder(folder: Path, *, processes: Sequence[int] = ()) -> Iterator[No
 
 def check_not_in_use(folder: Path) -> None:
     """Raise UserError if a run holds the lock of `folder`."""
+    _check_regular(folder / LOCK_FILE)
     with contextlib.suppress(OSError):
         holder, age = _look(folder / LOCK_FILE)
         if not _has_ended(holder, age):
             raise _in_use(folder, holder, age)
+
+
+def _check_regular(path: Path) -> None:
+    """Raise UserError for a lock that is a link, a pipe or a folder: no run made it, and it never counts as ended."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise UserError(
+            f"checkpoint.output_dir: the lock {path} is {kind_of(path)}, and not the file that a run makes.",
+            hint="Remove it if no run uses the folder, or name another folder.",
+        )
 
 
 class _RunLock:
@@ -121,6 +134,8 @@ class _RunLock:
         """Create the lock file, or replace one that is left over. Raises UserError."""
         try:
             while not self._create(self._path):
+                _check_regular(self._path)
+                _check_regular(self._path.with_name(LOCK_FILE + TAKEOVER))
                 try:
                     holder, age = _look(self._path)
                 except FileNotFoundError:  # released in the meantime
@@ -137,7 +152,8 @@ class _RunLock:
                 hint="Name a folder that this user may write to.",
             ) from problem
         for left in self._path.parent.glob(f"{LOCK_FILE}.*"):  # by a kill within the milliseconds of an acquisition
-            left.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder, which no run makes
+                left.unlink(missing_ok=True)
         self._thread.start()
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from ligertune.checked_files import DamagedFileError, read_json_value
 from ligertune.errors import UserError, format_count
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 ENDINGS = (".safetensors", ".bin")
-MAX_JSON_BYTES = 256 * 2**20
+MAX_MODEL_JSON_BYTES = 256 * 2**20  # the largest published tokenizer.json have some 30 MB
 SHOWN_CHARACTERS = 300  # of a library's message
 
 
@@ -88,11 +89,11 @@ def reason_of(error: BaseException) -> str:
 def read_json(path: Path, origin: ModelOrigin) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UserError, also for a file that holds another kind of value."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise origin.error(f"{path} has more than {MAX_JSON_BYTES >> 20} MiB.")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise origin.error(f"{path} is not a valid JSON file: {reason_of(error)}") from error
+        found = read_json_value(path, most=MAX_MODEL_JSON_BYTES)
+    except DamagedFileError as error:
+        raise origin.error(f"{path} {error}.") from error
+    except OSError as error:
+        raise origin.error(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(found, dict):
         raise origin.error(f"{path} holds {_json_kind(found)}, and must hold an object {{...}}.")
     return found
@@ -261,6 +262,15 @@ def _inside(path: Path, folder: Path, origin: ModelOrigin) -> Path:
             f"{path} is a link to {path.resolve()}, outside of the folder.", hint="Put the file itself there."
         )
     return path
+
+
+def check_contents(folder: Path, origin: ModelOrigin) -> None:
+    """Raise UserError for a link out of a folder that is copied or uploaded, and for a pipe or a device in it."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            _inside(path, folder, origin)
+        if not (path.is_file() or path.is_dir()):
+            raise origin.error(f"{path} is neither a file nor a folder.", hint="Remove it.")
 
 
 def _shapes_in(path: Path, origin: ModelOrigin) -> dict[str, tuple[int, ...]]:

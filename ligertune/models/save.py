@@ -20,11 +20,19 @@ from ligertune.errors import UserError
 from ligertune.models.added_tokens import grow_for_adapter
 from ligertune.models.load import auto_class, build_model, quiet_reports, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
-from ligertune.models.model_files import ADAPTER_CONFIG, ModelOrigin, check_adapter, loading, read_json, stored_shapes
+from ligertune.models.model_files import (
+    ADAPTER_CONFIG,
+    ModelOrigin,
+    check_adapter,
+    check_contents,
+    loading,
+    read_json,
+    stored_shapes,
+)
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
-from ligertune.storage import put_in_place, remove, writing
+from ligertune.storage import new_folder, write_text
 from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:
@@ -37,7 +45,6 @@ PROMPT_FILE = "ligertune.json"  # saved with the model, so that generation uses 
 SAVED_MODEL = ModelOrigin("MODEL", "add --trust-remote-code")  # of an argument of generate, chat or export
 
 
-@writing("The model")
 def write_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -53,24 +60,25 @@ def write_model(
 
     state_dict: the gathered weights if the model's own are sharded.
     """
-    aside = folder.with_name(f".{folder.name}.partial")
-    remove(aside)
     # Without this option peft asks the hub whether the embedding was resized.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     if gives_scores(model.config) and tokenizer.pad_token_id is not None:  # the score is read before padding
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if state_dict and not options:  # PEFT looks for both names of a tied embedding that trains
         state_dict = without_tied(model, state_dict)
-    with _plain_adapter(model, state_dict) as weights:
-        model.save_pretrained(aside, state_dict=weights, **options)
-    (aside / "README.md").unlink(missing_ok=True)  # peft's, with placeholders only; `export` writes a model card
-    tokenizer.save_pretrained(aside)
-    if images is not None:
-        save_processor(images, aside)
-    write_prompt(
-        aside, prompt_template=prompt_template, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
-    )
-    put_in_place(aside, folder)
+    with new_folder(folder) as aside:
+        with _plain_adapter(model, state_dict) as weights:
+            model.save_pretrained(aside, state_dict=weights, **options)
+        (aside / "README.md").unlink(missing_ok=True)  # peft's, with placeholders only; `export` writes a model card
+        tokenizer.save_pretrained(aside)
+        if images is not None:
+            save_processor(images, aside)
+        write_prompt(
+            aside,
+            prompt_template=prompt_template,
+            system_prompt=system_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
 
 @contextlib.contextmanager
@@ -124,7 +132,7 @@ def write_prompt(
 ) -> None:
     """Write the prompt template and system prompt of training, and variables of the template if there are any."""
     prompt = _prompt(prompt_template, system_prompt, chat_template_kwargs)
-    (folder / PROMPT_FILE).write_text(json.dumps(prompt, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / PROMPT_FILE, json.dumps(prompt, indent=1) + "\n")
 
 
 def read_prompt(folder: Path) -> dict:
@@ -256,6 +264,7 @@ def merge_saved_adapter(
 
 def check_saved(folder: Path, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL) -> None:
     """Check a folder that is copied or uploaded as it is, without loading its weights. Raises UserError."""
+    check_contents(folder, origin)
     if is_adapter(folder):
         check_adapter(folder, origin)
         return

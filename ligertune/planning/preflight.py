@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
-from ligertune.storage import damaged_lines, newest_checkpoint, read_metrics
+from ligertune.storage import check_replaceable, damaged_lines, kind_of, newest_checkpoint, read_metrics
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
@@ -36,9 +37,11 @@ HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 def check_output_dir(section: CheckpointSpec) -> None:
     """Raise UserError if output_dir holds a run that is neither resumed nor overwritten, or none to be resumed."""
     folder = Path(section.output_dir)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise UserError(f"checkpoint.output_dir: {existing} is a file.", hint="Name a folder.")
+        raise UserError(f"checkpoint.output_dir: {existing} is {kind_of(existing)}.", hint="Name a folder.")
+    if not section.overwrite:
+        check_run_files(folder)
     held = [name for name in RUN_FILES if (folder / name).exists()] if has_trained(folder) else []
     if held and section.resume_from_checkpoint == "never" and not section.overwrite:
         raise UserError(
@@ -48,6 +51,24 @@ def check_output_dir(section: CheckpointSpec) -> None:
     reported = (folder / "report.json").exists()  # a finished run may have no checkpoint; check_unfinished refuses it
     if section.resume_from_checkpoint == "newest" and not reported and newest_checkpoint(folder) is None:
         raise no_checkpoint(folder)
+
+
+def check_run_files(folder: Path) -> None:
+    """Raise UserError if something in output_dir is in the way of a file or folder of the run.
+
+    Links to files are replaced when the file is written. Links to folders are refused: a run writes into these.
+    """
+    for name in RUN_FILES:
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
+        if "." in name:
+            check_replaceable(path)
+        elif path.is_symlink() or not path.is_dir():
+            raise UserError(
+                f"checkpoint.output_dir: {path} is {kind_of(path)}, and the run writes a folder there.",
+                hint="Remove it, or name another output_dir.",
+            )
 
 
 def _logs_steps(path: Path) -> bool:
@@ -131,22 +152,71 @@ def check_heads_path(name: str, *, key: str) -> None:
         raise UserError(f"{key}: {name} holds no trained heads ({' and '.join(HEADS_FILES)}).", hint=hint)
 
 
+# ---- places of outputs, which are checked before the work whose result they will hold
+
+MAX_NAME_BYTES = 255  # of a file or folder, on every common file system
+
+
 def check_report_path(path: Path) -> None:
-    """Raise UserError if `path` cannot be written, before the work whose report it will hold."""
-    if path.is_dir() or not path.resolve().parent.is_dir():
+    """Raise UserError if `path` cannot be written. A link there is replaced; a pipe or a device is refused."""
+    hint = "Name a file in an existing folder, such as report.html."
+    _check_names(path, "--out")
+    if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise UserError(f"--out: {path} {what}.", hint="Name a file in an existing folder, such as report.html.")
+        raise UserError(f"--out: {path} {what}.", hint=hint)
+    check_replaceable(path)
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out: {path.parent} cannot be written to.", hint=hint)
+
+
+def check_out_folder(folder: Path, option: str, *, may_hold: Collection[str] | None = ()) -> None:
+    """Raise UserError unless `folder` can be made, or is empty. Nothing is written. may_hold: None for anything."""
+    hint = "Name a new folder."
+    if folder.name in ("", ".."):
+        raise UserError(f"{option}: {str(folder)!r} is not the name of a new folder.", hint=hint)
+    _check_names(folder, option)
+    if os.path.lexists(folder):
+        if not folder.is_dir():
+            raise UserError(f"{option}: {folder} is {kind_of(folder)}, and not a folder.", hint=hint)
+        if may_hold is not None and any(path.name not in may_hold for path in folder.iterdir()):
+            raise UserError(f"{option}: {folder} exists and is not an empty folder.", hint=hint)
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise UserError(f"{option}: {folder} cannot be made: {existing} is {kind_of(existing)}.", hint=hint)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {folder} cannot be made: {existing} cannot be written to.", hint=hint)
+
+
+def make_out_folder(folder: Path, option: str) -> None:
+    """Make a folder and those above it. Raises UserError, also where only the system knows why it refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be made ({error.strerror}).", hint="Name a new folder.") from error
+
+
+def _check_names(path: Path, option: str) -> None:
+    for part in path.parts:
+        if len(os.fsencode(part)) > MAX_NAME_BYTES:
+            raise UserError(
+                f"{option}: {part[:20]}... has more than {MAX_NAME_BYTES} bytes.", hint="Choose a shorter name."
+            )
 
 
 def write_new(path: Path, text: str) -> None:
     """Write a new text file. Raises UserError if it exists or cannot be written."""
     hint = "Name a file that does not exist yet, in a folder that does."
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = path.open("x", encoding="utf-8")
     except FileExistsError:
         raise UserError(f"--out: {path} exists already, and nothing is written over it.", hint=hint) from None
     except OSError as problem:
+        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
+    try:
+        with file:
+            file.write(text)
+    except OSError as problem:  # a full disk
+        path.unlink()
         raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
 
 

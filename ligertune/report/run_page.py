@@ -13,7 +13,7 @@ from ligertune.planning.options import SCORE_TASKS
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
-from ligertune.storage import mask_secrets, read_metrics
+from ligertune.storage import mask_secrets, read_metrics, write_text
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
@@ -55,7 +55,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         recipe=dump(plan.settings),
     )
     path = plan.output_dir / PAGE
-    path.write_text(mask_secrets(page), encoding="utf-8")
+    write_text(path, mask_secrets(page))
     return path
 
 

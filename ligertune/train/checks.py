@@ -23,6 +23,7 @@ from ligertune.errors import UserError
 from ligertune.patching.deferred_logits import LossCounts
 from ligertune.planning.memory.fit import advice
 from ligertune.planning.plan import LOSS_KERNELS, KernelLine, Plan
+from ligertune.storage import write_text
 from ligertune.train.distributed import reshard
 from ligertune.train.optim.algorithms import KernelAdamW
 
@@ -114,7 +115,7 @@ class FiniteLossCheck:
         path = self._output_dir / f"bad_batch-step-{step}-rank-{self._rank}.json"
         micro_batches = [[[self._example(int(i)) for i in row] for row in rows] for rows in batches]
         contents = json.dumps({"step": step, "micro_batches": micro_batches}, indent=1)
-        path.write_text(contents + "\n", encoding="utf-8")
+        write_text(path, contents + "\n")
         what = "The loss" if bad else "A gradient, or the loss of another rank,"
         return UserError(
             f"{what} of step {step} is not a number. Its batch is in {path}. No checkpoint was written since.",

@@ -150,7 +150,7 @@ def test_a_failed_save_keeps_the_checkpoint_before(cut):
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where a folder has to be")
-    with pytest.raises(UserError, match=r"cannot be written to"):
+    with pytest.raises(UserError, match=r"checkpoints is a file, and the run writes a folder there"):
         train(tmp_path, **RESUME)
 
 
@@ -160,7 +160,7 @@ def test_a_file_of_a_run_that_is_a_folder_is_one_sentence(cut):
     changes = overrides({**SHORT, **SETTINGS, **RESUME, "checkpoint.output_dir": "run"})
     done = run_here("train", RECIPE, *changes, cwd=cut)
     assert (done.code, "Traceback" in done.err) == (2, False), done.err
-    assert "metrics" in done.err and "Is a directory" in done.err
+    assert "metrics.jsonl is a folder, and nothing is written there" in done.err
 
 
 def test_a_disk_without_space_for_the_checkpoints_and_the_model_is_refused(tmp_path, monkeypatch):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from ligertune.checked_files import read_json_value
 from ligertune.errors import UserError
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.peers import LLAMA_FACTORY
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
+MAX_LAYERS = 4096  # as in the sizes of a configuration
 _WRITE_IT = "Write a recipe with method.type: freeze and method.trainable, a list of regular expressions."
 
 
@@ -88,10 +89,12 @@ def _last_layers(work: Import, count: int) -> range:
         path = folder / "config.json"
         if path.is_file():
             try:
-                config = json.loads(path.read_text(encoding="utf-8"))
+                config = read_json_value(path)
                 total = config.get("text_config", config)["num_hidden_layers"]
-            except (ValueError, KeyError, AttributeError) as problem:
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as problem:
                 raise UserError(f"{path} does not hold the number of layers: {problem!r}.") from None
+            if type(total) is not int or not 0 < total <= MAX_LAYERS:
+                raise UserError(f"{path}: num_hidden_layers must be a whole number from 1 to {MAX_LAYERS}.")
             return range(max(0, total - count), total)
     raise work.refusal(
         "finetuning_type",

@@ -5,11 +5,11 @@ Keys without a counterpart stay in the items, and the import reports them later.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ligertune.checked_files import DamagedFileError, read_json_value
 from ligertune.errors import UserError
 from ligertune.recipe.importers.import_state import Import, Left
 from ligertune.recipe.importers.peer_templates import TEMPLATES
@@ -173,9 +173,9 @@ def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
         path = place / "dataset_info.json"
         if path.is_file():
             try:
-                info = json.loads(path.read_text(encoding="utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as problem:
-                raise UserError(f"{path} is not valid JSON: {problem}.") from None
+                info = read_json_value(path)
+            except DamagedFileError as problem:
+                raise UserError(f"{path} {problem}.") from None
             return info if isinstance(info, Mapping) else {}
     return {}
 

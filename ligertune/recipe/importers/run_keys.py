@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -121,8 +120,8 @@ def _schedule(work: Import) -> None:
         work.put("train.warmup_ratio", data.pop("warmup_steps"), "warmup_steps")
     if isinstance(options, str):  # as on a command line
         try:
-            options = json.loads(options)
-        except ValueError:
+            options = parse_json(options)
+        except DamagedFileError:
             return
     if isinstance(options, dict):
         options = {key: value for key, value in options.items() if value is not None}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ligertune.checked_files import DamagedFileError, read_json_value
 from ligertune.errors import UserError
-from ligertune.models.model_files import ModelOrigin, read_json, reason_of
+from ligertune.models.model_files import ModelOrigin, read_json
 from ligertune.models.save import write_prompt
 from ligertune.planning.preflight import HEADS_FILES
-from ligertune.storage import put_in_place, remove
+from ligertune.storage import new_folder, write_text
 from ligertune.tasks.medusa.candidate_tree import Path as TreePath
 from ligertune.tasks.medusa.candidate_tree import chain
 from ligertune.tasks.medusa.heads import MedusaHeads
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = HEADS_FILES
 CHOICES = "medusa_choices.json"
+# The largest published trees have 64 nodes and ranks up to 9. A tree of N nodes has an N x N mask.
+MAX_PATHS, MAX_RANK = 4096, 1023
 SAVED_HEADS = ModelOrigin("Medusa heads", "add --trust-remote-code")
 
 
@@ -150,17 +152,17 @@ def write_heads(
     if shared:
         names = [f"{i}.{num_layers}.weight" for i in range(num_heads)] if expand else ["lm_heads.0.weight"]
         tensors |= {name: weight.clone() for name in names}
-    aside = folder.with_name(f".{folder.name}.partial")
-    remove(aside)
-    aside.mkdir(parents=True)
-    save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
-    tokenizer.save_pretrained(aside)
-    (aside / CONFIG).write_text(json.dumps(config.as_dict(), indent=1) + "\n", encoding="utf-8")
-    write_choices(aside, paths)
-    write_prompt(
-        aside, prompt_template=prompt_template, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
-    )
-    put_in_place(aside, folder)
+    with new_folder(folder) as aside:
+        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        tokenizer.save_pretrained(aside)
+        write_text(aside / CONFIG, json.dumps(config.as_dict(), indent=1) + "\n")
+        write_choices(aside, paths)
+        write_prompt(
+            aside,
+            prompt_template=prompt_template,
+            system_prompt=system_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
 
 def _heads_and_blocks(tensors: dict[str, Tensor]) -> tuple[int, int]:
@@ -171,7 +173,7 @@ def _heads_and_blocks(tensors: dict[str, Tensor]) -> tuple[int, int]:
 
 def write_choices(folder: Path, paths: Sequence[TreePath]) -> None:
     """Write the paths of the candidate tree, as lists of ranks."""
-    (folder / CHOICES).write_text(json.dumps([list(path) for path in paths]) + "\n", encoding="utf-8")
+    write_text(folder / CHOICES, json.dumps([list(path) for path in paths]) + "\n")
 
 
 def read_choices(folder: Path, num_heads: int) -> list[TreePath]:
@@ -180,10 +182,20 @@ def read_choices(folder: Path, num_heads: int) -> list[TreePath]:
     if not path.is_file():
         return chain(num_heads)
     try:
-        paths = json.loads(path.read_text(encoding="utf-8"))
-        return [tuple(map(operator.index, ranks)) for ranks in paths]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise SAVED_HEADS.error(f"{path} must hold lists of ranks: {reason_of(error)}.") from error
+        paths = read_json_value(path)
+    except OSError as error:
+        raise SAVED_HEADS.error(f"{path} cannot be read: {error.strerror}.") from error
+    except DamagedFileError as error:
+        raise SAVED_HEADS.error(f"{path} must hold lists of ranks, and {error}.") from error
+    if not isinstance(paths, list) or not all(map(_is_path, paths)):
+        raise SAVED_HEADS.error(f"{path} must hold lists of ranks: whole numbers from 0 to {MAX_RANK}.")
+    if len(paths) > MAX_PATHS:
+        raise SAVED_HEADS.error(f"{path} holds {len(paths):,} paths, and a tree has at most {MAX_PATHS:,}.")
+    return [tuple(ranks) for ranks in paths]
+
+
+def _is_path(ranks: Any) -> bool:
+    return isinstance(ranks, list) and all(type(rank) is int and 0 <= rank <= MAX_RANK for rank in ranks)
 
 
 def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:

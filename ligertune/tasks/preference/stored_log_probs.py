@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import try_to_load_from_cache
 
+from ligertune.checked_files import DamagedFileError
 from ligertune.data.cache import cache_home
 from ligertune.models.model_files import ENDINGS
 from ligertune.planning.plan import Plan
+from ligertune.storage import write_bytes
+from ligertune.tasks.stored_arrays import map_array
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
@@ -34,7 +37,8 @@ class StoredLogProbs:
 
     def __init__(self, plan: Plan, examples: Examples) -> None:
         self.name = f"reference-{log_probs_key(plan, examples)}.npy"
-        self._shape = len(examples)
+        # KTO has single answers, the other losses have pairs.
+        self._shape = (len(examples), 1 if plan.build.preference.loss_type == "kto" else 2)
         self._places = [plan.output_dir / FOLDER / self.name, cache_home() / self.name]
 
     def load(self) -> np.ndarray | None:
@@ -51,18 +55,17 @@ class StoredLogProbs:
         for path in self._places:
             if self._read(path) is None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-                with partial.open("wb") as file:
-                    np.save(file, values)
-                os.replace(partial, path)
+                content = io.BytesIO()
+                np.save(content, values)
+                write_bytes(path, content.getvalue())
 
     def _read(self, path: Path) -> tuple[np.ndarray] | None:
         """Return the array of a file in a tuple; None if it is missing, damaged or of another size."""
         try:
-            values = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+            values = np.array(map_array(path, np.float32, self._shape))
+        except (OSError, DamagedFileError):
             return None
-        return (values,) if values.ndim == 2 and len(values) == self._shape and np.isfinite(values).all() else None
+        return (values,) if np.isfinite(values).all() else None
 
 
 def _is_main() -> bool:

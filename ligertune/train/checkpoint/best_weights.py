@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ligertune.errors import UserError
-from ligertune.storage import put_in_place, read_object, remove, write_json
+from ligertune.storage import new_folder, read_object, write_json, writing
 from ligertune.train.checkpoint.checkpoint_record import difference, file_checksums
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_weights, trained
 from ligertune.train.distributed import full_state_dict, is_sharded
@@ -19,19 +19,17 @@ FOLDER, RECORD = "best", "best.json"
 
 def save_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
     """Replace the trainable weights in `output_dir/best`, atomically. All ranks call it."""
-    folder, aside = output_dir / FOLDER, output_dir / f".{FOLDER}.partial"
     weights = full_state_dict(accelerator, model)
     if accelerator.is_main_process:
-        remove(aside)
-        aside.mkdir(parents=True)
         if weights is None:
-            save_weights(trained(accelerator.unwrap_model(model)), aside / FILE)
+            weights = trained(accelerator.unwrap_model(model))
         else:
             # Save tied weights once: they may share memory, which safetensors refuses under two names.
             once = {t.data_ptr(): name for name, t in reversed(weights.items())}
-            save_weights({name: weights[name] for name in once.values()}, aside / FILE)
-        write_json(aside / RECORD, {"step": step, "eval_loss": loss, "files": file_checksums(aside, [FILE])})
-        put_in_place(aside, folder)
+            weights = {name: weights[name] for name in once.values()}
+        with writing("The best weights"), new_folder(output_dir / FOLDER) as aside:
+            save_weights(weights, aside / FILE)
+            write_json(aside / RECORD, {"step": step, "eval_loss": loss, "files": file_checksums(aside, [FILE])})
     accelerator.wait_for_everyone()
 
 

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from ligertune.errors import UserError, format_bytes
 from ligertune.models.float8.float8_linear import scales_of
 from ligertune.planning.plan import Plan
-from ligertune.storage import complete_checkpoints, newest_checkpoint, put_in_place, remove, remove_leftovers
+from ligertune.storage import (
+    complete_checkpoints,
+    newest_checkpoint,
+    put_in_place,
+    remove,
+    remove_leftovers,
+    write_bytes,
+)
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.train.checkpoint.float8_scales import write_scales
 from ligertune.train.checkpoint.trained_weights import FILE, all_train, save_weights, trained
@@ -160,7 +167,7 @@ def check_space(plan: Plan) -> None:
         for place in (folder, plan.output_dir):
             remove_leftovers(place)
         probe = folder / ".rehearsal"
-        probe.write_bytes(b"x")
+        write_bytes(probe, b"x")
         probe.unlink()
     except OSError as error:
         raise UserError(

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ligertune.checked_files import MAX_WHOLE, DamagedFileError, open_regular, read_json_value
 from ligertune.planning.plan import Plan
-from ligertune.storage import PROGRESS_FILE
+from ligertune.storage import PROGRESS_FILE, write_text
 
 CHUNK_BYTES = 16 << 20
 CHECKSUM = "crc32"  # of the record itself, without this key
@@ -68,18 +69,17 @@ class CheckpointRecord:
         """Write progress.json, which also holds the plan, for people to read."""
         content = {**dataclasses.asdict(self), "plan": plan.as_dict()}
         plain = json.loads(json.dumps(content, default=str))
-        path = folder / PROGRESS_FILE
-        path.write_text(json.dumps({**plain, CHECKSUM: _checksum_of(plain)}, indent=1), encoding="utf-8")
+        write_text(folder / PROGRESS_FILE, json.dumps({**plain, CHECKSUM: _checksum_of(plain)}, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord:
         """Read a record. Raises DamagedRecordError."""
         try:
-            found = json.loads((folder / PROGRESS_FILE).read_bytes())
+            found = read_json_value(folder / PROGRESS_FILE)
         except FileNotFoundError:
             raise DamagedRecordError("is missing") from None
-        except (OSError, ValueError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        except (OSError, DamagedFileError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
             raise DamagedRecordError(f"cannot be read ({reason})") from error
         if not isinstance(found, dict):
             raise DamagedRecordError("is not a JSON object")
@@ -90,8 +90,20 @@ class CheckpointRecord:
                 raise DamagedRecordError(f"has no {name}" if name not in found else f"holds a wrong {name}")
         if found.pop(CHECKSUM) != _checksum_of(found):
             raise DamagedRecordError("is not what was written (its checksum differs)")
-        files = {name: tuple(sums) for name, sums in found["files"].items()}
-        return cls(**{**{name: found[name] for name in fields}, "files": files})
+        if found["step"] < 0:
+            raise DamagedRecordError("holds a wrong step")
+        return cls(**{**{name: found[name] for name in fields}, "files": _sums(found["files"])})
+
+
+def _sums(files: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return name -> (bytes, CRC-32). Raises DamagedRecordError, also for a name that leads out of the checkpoint."""
+    for name, sums in files.items():
+        is_pair = isinstance(sums, list) and len(sums) == 2
+        if not is_pair or any(type(number) is not int or not 0 <= number <= MAX_WHOLE for number in sums):
+            raise DamagedRecordError("holds wrong files")
+        if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DamagedRecordError("names a file outside of the checkpoint")
+    return {name: tuple(sums) for name, sums in files.items()}
 
 
 def _checksum_of(content: dict[str, Any]) -> int:
@@ -126,12 +138,14 @@ def difference(folder: Path, files: dict[str, tuple[int, int]]) -> str | None:
     """Return how the files of a folder differ from these sizes and checksums, or None."""
     if not files:
         return "it lists no files"
+    for name, (size, _) in files.items():  # before reading: a file that grew may be endless
+        path = folder / name
+        if path.is_file() and path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
     found = file_checksums(folder, files)
-    for name, (size, crc) in files.items():
+    for name, (_, crc) in files.items():
         if isinstance(found[name], str):
             return f"{name} {found[name]}"
-        if found[name][0] != size:
-            return f"{name} has {found[name][0]} bytes instead of {size}"
         if found[name][1] != crc:
             return f"{name} is not what was written (its checksum differs)"
     return None
@@ -152,11 +166,13 @@ def file_checksums(folder: Path, names: Collection[str] | None = None) -> dict[s
 def _checksum(path: Path) -> tuple[int, int] | str:
     size, crc = 0, 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+    except DamagedFileError as error:
+        return str(error)
     return size, crc

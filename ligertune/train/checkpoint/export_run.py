@@ -31,8 +31,9 @@ from ligertune.models.save import (
 from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import saved_options
+from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import MODEL_FILES, SavedModel, find_saved_model
-from ligertune.storage import newest_checkpoint, put_in_place, read_object, remove
+from ligertune.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.train.checkpoint.checkpoint_record import damage_of
 from ligertune.train.checkpoint.model_card import CARD, write_card
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained
@@ -58,19 +59,21 @@ class ExportPlan:
         if self.how in ("in place", "there already"):
             return
         hide_loading_bars()
+        with writing(f"The export to {self.folder}", trains=False):
+            self._write()
+
+    def _write(self) -> None:
         card = self.folder / CARD
-        text = card.read_text(encoding="utf-8") if card.is_file() else None  # of a dry run, perhaps filled in
+        text = card.read_bytes() if card.is_file() else None  # of a dry run, perhaps filled in
         if self.how == "copy":
-            partial = self.folder.with_name(f".{self.folder.name}.partial")
-            remove(partial)
-            shutil.copytree(self.source.name, partial)
-            put_in_place(partial, self.folder)
+            with new_folder(self.folder) as partial:
+                shutil.copytree(self.source.name, partial, dirs_exist_ok=True)
         elif self.how == "merge":
             _merge_adapter_folder(self.source, self.folder, trust_remote_code=self.trust_remote_code)
         else:
             _export_checkpoint(self.source, self.folder, self.kind, trust_remote_code=self.trust_remote_code)
         if text is not None:
-            card.write_text(text, encoding="utf-8")
+            write_bytes(card, text)
 
     @property
     def upload_warning(self) -> str:
@@ -152,15 +155,8 @@ def _check_earlier(out: Path, kind: str) -> None:
 
 
 def _check_out(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(path.name != CARD for path in out.iterdir())):
-        raise UserError(
-            f"--out: {out} exists and is not an empty folder.",
-            hint="Name another one. To upload what it holds, name it instead of the run.",
-        )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: {out.parent} cannot be made ({error.strerror}).") from error
+    check_out_folder(out, "--out", may_hold=(CARD,))
+    make_out_folder(out.parent, "--out")
 
 
 def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: bool) -> None:

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from ligertune.data.templates.named_templates import read_template
 from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
 from ligertune.models.save import write_model
+from ligertune.storage import writing
 from ligertune.tasks.output_head import adapted_model
 from ligertune.train.distributed import full_state_dict
 from ligertune.train.loop import TrainResult
 from ligertune.train.setup import Job
 
 
+@writing("The model")
 def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, dict | None]:
     """Write the trained model or heads; return (their path, the report on heads, which only the main rank has).
 

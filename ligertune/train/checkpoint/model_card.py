@@ -15,7 +15,7 @@ from ligertune.models.save import PROMPT_FILE, adapter_base_model, prompt_of, re
 from ligertune.planning.options import SCORE_TASKS, MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import SavedModel
-from ligertune.storage import mask_secrets, read_object
+from ligertune.storage import mask_secrets, read_object, write_text
 
 CARD = "README.md"
 PROMPT_FORMATS = {
@@ -34,14 +34,14 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
         return path
     try:
         text = _card(folder, source, is_adapter=is_adapter, repository=repository)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{source.run or folder}: its model card cannot be written: plan.json, report.json or ligertune.json is "
             f"damaged ({type(error).__name__}: {error}).",
             hint="Restore the file, or write README.md into the exported folder yourself.",
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(mask_secrets(text), encoding="utf-8")
+    write_text(path, mask_secrets(text))
     return path
 
 

@@ -131,7 +131,7 @@ def test_a_folder_that_holds_something_is_not_written_over(student, tmp_path):
     (tmp_path / "full" / "mine.txt").write_text("text", encoding="utf-8")
     arguments = overrides({**SHORT, **distill_settings(student), "train.num_train_epochs": "null"})
     done = run_here("distill", RECIPE, "--write", tmp_path / "full", *arguments, cwd=tmp_path)
-    assert done.code == 2 and "is not empty" in done.err
+    assert done.code == 2 and "is not an empty folder" in done.err
 
 
 def test_without_write_the_command_trains(student, tmp_path):

@@ -64,7 +64,7 @@ HARMS = {
     "a bit": (lambda folder: flip_a_bit(folder / "weights"), "weights is not what was written"),
     "the end": (lambda folder: (folder / "weights").write_bytes(b"half"), "weights has 4 bytes instead of 2048"),
     "the file": (lambda folder: (folder / "weights").unlink(), "weights is missing"),
-    "a file that is a folder": (lambda folder: make_a_folder(folder / "weights"), "weights cannot be read (Is a d"),
+    "a file that is a folder": (lambda folder: make_a_folder(folder / "weights"), "weights is not a regular file"),
     "progress.json": (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing"),
     "a bit of progress.json": (lambda folder: flip_a_bit(folder / "progress.json"), "progress.json "),
     **{
