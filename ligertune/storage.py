@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -275,17 +274,20 @@ def _in_order(lines: list[tuple[int, str]]) -> Iterator[bool]:
     that says the same is damage, too: tokens and evaluations would count twice.
     """
     lowest_ends: list[int] = []  # [n]: the lowest step that ends a series of n + 1 lines
-    lengths = []
-    for step, _ in lines:
+    piles: list[list[int]] = []  # [n]: the lines that end one, whose steps decrease
+    for index, (step, _) in enumerate(lines):
         place = bisect.bisect_right(lowest_ends, step)
-        lowest_ends[place : place + 1] = [step]
-        lengths.append(place)
-    kept = set()
-    wanted, limit = len(lowest_ends) - 1, math.inf
-    for index in range(len(lines) - 1, -1, -1):
-        if lengths[index] == wanted and lines[index][0] <= limit:
-            kept.add(index)
-            wanted, limit = wanted - 1, lines[index][0]
+        if place == len(piles):
+            piles.append([])
+            lowest_ends.append(step)
+        piles[place].append(index)
+        lowest_ends[place] = step
+    kept: set[int] = set()
+    limit = lowest_ends[-1] if lines else 0
+    for pile in reversed(piles):
+        index = next(index for index in pile if lines[index][0] <= limit)
+        kept.add(index)
+        limit = lines[index][0]
     said: set[tuple[int, str]] = set()
     for index, line in enumerate(lines):
         is_right = index in kept and not (line[1] and line in said)

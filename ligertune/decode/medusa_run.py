@@ -17,7 +17,7 @@ from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
 from ligertune.planning.precision import choose_precision
-from ligertune.planning.preflight import check_heads_path
+from ligertune.planning.preflight import check_heads_path, check_run_files
 from ligertune.tasks.medusa.candidate_tree import best_paths, chain
 from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_heads, write_choices, write_heads
 from ligertune.tasks.medusa.medusa_model import MedusaModel, attach_heads
@@ -122,6 +122,7 @@ def report_on(options: RunOptions) -> MedusaReport:
     """Measure the heads in `output_dir` on the recipe's held-out data; rewrite their tree and the report."""
     folder, machine = Path(options.checkpoint.output_dir) / "medusa", this_machine()
     check_heads_path(str(folder), key="checkpoint.output_dir")
+    check_run_files(folder.parent)
     hide_loading_bars()
     build = options.build
     spec = build.model.model_copy(update={"model_name_or_path": base_model_of(folder, HeadsConfig.read(folder))})

@@ -43,8 +43,9 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
         if version not in readers:
             raise ValueError(f"version {version[0]}.{version[1]} of the format")
         return readers[version](file)
-    # numpy evaluates the header as a Python literal
-    except (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # numpy tokenizes the header and evaluates it as a Python literal
         reason = (str(error).splitlines() or [type(error).__name__])[0][:80]
         raise DamagedFileError(f"is not a .npy file: {reason}") from None
 

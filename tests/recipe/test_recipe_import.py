@@ -280,7 +280,7 @@ def test_other_files_are_refused(text, words, imported):
 def test_an_invalid_dataset_info_is_refused(imported, tmp_path):
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "dataset_info.json").write_text("{")
-    with pytest.raises(UserError, match=r"dataset_info\.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"dataset_info\.json is not a valid JSON file"):
         imported(LLAMA_FACTORY)
 
 

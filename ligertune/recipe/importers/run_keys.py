@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ligertune.checked_files import DamagedFileError, parse_json
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.objectives import nested
 from ligertune.recipe.importers.peer_datasets import evaluates

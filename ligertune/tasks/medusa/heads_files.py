@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ligertune.checked_files import DamagedFileError, read_json_value
+from ligertune.checked_files import DamagedFileError, parse_fields, read_json_value
 from ligertune.errors import UserError
 from ligertune.models.model_files import ModelOrigin, read_json
 from ligertune.models.save import write_prompt
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = HEADS_FILES
 CHOICES = "medusa_choices.json"
 # The largest published trees have 64 nodes and ranks up to 9. A tree of N nodes has an N x N mask.
-MAX_PATHS, MAX_RANK = 4096, 1023
+MAX_PATHS = 4096
+MAX_SIZE = 2**24  # as in the sizes of a configuration
+MAX_RANKS = 1024
 SAVED_HEADS = ModelOrigin("Medusa heads", "add --trust-remote-code")
 
 
@@ -84,13 +86,14 @@ class HeadsConfig:
                 hint="It must describe Medusa heads, not a whole model; the heads of a run are in its folder medusa/.",
             )
         defaults = {"original_lm_head": found.get("version") == "2", "torch_dtype": "float32"}
-        known = {f.name: found[f.name] for f in dataclasses.fields(HeadsConfig) if f.name in found}
         for name in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"):
-            if type(found[name]) is not int or found[name] < 1:
+            if type(found[name]) is not int or not 1 <= found[name] <= MAX_SIZE:
                 raise SAVED_HEADS.error(f"{path}: {name} must be a whole number above 0.")
-        if not isinstance(found["base_model_name_or_path"], str):
-            raise SAVED_HEADS.error(f"{path}: base_model_name_or_path must be a text.")
-        return HeadsConfig(**{**defaults, **known})
+        given = {name: value for name, value in found.items() if value is not None}
+        try:
+            return parse_fields(HeadsConfig, {**defaults, **given})
+        except DamagedFileError as error:
+            raise SAVED_HEADS.error(f"{path} {error}.") from error
 
 
 def fingerprint_of(weight: Tensor) -> str:
@@ -187,15 +190,21 @@ def read_choices(folder: Path, num_heads: int) -> list[TreePath]:
         raise SAVED_HEADS.error(f"{path} cannot be read: {error.strerror}.") from error
     except DamagedFileError as error:
         raise SAVED_HEADS.error(f"{path} must hold lists of ranks, and {error}.") from error
-    if not isinstance(paths, list) or not all(map(_is_path, paths)):
-        raise SAVED_HEADS.error(f"{path} must hold lists of ranks: whole numbers from 0 to {MAX_RANK}.")
-    if len(paths) > MAX_PATHS:
-        raise SAVED_HEADS.error(f"{path} holds {len(paths):,} paths, and a tree has at most {MAX_PATHS:,}.")
-    return [tuple(ranks) for ranks in paths]
+    ranks = min(MAX_RANKS, HeadsConfig.read(folder).vocab_size)
+    if not isinstance(paths, list) or not all(_is_path(one, num_heads, ranks) for one in paths):
+        raise SAVED_HEADS.error(
+            f"{path} must hold lists of ranks: 1 to {num_heads} whole numbers from 0 to {ranks - 1} each."
+        )
+    found = [tuple(one) for one in paths]
+    if not 0 < len(found) <= MAX_PATHS or not {one[:-1] for one in found} <= {(), *found}:
+        raise SAVED_HEADS.error(f"{path} must hold 1 to {MAX_PATHS} paths, and the beginnings of each.")
+    return found
 
 
-def _is_path(ranks: Any) -> bool:
-    return isinstance(ranks, list) and all(type(rank) is int and 0 <= rank <= MAX_RANK for rank in ranks)
+def _is_path(value: Any, num_heads: int, ranks: int) -> bool:
+    if not isinstance(value, list) or not 1 <= len(value) <= num_heads:
+        return False
+    return all(type(rank) is int and 0 <= rank < ranks for rank in value)
 
 
 def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
