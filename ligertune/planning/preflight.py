@@ -31,6 +31,8 @@ MADE_BEFORE_TRAINING = (
     "reference",
 )
 
+WRITTEN_WHOLE = ("model", "best")  # folders that are written under another name, and renamed
+
 HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 
 
@@ -56,7 +58,8 @@ def check_output_dir(section: CheckpointSpec) -> None:
 def check_run_files(folder: Path) -> None:
     """Raise UserError if something in output_dir is in the way of a file or folder of the run.
 
-    Links to files are replaced when the file is written. Links to folders are refused: a run writes into these.
+    Links to files, and to the folders that are written whole, are replaced when their time comes. Links to the other
+    folders are refused: a run writes into these.
     """
     for name in RUN_FILES:
         path = folder / name
@@ -64,7 +67,7 @@ def check_run_files(folder: Path) -> None:
             continue
         if "." in name:
             check_replaceable(path)
-        elif path.is_symlink() or not path.is_dir():
+        elif not path.is_dir() or (path.is_symlink() and name not in WRITTEN_WHOLE):
             raise UserError(
                 f"checkpoint.output_dir: {path} is {kind_of(path)}, and the run writes a folder there.",
                 hint="Remove it, or name another output_dir.",

@@ -188,3 +188,31 @@ def test_only_the_process_that_registered_an_action_runs_it_before_leaving(tmp_p
         ends[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert ends == {"child": 0, "process": 130}
     assert [path.name for path in tmp_path.iterdir()] == ["process"]
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, LOCK_FILE + run_lock.TAKEOVER])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (os.mkfifo, "a named pipe"),
+        (os.mkdir, "a folder"),
+        (lambda path: path.symlink_to("none"), "a link to none"),
+        (lambda path: path.symlink_to("/dev/zero"), "a link to /dev/zero"),
+        (lambda path: path.symlink_to("mine"), "a link to mine"),
+    ],
+    ids=["pipe", "folder", "dangling link", "device", "link"],
+)
+def test_a_lock_that_is_no_file_is_refused_and_left_alone(make, what, name, tmp_path):
+    """A pipe would be waited for, and a dangling link counts as released and can never be created."""
+    (tmp_path / "mine").write_text("mine")
+    if name != LOCK_FILE:
+        leave(tmp_path, processes={ended_process(): 0})
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"the lock .*/{name} is {what}, and not the file that a run makes"), \
+            locked_folder(tmp_path):  # fmt: skip
+        raise AssertionError("two runs would write here")
+    if name == LOCK_FILE:
+        with pytest.raises(UserError, match="and not the file that a run makes"):
+            check_not_in_use(tmp_path)
+    assert os.path.lexists(tmp_path / name) and (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "none").exists()
