@@ -36,10 +36,10 @@ def read_json_value(path: Path, *, most: int = MAX_JSON_BYTES) -> Any:
         text = file.read(most + 1)
     if len(text) > most:
         raise DamagedFileError(f"has more than {most >> 20} MiB")
-    return parse_json(text)
+    return parse_json_text(text)
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json_text(text: bytes | str) -> Any:
     """Return the value of a JSON text. Raises DamagedFileError, also for one that is nested too deeply."""
     try:
         found = json.loads(text)
@@ -73,7 +73,7 @@ def read_fields(kind: type[T], path: Path) -> T:
 def parse_fields(kind: type[T], values: Any) -> T:
     """Return the dataclass `kind` from a JSON object, whose other keys are left out. Raises DamagedFileError.
 
-    The types are those of its annotations: str, bool, int, float, and one of them or None. Numbers are finite. A field
+    The types are those of its annotations: str, bool, int, float, literals, and one of them or None. Numbers are finite. A field
     with metadata {"range": (smallest, largest)} must lie in it.
     """
     if not isinstance(values, dict):
@@ -95,6 +95,8 @@ def parse_fields(kind: type[T], values: Any) -> T:
 def _fits(value: Any, hint: Any, smallest: float, largest: float) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, one, smallest, largest) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
     if hint is float:
         return is_number(value) and smallest <= value <= largest
     if hint is int:

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
 
-from ligertune.checked_files import DamagedFileError, check_line, open_regular, parse_json, read_json_value
+from ligertune.checked_files import DamagedFileError, check_line, open_regular, parse_json_text, read_json_value
 from ligertune.errors import UserError, format_bytes
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -98,11 +98,11 @@ def check_replaceable(path: Path) -> None:
     is_dangling = path.is_symlink() and not path.exists()
     if is_stream or not (is_dangling or path.is_file()):
         raise UserError(
-            f"{path} is {kind_of(path)}, and nothing is written there.", hint="Remove it, or name another place."
+            f"{path} is {name_kind(path)}, and nothing is written there.", hint="Remove it, or name another place."
         )
 
 
-def kind_of(path: Path) -> str:
+def name_kind(path: Path) -> str:
     """Return what a path is: "a folder", "a named pipe", "a link to /elsewhere"."""
     if path.is_symlink():
         return f"a link to {os.readlink(path)}"
@@ -257,7 +257,7 @@ def _metrics_lines(path: Path) -> list[tuple[int, dict | None]]:
 
 def _parse_line(text: bytes) -> dict | None:
     try:
-        return check_line(parse_json(text))
+        return check_line(parse_json_text(text))
     except DamagedFileError:
         return None
 

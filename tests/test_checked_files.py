@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
@@ -15,6 +16,7 @@ class Record:
     share: float
     parent: str | None = None
     is_last: bool = False
+    kind: Literal["a", "b"] = "a"
 
 
 RIGHT = {"name": "n", "count": 3, "share": 1, "unknown": []}
@@ -23,7 +25,9 @@ RIGHT = {"name": "n", "count": 3, "share": 1, "unknown": []}
 def test_a_record_is_read_with_its_types():
     found = parse_fields(Record, RIGHT)
     assert found == Record("n", 3, 1.0) and type(found.share) is float
-    assert parse_fields(Record, {**RIGHT, "parent": "p", "is_last": True}) == Record("n", 3, 1.0, "p", True)
+    assert parse_fields(Record, {**RIGHT, "parent": "p", "is_last": True, "kind": "b"}) == Record(
+        "n", 3, 1.0, "p", True, "b"
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,7 @@ def test_a_record_is_read_with_its_types():
     [
         {"name": 1}, {"name": None}, {"count": 0}, {"count": 101}, {"count": 3.0}, {"count": "3"}, {"count": True},
         {"count": 10**400}, {"share": float("nan")}, {"share": float("inf")}, {"share": 10**400}, {"share": "x"},
-        {"share": True}, {"parent": 1}, {"parent": []}, {"is_last": 0}, {"name": {"a": [1]}},
+        {"share": True}, {"kind": "c"}, {"kind": []}, {"parent": 1}, {"parent": []}, {"is_last": 0}, {"name": {"a": [1]}},
     ],
     ids=lambda change: str(change)[:30],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ligertune.checked_files import DamagedFileError, read_fields
 from ligertune.compare.side import Side
 from ligertune.errors import UserError
 from ligertune.hardware import is_main_process
@@ -156,10 +157,13 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
 
 def _failure(folder: Path, code: int) -> Failure:
     """Return the failure that a rank wrote to a file; else the signal, or the last line of the log."""
-    written = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("failure-*.json"))]
+    written = []
+    for path in sorted(folder.glob("failure-*.json")):
+        with contextlib.suppress(DamagedFileError):  # of a rank that was killed
+            written.append(read_fields(Failure, path))
     if written:
         # the other ranks fail later, with an error of the communication library
-        return Failure(**next((failure for failure in written if failure["kind"] == "out of memory"), written[0]))
+        return next((failure for failure in written if failure.kind == "out of memory"), written[0])
     if code == -signal.SIGKILL:
         return Failure("error", "killed by SIGKILL; the system does so if host memory runs out")
     lines = [line for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines() if line.strip()]

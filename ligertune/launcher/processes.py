@@ -33,7 +33,7 @@ from ligertune.launcher.signals import (
     say,
     stopped_by,
 )
-from ligertune.storage import newest_checkpoint, write_json
+from ligertune.storage import newest_checkpoint, read_object, write_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -169,8 +169,8 @@ def exit_code(plan: Plan, exits: list[RankExit], received: list[int]) -> int | N
     received: signals that the launcher forwarded.
     """
     if not exits:  # a stopped rank exits with 0, or torch would end those that still write
-        report = json.loads((plan.output_dir / "report.json").read_text(encoding="utf-8"))
-        return 130 if report["status"] == "interrupted" else 0
+        report = read_object(plan.output_dir / "report.json") or {}
+        return 130 if report.get("status") == "interrupted" else 0
     left = [one.code == 130 for one in exits]  # by a second Ctrl-C, or by a signal before the first step
     # Without a forwarded signal, torch ends the ranks that outlive a failed one, and they may exit with 130, too.
     if all(left) or (received and any(left)):

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ligertune.errors import UserError, format_duration
 from ligertune.launcher.signals import before_leaving, say
-from ligertune.storage import kind_of, utc_now
+from ligertune.storage import name_kind, utc_now
 
 LOCK_FILE = ".run.lock"
 SIGN_OF_LIFE = 15.0  # seconds between two renewals
@@ -119,7 +119,7 @@ def _check_regular(path: Path) -> None:
     """Raise UserError for a lock that is a link, a pipe or a folder: no run made it, and it never counts as ended."""
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise UserError(
-            f"checkpoint.output_dir: the lock {path} is {kind_of(path)}, and not the file that a run makes.",
+            f"checkpoint.output_dir: the lock {path} is {name_kind(path)}, and not the file that a run makes.",
             hint="Remove it if no run uses the folder, or name another folder.",
         )
 

@@ -12,7 +12,7 @@ from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
-from ligertune.storage import check_replaceable, damaged_lines, kind_of, newest_checkpoint, read_metrics
+from ligertune.storage import check_replaceable, damaged_lines, name_kind, newest_checkpoint, read_metrics
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
@@ -41,7 +41,7 @@ def check_output_dir(section: CheckpointSpec) -> None:
     folder = Path(section.output_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise UserError(f"checkpoint.output_dir: {existing} is {kind_of(existing)}.", hint="Name a folder.")
+        raise UserError(f"checkpoint.output_dir: {existing} is {name_kind(existing)}.", hint="Name a folder.")
     if not section.overwrite:
         check_run_files(folder)
     held = [name for name in RUN_FILES if (folder / name).exists()] if has_trained(folder) else []
@@ -69,7 +69,7 @@ def check_run_files(folder: Path) -> None:
             check_replaceable(path)
         elif not path.is_dir() or (path.is_symlink() and name not in WRITTEN_WHOLE):
             raise UserError(
-                f"checkpoint.output_dir: {path} is {kind_of(path)}, and the run writes a folder there.",
+                f"checkpoint.output_dir: {path} is {name_kind(path)}, and the run writes a folder there.",
                 hint="Remove it, or name another output_dir.",
             )
 
@@ -180,12 +180,12 @@ def check_out_folder(folder: Path, option: str, *, may_hold: Collection[str] | N
     _check_names(folder, option)
     if os.path.lexists(folder):
         if not folder.is_dir():
-            raise UserError(f"{option}: {folder} is {kind_of(folder)}, and not a folder.", hint=hint)
+            raise UserError(f"{option}: {folder} is {name_kind(folder)}, and not a folder.", hint=hint)
         if may_hold is not None and any(path.name not in may_hold for path in folder.iterdir()):
             raise UserError(f"{option}: {folder} exists and is not an empty folder.", hint=hint)
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise UserError(f"{option}: {folder} cannot be made: {existing} is {kind_of(existing)}.", hint=hint)
+        raise UserError(f"{option}: {folder} cannot be made: {existing} is {name_kind(existing)}.", hint=hint)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"{option}: {folder} cannot be made: {existing} cannot be written to.", hint=hint)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ligertune.checked_files import DamagedFileError, parse_json
+from ligertune.checked_files import DamagedFileError, parse_json_text
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.objectives import nested
 from ligertune.recipe.importers.peer_datasets import evaluates
@@ -121,7 +121,7 @@ def _schedule(work: Import) -> None:
         work.put("train.warmup_ratio", data.pop("warmup_steps"), "warmup_steps")
     if isinstance(options, str):  # as on a command line
         try:
-            options = parse_json(options)
+            options = parse_json_text(options)
         except DamagedFileError:
             return
     if isinstance(options, dict):
