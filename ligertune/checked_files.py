@@ -73,8 +73,8 @@ def read_fields(kind: type[T], path: Path) -> T:
 def parse_fields(kind: type[T], values: Any) -> T:
     """Return the dataclass `kind` from a JSON object, whose other keys are left out. Raises DamagedFileError.
 
-    The types are those of its annotations: str, bool, int, float, literals, and one of them or None. Numbers are finite. A field
-    with metadata {"range": (smallest, largest)} must lie in it.
+    The types are those of its annotations: str, bool, int, float, literals, and one of them or None. Numbers are
+    finite. A field with metadata {"range": (smallest, largest)} must lie in it.
     """
     if not isinstance(values, dict):
         raise DamagedFileError("does not hold an object {...}")

@@ -35,7 +35,8 @@ def test_a_record_is_read_with_its_types():
     [
         {"name": 1}, {"name": None}, {"count": 0}, {"count": 101}, {"count": 3.0}, {"count": "3"}, {"count": True},
         {"count": 10**400}, {"share": float("nan")}, {"share": float("inf")}, {"share": 10**400}, {"share": "x"},
-        {"share": True}, {"kind": "c"}, {"kind": []}, {"parent": 1}, {"parent": []}, {"is_last": 0}, {"name": {"a": [1]}},
+        {"share": True}, {"kind": "c"}, {"kind": []}, {"parent": 1}, {"parent": []}, {"is_last": 0},
+        {"name": {"a": [1]}},
     ],
     ids=lambda change: str(change)[:30],
 )  # fmt: skip

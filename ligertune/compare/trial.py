@@ -87,8 +87,9 @@ class Trial:
 
 def run_trial(recipe: Recipe, side: Side, repeat: int, options: TrialOptions, folder: Path) -> Trial:
     """Train the recipe's warm-up and the measured steps in new processes that write to `folder`."""
-    if folder.is_symlink():  # of a folder that someone else made: nothing is written outside of --out
-        folder.unlink()
+    for place in (folder.parent, folder, folder / "run"):  # run/ is cleared: it must not be someone's run elsewhere
+        if place.is_symlink() and place != options.folder:
+            place.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     path, warmup = folder / "recipe.yaml", recipe.report.warmup_steps
     write_text(path, dump_recipe(trial_recipe(recipe, side, warmup + options.steps, folder / "run")))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ligertune.errors import UserError
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
-from ligertune.storage import MetricsFile, utc_now
+from ligertune.storage import MetricsFile, check_replaceable, utc_now
 from ligertune.tasks.task import Measures
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum
@@ -185,6 +185,9 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
         yield lambda: None
         return
     folder.mkdir(exist_ok=True)
+    for name in ("trace.json", "memory.pickle"):  # torch writes through a link
+        check_replaceable(folder / name)
+        (folder / name).unlink(missing_ok=True)
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     with contextlib.ExitStack() as stack:

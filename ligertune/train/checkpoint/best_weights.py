@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ligertune.errors import UserError
 from ligertune.storage import new_folder, read_object, write_json, writing
 from ligertune.train.checkpoint.checkpoint_record import difference, file_checksums
+from ligertune.train.checkpoint.load_checkpoint import explain_unusable
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_weights, trained
 from ligertune.train.distributed import full_state_dict, is_sharded
 
@@ -46,9 +47,10 @@ def load_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> t
             exit_code=1,
         )
     step = read_object(folder / RECORD)["step"]
-    if is_sharded(accelerator):
-        return step, load_file(folder / FILE)
-    load_trained(accelerator.unwrap_model(model), folder / FILE)
+    with explain_unusable(folder):
+        if is_sharded(accelerator):
+            return step, load_file(folder / FILE)
+        load_trained(accelerator.unwrap_model(model), folder / FILE)
     return step, None
 
 
@@ -58,11 +60,8 @@ def damage_of_best(output_dir: Path) -> str | None:
     record = read_object(folder / RECORD)
     if record is None:
         return f"{folder / RECORD} is missing or damaged"
-    try:
-        sums = tuple(int(number) for number in record["files"][FILE])
-        step = record["step"]
-    except (TypeError, ValueError, LookupError):
+    files = record.get("files")
+    sums = files.get(FILE) if isinstance(files, dict) else None
+    if not isinstance(sums, list) or [type(number) for number in (record.get("step"), *sums)] != [int, int, int]:
         return f"{folder / RECORD} is damaged"
-    if type(step) is not int or len(sums) != 2:
-        return f"{folder / RECORD} is damaged"
-    return difference(folder, {FILE: sums})
+    return difference(folder, {FILE: tuple(sums)})

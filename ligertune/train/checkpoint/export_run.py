@@ -35,6 +35,7 @@ from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import MODEL_FILES, SavedModel, find_saved_model
 from ligertune.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.train.checkpoint.checkpoint_record import damage_of
+from ligertune.train.checkpoint.load_checkpoint import explain_unusable
 from ligertune.train.checkpoint.model_card import CARD, write_card
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained
 
@@ -182,16 +183,17 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
     prepare_config(config, build, SAVED_MODEL)
     model = whole_model(spec, config, origin=SAVED_MODEL, **through(build.method.stored_as))
     model = apply_method(model, build.method, seed=build.seed)
-    if (folder / FILE).is_file():
-        load_trained(model, folder / FILE)
-    elif (folder / WEIGHTS).is_file():
-        load_checkpoint_in_model(model, str(folder))
-        model.tie_weights()  # a checkpoint stores tied weights once
-    else:
+    if not any((folder / name).is_file() for name in (FILE, WEIGHTS)):
         raise UserError(
             f"--checkpoint: {folder} holds the shards of several ranks.",
             hint="Resume the run with --resume to its end; its model is then written whole.",
         )
+    with explain_unusable(folder):
+        if (folder / FILE).is_file():
+            load_trained(model, folder / FILE)
+        else:
+            load_checkpoint_in_model(model, str(folder))
+            model.tie_weights()  # a checkpoint stores tied weights once
     return model
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ligertune.errors import UserError
 from ligertune.tasks.medusa.heads import MedusaHeads
-from ligertune.tasks.medusa.heads_files import fingerprint_of, read_choices, read_heads, write_heads
+from ligertune.tasks.medusa.heads_files import HeadsConfig, fingerprint_of, read_choices, read_heads, write_heads
 
 HEADS, LAYERS, HIDDEN, VOCAB = 2, 2, 64, 128
 BLOCKS = {
@@ -165,3 +165,35 @@ def test_a_fingerprint_is_of_the_whole_output_head():
     head = torch.randn(100, 64)
     other = torch.cat([head[:50], torch.randn(50, 64)])
     assert fingerprint_of(head) == fingerprint_of(head.bfloat16()) != fingerprint_of(other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "{}", "null", "[0]", "[[]]", "[[0], [0, 0], [0, 0, 0, 0, 0, 0]]", "[[-1]]", "[[1000000000]]", "[[0.5]]",
+        "[[true]]", "[[0, 1]]", "[[0], [1, 0]]", '[["0"]]', "[" * 100_000, json.dumps([[0]] * 5000), f"[[{VOCAB}]]",
+        "[[" + "9" * 400 + "]]",
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_a_tree_that_cannot_be_decoded_with_is_one_sentence(text, write):
+    folder, _ = write()
+    (folder / "medusa_choices.json").write_text(text)
+    with pytest.raises(UserError, match=r"^Medusa heads: .*medusa_choices\.json must hold "):
+        read_choices(folder, HEADS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": 10**400}, {"medusa_num_heads": 2**40}, {"hidden_size": True}, {"torch_dtype": 3},
+        {"base_model_fingerprint": []}, {"original_lm_head": "yes"}, {"base_model_name_or_path": {}},
+    ],
+    ids=lambda change: str(change)[:30],
+)  # fmt: skip
+def test_a_description_of_heads_with_wrong_values_is_one_sentence(change, write):
+    folder, _ = write()
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=rf"^Medusa heads: .*config\.json.* {next(iter(change))}"):
+        HeadsConfig.read(folder)

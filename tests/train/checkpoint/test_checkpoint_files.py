@@ -1,6 +1,7 @@
 """Checkpoint folders: the newest by number, damage to all that a resumed run reads, and checkpoints of another run."""
 
 import json
+import os
 import shutil
 import zlib
 from dataclasses import replace
@@ -15,7 +16,7 @@ from row_files import flip_a_bit
 from ligertune.errors import UserError
 from ligertune.planning.options import MethodOptions
 from ligertune.storage import newest_checkpoint, read_metrics
-from ligertune.train.checkpoint.best_weights import load_best, save_best
+from ligertune.train.checkpoint.best_weights import damage_of_best, load_best, save_best
 from ligertune.train.checkpoint.checkpoint_files import complete
 from ligertune.train.checkpoint.choose_checkpoint import resume_folder
 from ligertune.train.checkpoint.load_checkpoint import check_unfinished, saved_progress
@@ -235,3 +236,48 @@ def test_early_stopping_follows_from_the_losses():
     assert [stopping.add(loss) for loss in (1.5, 1.6)] == [False, False]  # equal is not lower
     assert stopping.should_stop and stopping.best == 1.5
     assert not EarlyStopping(None, [1.0] * 50).should_stop
+
+
+def forge(folder: Path, **changes: object) -> None:
+    """Change a record, with the checksum that belongs to it."""
+    values = {**json.loads((folder / "progress.json").read_text()), **changes}
+    values.pop("crc32")
+    crc = zlib.crc32(json.dumps(values, sort_keys=True).encode())
+    (folder / "progress.json").write_text(json.dumps({**values, "crc32": crc}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": -5}, "progress.json holds a wrong step"),
+        ({"files": {"weights": 3}}, "progress.json holds wrong files"),
+        ({"files": {"weights": [2048]}}, "progress.json holds wrong files"),
+        ({"files": {"weights": [2048, 10**400]}}, "progress.json holds wrong files"),
+        ({"files": {"../../../etc/passwd": [1, 1]}}, "names a file outside of the checkpoint"),
+        ({"files": {"/etc/passwd": [1, 1]}}, "names a file outside of the checkpoint"),
+        ({"files": {"pipe": [0, 0]}}, "pipe is not a regular file"),
+        ({"files": {"zero": [0, 0]}}, "zero is not a regular file"),
+        ({"files": {"hole": [5, 0]}}, "hole has 1099511627776 bytes instead of 5"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_forged_record_is_damage_and_nothing_endless_is_read(changes, words, saved):
+    plan, folder = saved(2, 4)
+    os.mkfifo(folder / "step-4" / "pipe")
+    (folder / "step-4" / "zero").symlink_to("/dev/zero")
+    with (folder / "step-4" / "hole").open("wb") as file:
+        file.truncate(2**40)
+    forge(folder / "step-4", **changes)
+    found, notes = resume_folder(plan)
+    assert found == folder / "step-2" and words in notes[0]
+
+
+@pytest.mark.parametrize(
+    "record", [{}, {"step": "6"}, {"files": []}, {"files": {"trained.safetensors": [1e999, 0]}}, {"step": None}]
+)
+def test_a_damaged_record_of_the_best_weights_is_said(record, saved):
+    plan, _ = saved(4)
+    save_best(Accelerator(cpu=True), torch.nn.Linear(3, 2), plan.output_dir, step=6, loss=1.0)
+    path = plan.output_dir / "best" / "best.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **record} if record else {}))
+    assert damage_of_best(plan.output_dir) == f"{path} is damaged"
