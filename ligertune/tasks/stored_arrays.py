@@ -63,5 +63,7 @@ class RowWriter:
         """Write rows at these indices. Raises OSError on a full disk, at the latest when the file is closed."""
         breaks = np.flatnonzero(np.diff(places) != 1) + 1  # places of an example follow each other
         for part, values in zip(np.split(places, breaks), np.split(rows, breaks), strict=True):
+            if not len(part):  # of no rows, `split` makes one empty part
+                continue
             self._file.seek(self._start + int(part[0]) * self._row_bytes)
             self._file.write(np.ascontiguousarray(values, self._dtype).tobytes())

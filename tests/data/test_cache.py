@@ -1,5 +1,6 @@
 """Cache of prepared data: keyed by content, complete or absent, and made once by any number of processes."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -98,6 +99,13 @@ def test_data_of_a_template_with_a_date_is_cached_for_a_day(home, rows, prepared
     assert not is_cached(prepared(rows, prompt_template=str(file)))
 
 
+def change_about(meta: Path) -> None:
+    """Change what is reported about the rows, which the arrays' hashes do not contain."""
+    values = json.loads(meta.read_text())
+    values["about"]["counts"] = {"rows_read": "many"}
+    meta.write_text(json.dumps(values))
+
+
 DAMAGE = {
     "flipped bit": lambda entry: flip_a_bit(entry / "input_ids"),
     "flipped bit of the lengths": lambda entry: flip_a_bit(entry / "lengths"),
@@ -106,6 +114,11 @@ DAMAGE = {
     "missing meta": lambda entry: (entry / "meta.json").unlink(),
     "meta cut off": lambda entry: os.truncate(entry / "meta.json", 40),
     "empty meta": lambda entry: (entry / "meta.json").write_text("{}"),
+    "a list as meta": lambda entry: (entry / "meta.json").write_text("[]"),
+    "deep meta": lambda entry: (entry / "meta.json").write_text("[" * 100_000),
+    "changed meta": lambda entry: change_about(entry / "meta.json"),
+    "a pipe as meta": lambda entry: ((entry / "meta.json").unlink(), os.mkfifo(entry / "meta.json")),
+    "a pipe as lengths": lambda entry: ((entry / "lengths").unlink(), os.mkfifo(entry / "lengths")),
 }
 
 
