@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ligertune.checked_files import parse_json_text
 from ligertune.errors import UserError, format_duration
 from ligertune.launcher.signals import before_leaving, say
 from ligertune.storage import name_kind, utc_now
@@ -64,11 +65,11 @@ class RunHolder:
         with path.open("rb") as file:
             text = file.read(FIRST_BLOCK)
         try:
-            found = json.loads(text)
+            found = parse_json_text(text)
             processes = {int(pid): int(start) for pid, start in found["processes"].items()}
             words = [str(found[name]) for name in ("token", "host", "place", "started")]
             return cls(*words, processes) if processes else None
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ArithmeticError, ValueError, TypeError, LookupError, AttributeError):
             return None
 
     @property

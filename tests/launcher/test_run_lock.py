@@ -216,3 +216,26 @@ def test_a_lock_that_is_no_file_is_refused_and_left_alone(make, what, name, tmp_
             check_not_in_use(tmp_path)
     assert os.path.lexists(tmp_path / name) and (tmp_path / "mine").read_text() == "mine"
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 60_000,
+        "[]",
+        "{",
+        '{"processes": {"1": 1e999}}',
+        '{"processes": {"x": 1}}',
+        '{"processes": []}',
+        "9" * 5000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_lock_counts_as_that_of_a_run_that_just_starts(text, tmp_path):
+    (tmp_path / LOCK_FILE).write_text(text)
+    with pytest.raises(UserError, match="is in use by a run \\(another process that is just starting"):
+        check_not_in_use(tmp_path)
+    old = time.time() - 2 * ENDED_AFTER
+    os.utime(tmp_path / LOCK_FILE, (old, old))
+    with locked_folder(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == platform.node()

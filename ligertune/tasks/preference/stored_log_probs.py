@@ -94,7 +94,7 @@ def _model_identity(plan: Plan) -> list[Any]:
     if not folder.is_dir():
         return [model.model_name_or_path, _hub_commit(model), model.num_hidden_layers, seed]
     endings = (".json",) if seed is not None else (".json", *ENDINGS)
-    files = sorted(file for file in folder.iterdir() if file.suffix in endings)
+    files = sorted(file for file in folder.iterdir() if file.suffix in endings and file.is_file())
     return [[(file.name, _digest(file)) for file in files], model.num_hidden_layers, seed]
 
 
