@@ -1,0 +1,1 @@
+"""The warning about host memory against numbers by hand."""

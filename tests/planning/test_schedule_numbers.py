@@ -1,0 +1,1 @@
+"""Intervals, rates and decays of the plan against numbers by hand."""

@@ -1,0 +1,1 @@
+"""Numbers of the report and of its charts against numbers by hand."""

@@ -1,0 +1,1 @@
+"""Evaluations, best weights, early stopping and counted work, in one run and in a resumed one."""

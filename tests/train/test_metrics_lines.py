@@ -1,0 +1,1 @@
+"""Lines of metrics.jsonl against counts by hand."""
