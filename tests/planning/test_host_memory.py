@@ -1,1 +1,0 @@
-"""The warning about host memory against numbers by hand."""

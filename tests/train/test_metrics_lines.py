@@ -1,1 +1,0 @@
-"""Lines of metrics.jsonl against counts by hand."""
