@@ -1,15 +1,18 @@
 """Numbers of the report and of its charts against numbers by hand."""
 
 import math
+import os
 import re
+import signal
 from dataclasses import replace
 
 import pytest
 from command_line import metrics
-from quickstart_runs import plan_run, train
+from quickstart_runs import plan_run, saves, train
 
 from ligertune.report.make_report import throughput
 from ligertune.report.svg_chart import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH, Series, line_chart
+from ligertune.run import run
 from ligertune.train.meter import Counts
 
 WORK = Counts(steps=4, tokens=600, padded_tokens=800, trained_tokens=300, flops=6e12)
@@ -45,6 +48,16 @@ def test_the_report_has_the_first_and_the_last_loss_and_the_sums_of_the_lines(fi
     assert report.loss_before_training == next(line for line in lines if line["step"] == 0)["loss_before_training"]
     assert report.eval_loss == [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
     assert report.status == "completed" and report.stopped_by is None
+
+
+def test_a_stopped_run_is_interrupted_and_says_by_what(tmp_path):
+    def stop(line: dict) -> None:
+        if line["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    report = run(plan_run(tmp_path, **saves(5)), stop)
+    assert (report.status, report.stopped_by) == ("interrupted", "SIGTERM")
+    assert report.steps < report.total_steps and report.model_path is None
 
 
 def test_rates_shares_and_mfu_are_those_by_hand(plan):

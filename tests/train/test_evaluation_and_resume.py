@@ -9,6 +9,7 @@ import pytest
 import torch
 from command_line import metrics
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from safetensors.torch import load_file
 
 from ligertune.run import run
 from ligertune.storage import MetricsFile, read_metrics
@@ -132,23 +133,30 @@ def test_neither_saving_nor_evaluating_counts_as_training_time(tmp_path, monkeyp
     assert all(line["seconds"] < 1000 for line in metrics(tmp_path / "run") if "seconds" in line)
 
 
-def test_measures_of_training_steps_survive_an_evaluation(tmp_path):
-    """A line of four steps, with an evaluation after each, has the mean accuracy of all four."""
-    (tmp_path / "pairs.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": f"Tell me {n}.", "chosen": "Once upon a time.", "rejected": "No " * (n + 1)}) + "\n"
-            for n in range(8)
-        )
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> dict:
+    """Settings of DPO on eight pairs."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": f"Tell me {n}.", "chosen": "Once upon a time.", "rejected": "No " * (n + 1)} for n in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"task": "dpo", "data.datasets.0.path": path, "data.datasets.0.max_samples": 8, "model.dtype": "float32"}
+
+
+def test_the_logged_norm_is_that_of_the_gradient_next_to_measures(pairs, quickstart, tmp_path):
+    """A step of SGD moves the weights by its rate times the gradient."""
+    changes = {"train.max_steps": 1, "train.optim": "sgd", "train.learning_rate": 0.01, "train.weight_decay": 0}
+    train(tmp_path, **pairs, **changes, **{"train.lr_scheduler_type": "constant", "train.max_grad_norm": 1e9})
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (quickstart / "stories260K", tmp_path / "run" / "model")
     )
-    changes = {
-        "task": "dpo",
-        "data.datasets.0.path": tmp_path / "pairs.jsonl",
-        "data.datasets.0.max_samples": 8,
-        "train.max_steps": 4,
-        "model.dtype": "float32",
-        "eval.eval_strategy": "steps",
-        "eval.eval_steps": 1,
-    }
+    moved = math.sqrt(sum(float((after[name] - before[name]).double().square().sum()) for name in after))
+    (line,) = [line for line in metrics(tmp_path / "run") if "grad_norm" in line]
+    assert line["grad_norm"] == pytest.approx(moved / 0.01, rel=1e-3)
+
+
+def test_measures_of_training_steps_survive_an_evaluation(pairs, tmp_path):
+    """A line of four steps, with an evaluation after each, has the mean margin of all four."""
+    changes = {**pairs, "train.max_steps": 4, "eval.eval_strategy": "steps", "eval.eval_steps": 1}
     report = train(tmp_path / "each", **changes)
     train(tmp_path / "together", **{**changes, "logging.logging_steps": 4})
     each = [line["rewards/margins"] for line in metrics(tmp_path / "each" / "run") if "rewards/margins" in line]
