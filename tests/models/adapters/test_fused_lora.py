@@ -15,6 +15,7 @@ from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.hardware import this_machine
 from ligertune.models.adapters.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.trainable import apply_method
+from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions, with_fused_lora
 from ligertune.recipe import load_recipe
@@ -162,8 +163,10 @@ def test_a_head_whose_adapter_is_off_has_the_loss_of_its_base():
     adapted = apply_method(model, method, seed=1, fused=True)
     randomise(adapted)
     assert adapted(input_ids=ids, labels=ids).loss.item() != pytest.approx(expected, rel=1e-3)
+    before = loss_counts(adapted).fused
     with adapted.disable_adapter():
         assert adapted(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-5)
+    assert loss_counts(adapted).fused == before + 1  # without logits
 
 
 @pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}], ids=str)
