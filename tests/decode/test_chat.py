@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from ligertune.decode.chat import Chat
-from ligertune.decode.generate import Decoding, TextPieces, generate_answer, load_model
+from ligertune.decode.generate import Decoding, TextPieces, encode_prompt, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.models.save import write_prompt
 from ligertune.planning.saved_model import check_can_generate, find_saved_model
@@ -98,6 +98,31 @@ def test_the_oldest_turns_leave_a_full_context(folder):
     with pytest.raises(UserError, match="the model's context is 512"):
         chat.ask("word " * 600)
     assert chat.ask("Short.")
+
+
+def test_a_prompt_leaves_room_for_an_answer_within_the_context(folder):
+    """The model reads and writes 512 tokens together; a quarter of them at most is kept free for an answer."""
+    loaded, written = load_model(str(folder("alpaca") / "model"), raw=False), []
+    chat = Chat(loaded, Decoding(300), lambda piece: None, lambda notice: None)
+    chat.history = [(f"Question {number}: " + "word " * 20, "An answer.") for number in range(12)]
+
+    def prompt() -> int:
+        return len(encode_prompt(loaded.tokenizer, "Short.", loaded.template, chat.history)[1])
+
+    assert prompt() > 512
+    chat.ask("Short.")
+    *kept, (_, answer) = chat.history
+    written = len(loaded.tokenizer(answer, add_special_tokens=False)["input_ids"])
+    chat.history = kept
+    assert prompt() + 128 <= 512 and prompt() + written <= 512 + 2  # decoding and encoding may differ by a token
+    chat.history = []
+    filling = next(text for n in range(1, 600) if _length(loaded, text := "x " * n) == 512)
+    with pytest.raises(UserError, match="has 512 tokens with its prompt, and the model's context is 512"):
+        chat.ask(filling)
+
+
+def _length(loaded, message: str) -> int:
+    return len(encode_prompt(loaded.tokenizer, message, loaded.template, [])[1])
 
 
 def test_ctrl_c_keeps_what_was_written(folder):

@@ -52,6 +52,14 @@ def test_too_little_host_memory_gives_a_note(planned):
     assert f"(train.gradient_checkpointing: offload_both, {each / GIB:.1f} GiB per process)" in note
 
 
+def test_memory_that_ranks_share_counts_once_and_that_of_each_process_for_each(planned):
+    plan = planned({**OFFLOAD_BOTH, **ASYNC_SAVE, "parallel.strategy": "ddp"})  # four such ranks on a host
+    each, once = (sum(sizes) for sizes in zip(*host_memory_parts(plan).values(), strict=True))
+    assert each and once
+    assert warn_of_host_memory(plan, processes=4, free=4 * each + once) == plan
+    assert warn_of_host_memory(plan, processes=4, free=4 * each + once - 1) != plan
+
+
 def test_the_note_names_every_key_that_needs_host_memory(planned):
     plan = planned({**OPTIM_OFFLOAD, **ASYNC_SAVE})
     needed = sum(map(sum, host_memory_parts(plan).values()))

@@ -61,3 +61,8 @@ def test_without_warmup_all_steps_are_measured(clock):
 
 def test_resident_memory_is_in_bytes():
     assert 100 << 20 < resident_peak_bytes() < 100 << 30  # torch alone takes more than 100 MiB
+
+
+def test_the_share_of_padding_is_that_of_the_slots_without_a_token():
+    assert Counts(tokens=30, padded_tokens=40).padding_share == 0.25
+    assert Counts(tokens=40, padded_tokens=40).padding_share == 0

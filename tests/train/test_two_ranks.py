@@ -35,22 +35,33 @@ def metrics(folder: Path) -> list[tuple]:
             or (line["eval_loss"],) for line in lines if "note" not in line and line["step"]]  # fmt: skip
 
 
+def loss_before_training(folder: Path) -> float:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return next(line["loss_before_training"] for line in lines if "loss_before_training" in line)
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> list[tuple]:
+def alone_folder(tmp_path_factory) -> Path:
     """One process, which accumulates four micro-batches per step."""
     folder = tmp_path_factory.mktemp("alone")
     train(folder, **SETTINGS)
-    return metrics(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(alone_folder) -> list[tuple]:
+    return metrics(alone_folder)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_train_as_one_process_which_can_resume_their_checkpoint(strategy, alone, tmp_path):
+def test_ranks_train_as_one_process_which_can_resume_their_checkpoint(strategy, alone, alone_folder, tmp_path):
     """Gradient norms are compared, too: AdamW's losses do not depend on the gradients' scale."""
     settings = {**SETTINGS, **saves(2)}
     on_ranks(2, lambda rank: train(tmp_path, **settings, **{"parallel.strategy": strategy}) and None)
     assert [len(line) for line in alone] == [4, 4, 4, 1, 4, 1]
     for found, expected in zip(metrics(tmp_path), alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+    assert loss_before_training(tmp_path) == pytest.approx(loss_before_training(alone_folder), rel=1e-5)
     unfinished(tmp_path)  # as if both ranks had been killed after step 2
     assert train(tmp_path, **settings, **RESUME).resumed_from == 2
     for found, expected in zip(metrics(tmp_path), alone, strict=True):

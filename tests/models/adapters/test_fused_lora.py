@@ -15,6 +15,7 @@ from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.hardware import this_machine
 from ligertune.models.adapters.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.trainable import apply_method
+from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions, with_fused_lora
 from ligertune.recipe import load_recipe
@@ -126,6 +127,46 @@ def test_pefts_own_code_runs_where_it_does_more(change, calls):
     with torch.no_grad():
         assert torch.equal(fused(x), usual(x))
     assert len(calls) == 2
+
+
+def test_the_bias_of_an_adapter_is_added():
+    """A LoRA layer with lora_bias adds a bias inside B, which the fused kernel has no term for."""
+    torch.manual_seed(0)
+    base = nn.Linear(E, F, dtype=torch.float64).requires_grad_(False)
+    made = LoraLinear(base, "default", peft.LoraConfig(r=R, lora_bias=True), r=R, lora_alpha=6)
+    made.cast_input_dtype_enabled = False
+    b = made.lora_B["default"]
+    nn.init.normal_(b.weight), nn.init.normal_(b.bias)
+    assert fuse_adapters(made) == 1
+    x = torch.randn(5, E, dtype=torch.float64)
+    low = x @ made.lora_A["default"].weight.t()
+    expected = base(x) + 6 / R * (low @ b.weight.t() + b.bias)
+    torch.testing.assert_close(made(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_float32_input_under_autocast_is_multiplied_in_the_dtype_of_autocast():
+    """As in peft: the output, the frozen product and the low-rank one are bfloat16."""
+    usual, fused = pair(dtype=torch.float32)
+    x = torch.randn(6, E)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found, expected = fused(x), usual(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+def test_a_head_whose_adapter_is_off_has_the_loss_of_its_base():
+    """The reference of a preference is the model with its adapters switched off."""
+    model, ids = tiny_models.make("llama"), torch.randint(3, 90, (2, 12))
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    patch(model)
+    method = MethodOptions(type="lora", lora_r=4, lora_target_modules=["lm_head"])
+    adapted = apply_method(model, method, seed=1, fused=True)
+    randomise(adapted)
+    assert adapted(input_ids=ids, labels=ids).loss.item() != pytest.approx(expected, rel=1e-3)
+    before = loss_counts(adapted).fused
+    with adapted.disable_adapter():
+        assert adapted(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-5)
+    assert loss_counts(adapted).fused == before + 1  # without logits
 
 
 @pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}], ids=str)

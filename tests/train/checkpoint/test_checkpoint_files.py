@@ -217,6 +217,10 @@ def test_damaged_best_weights_are_made_again_from_an_earlier_checkpoint(harm, sa
     )
     with pytest.raises(UserError, match=r"The best weights in .* are damaged"):
         load_best(accelerator, model, plan.output_dir)
+    # A checkpoint is written after the evaluation of its step, so one of the best step does not repeat it either.
+    lines = [{"step": step, "eval_loss": loss} for step, loss in ((4, 2.0), (8, 1.0))]
+    (plan.output_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resume_folder(plan)[0] == folder / "step-4"
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,21 @@ def test_the_plan_has_the_groups_of_the_recipe_and_refuses_a_wrong_name(tmp_path
     assert plan_run(tmp_path, **plus, **rate).plan.optimizer.lora_plus == LoraPlus(16.0, 0.5)
 
 
-def adapted() -> peft.PeftModel:
+def adapted(*, dora: bool = False) -> peft.PeftModel:
     torch.manual_seed(1)
-    targets = ["q_proj", "down_proj", "embed_tokens"]
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, use_dora=False)
+    targets = ["q_proj", "down_proj", *([] if dora else ["embed_tokens"])]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, use_dora=dora)
     return peft.get_peft_model(tiny(), config).train()
+
+
+def test_magnitudes_of_dora_have_the_rate_of_b_under_lora_plus():
+    """As in PEFT, which gives it to parameters of one dimension."""
+    model = adapted(dora=True)
+    lora_plus = LoraPlus(b_multiplier=16.0, embedding_multiplier=0.1)
+    found = rates_and_decays(build_optimizer(model, plan("adamw_torch", lora_plus=lora_plus)), model, 0.01)
+    magnitudes = {(round(rate, 6), decay) for name, (rate, decay) in found.items() if "magnitude" in name}
+    assert magnitudes == {(0.16, 0.0)}
+    assert {round(rate, 6) for name, (rate, _) in found.items() if "lora_A" in name} == {0.01}
 
 
 def test_lora_plus_trains_as_with_pefts_optimizer():
