@@ -305,7 +305,7 @@ class PreferenceSpec(Section):
 class ClassificationSpec(Section):
     """Sequence classification; read with task: classification."""
 
-    num_labels: PositiveInt | None = None
+    num_labels: Annotated[PositiveInt, Field(le=2**20)] | None = None  # transformers writes a name for each
     """Number of labels, or of numbers to predict; null: from the data."""
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = None
     """Loss: cross-entropy, one binary cross-entropy per label, or squared error; null: from the labels."""
