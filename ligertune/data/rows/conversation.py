@@ -57,7 +57,7 @@ DROP_REASONS: dict[str, str] = {
     "equal scores": "the scores of the chosen and the rejected answer are equal: neither is preferred",
     "no label": "the label is neither 1 nor 0, neither true nor false",
     "label of another kind": "the label is null, negative, not finite, or of another kind than most first rows have",
-    "label is too large": "an id must be below 1,048,576, a list have at most as many, and a number to predict be at most 1e18",
+    "label is too large": "ids must be below 1,048,576, lists have at most as many labels, and numbers be at most 1e18",
     "margin is not a number": "the column `margin` of a pair must hold a number",
     "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
     "too long": "more than data.max_length tokens, with data.on_overlength: drop",

@@ -18,6 +18,7 @@ from ligertune.data.shapes.label_kinds import MAX_LABELS, MAX_NUMBER, Labels, de
 from ligertune.errors import UserError
 
 LABEL_COLUMNS = ("label", "labels")
+NAMES = Labels("names", False, "")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class LabelFormat(Format):
 
     texts: tuple[str, ...] = ()
     label: str = "label"
-    labels: Labels = Labels("names", False, "")
+    labels: Labels = NAMES
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return one conversation, or one for each of two texts, and the row's labels."""

@@ -119,7 +119,7 @@ def _majority(found: Sequence[tuple[str, str]], column: str, path: str, hint: st
     kind, number = counts.most_common(1)[0]
     others = len(found) - number
     if others > max(1, BAD_SHARE * len(found)) or others == number:
-        first = {kind: source for kind, source in reversed(found)}
+        first = dict(reversed(found))
         parts = ", ".join(f"{count:,} {name} (first {first[name]})" for name, count in counts.most_common())
         raise UserError(f"{path}: the column `{column}` has labels of several kinds: {parts}.", hint=hint)
     return kind

@@ -48,7 +48,8 @@ def recognise_shape(
 ) -> RowShape:
     """Return the shape of data from its first records, to which `data.datasets[].columns` is applied.
 
-    problem_type: of a classification, if the recipe has one. Raises UserError, naming `path`, for rows that fit no format, several, or another task.
+    problem_type: of a classification, if the recipe has one.
+    Raises UserError, naming `path`, for rows that fit no format, several, or another task.
     """
     sample, columns = SampleColumns(first), dict[str, str]()
     if "thread" in sample and rows != "conversations":
