@@ -32,7 +32,8 @@ class LazyOutput:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        value = super().get(key, default)
+        return self[key] if isinstance(value, DeferredLogits) else value
 
     def __reduce__(self) -> Any:
         return self.model_output(**{name: self[name] for name in self}).__reduce__()
@@ -61,7 +62,9 @@ def _lazy_class(cls: type[ModelOutput], names: tuple[str, ...]) -> type[ModelOut
 class MissingLogits:
     """Stands for the logits that a compiled model does not return in training: using it says what to write."""
 
-    _message = "a compiled and patched model makes no logits in training; ligertune.patch(model, keep_logits=True) returns them"
+    _message = (
+        "a compiled, patched model makes no logits in training; ligertune.patch(model, keep_logits=True) keeps them"
+    )
 
     def __bool__(self) -> bool:
         return False
