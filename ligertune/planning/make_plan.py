@@ -24,7 +24,14 @@ from ligertune.planning.memory.experts_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.micro_batch import Batching, choose_batching
-from ligertune.planning.optimization import Cadence, interval, make_optimizer, make_schedule, optimizer_notes
+from ligertune.planning.optimization import (
+    Cadence,
+    TrainSchedule,
+    interval,
+    make_optimizer,
+    make_schedule,
+    optimizer_notes,
+)
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
@@ -65,6 +72,9 @@ class PlanInputs:
         return self.rows.longest_row(self.data.longest)
 
 
+MAX_EVALUATION = 0.02  # share of a run that eval.eval_on_start: auto spends on the evaluation before the first step
+
+
 @dataclass(frozen=True)
 class Resources:
     """How a run uses its devices: strategy, model states, memory estimate and batch sizes."""
@@ -89,8 +99,9 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     )
     if model.shape.tower is not None:
         check_image_accumulation(recipe, batching.accumulation)
+    options, before = RunOptions.of(recipe), evaluates_before_training(recipe, inputs, schedule, batching)
     plan = Plan(
-        **vars(RunOptions.of(recipe)),
+        **vars(replace(options, evaluation=options.evaluation.model_copy(update={"eval_on_start": before}))),
         **vars(resources),
         **{name: value for name, value in vars(model).items() if name not in ("shape", "frozen_model", "notes")},
         settings=recipe.model_dump(mode="json"),
@@ -123,6 +134,24 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     if recipe.train.cuda_graphs:
         check_cuda_graphs(plan, has_images=inputs.has_images)
     return suggest_cuda_graphs(plan, recipe, has_images=inputs.has_images)
+
+
+def evaluates_before_training(recipe: Recipe, inputs: PlanInputs, schedule: TrainSchedule, batching: Batching) -> bool:
+    """Resolve eval.eval_on_start. auto: whether the evaluation takes less than MAX_EVALUATION of the training's time.
+
+    Both are estimated by their tokens. The length of a stream is not known before, so there is none.
+    """
+    rows, data = inputs.rows, inputs.data
+    if recipe.eval.eval_on_start != "auto":
+        return recipe.eval.eval_on_start
+    if not data.eval_examples or not rows.count:
+        return False
+    trained = schedule.total_steps * min(batching.global_batch_size, rows.count) * data.tokens / rows.count
+    # An evaluation is a forward: a third of a step with its backward, half of one without gradients of weights. With a
+    # teacher or a frozen backbone the forward may be nearly all of a step.
+    share = 1 / 2 if recipe.method.type in ("lora", "qlora") else 1 / 3
+    share = 1 if inputs.teacher is not None or recipe.task in ("medusa", "distill") else share
+    return share * data.eval_tokens < MAX_EVALUATION * trained
 
 
 def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:

@@ -18,6 +18,7 @@ from pydantic import (
 
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
+    AutoSwitch,
     Expression,
     FileOrHub,
     NameList,
@@ -209,8 +210,8 @@ class EvalSpec(Section):
     """Stop after this many evaluations without a lower loss; null: never."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """With early_stopping_patience: a loss counts as lower if it is by more than this."""
-    eval_on_start: Switch = False
-    """Evaluate before the first step; this loss counts neither for early stopping nor as the best model."""
+    eval_on_start: AutoSwitch = "auto"
+    """Evaluate before the first step, for the report only; auto: if that takes less than about 2 % of the run."""
     sample_prompts: NameList = ()
     """Prompts to answer after each evaluation."""
 
