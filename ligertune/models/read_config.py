@@ -76,7 +76,9 @@ def _check_name(name: str, path: Path, origin: ModelOrigin) -> None:
 def _truncate(config: PreTrainedConfig, depth: int) -> None:
     """Keep the first `depth` layers; lists with one entry per layer are truncated too."""
     text = config.get_text_config()
-    full = text.num_hidden_layers
+    full = config_value(text, "num_hidden_layers", 0)
+    if not full:
+        raise UserError(f"model.num_hidden_layers: a {text.model_type} configuration has no such number.")
     if depth > full:
         raise UserError(
             f"model.num_hidden_layers: {depth}, but the model has {plural(full, 'layer')}.", hint="Write fewer."

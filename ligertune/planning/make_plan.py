@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ligertune.errors import UserError, format_bytes
+from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import DataSummary, Rows, padding_free_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, LOSS_CHUNK_ROWS
@@ -72,6 +72,7 @@ class PlanInputs:
         return self.rows.longest_row(self.data.longest)
 
 
+FEW_STEPS = 10  # optimizer steps below which a run of whole epochs hardly trains: warm-up and decay share them
 MAX_EVALUATION = 0.02  # share of a run that eval.eval_on_start: auto spends on the evaluation before the first step
 
 
@@ -128,6 +129,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
             *float8_notes(recipe, machine),
             *_memory_notes(recipe, inputs, resources),
             *_teacher_notes(inputs.teacher, machine),
+            *_few_steps_notes(recipe, inputs, schedule, batching),
         ),
         teacher=inputs.teacher,
     )
@@ -368,3 +370,27 @@ def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan
         "train.cuda_graphs: true launches them at once"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _few_steps_notes(
+    recipe: Recipe, inputs: PlanInputs, schedule: TrainSchedule, batching: Batching
+) -> tuple[str, ...]:
+    """Return a note if packing and the batch size leave very few optimizer steps, with the keys that give more."""
+    rows, train = inputs.rows, recipe.train
+    if train.max_steps or rows.streamed or schedule.total_steps >= FEW_STEPS:
+        return ()
+    examples = plural(inputs.data.examples, rows.example_noun)
+    packed = f", packed into {plural(rows.count, 'row')}" if rows.packed else ""
+    size = plural(batching.global_batch_size, "row" if rows.packed else rows.example_noun)
+    ways = [f"a larger train.num_train_epochs (now {train.num_train_epochs:g})"]
+    if train.global_batch_size is not None and train.global_batch_size > 1:
+        ways.append(f"a smaller train.global_batch_size (now {train.global_batch_size})")
+    elif batching.micro_batch_size > 1:
+        ways.append(f"a smaller train.per_device_train_batch_size (now {batching.micro_batch_size})")
+    if train.global_batch_size is None and batching.accumulation > 1:
+        ways.append(f"a smaller train.gradient_accumulation_steps (now {batching.accumulation})")
+    ways += ["data.packing: false"] if rows.packed and inputs.data.examples > rows.count else []
+    return (
+        f"The whole run has only {plural(schedule.total_steps, 'optimizer step')}: {examples}{packed}, and a step "
+        f"takes {size}. For more steps, write {', '.join(ways[:-1])}{' or ' if len(ways) > 1 else ''}{ways[-1]}.",
+    )
