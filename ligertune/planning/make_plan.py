@@ -383,11 +383,13 @@ def _few_steps_notes(
     packed = f", packed into {plural(rows.count, 'row')}" if rows.packed else ""
     size = plural(batching.global_batch_size, "row" if rows.packed else rows.example_noun)
     ways = [f"a larger train.num_train_epochs (now {train.num_train_epochs:g})"]
-    if train.global_batch_size is not None and train.global_batch_size > 1:
+    if rows.count == 1:
+        pass  # a smaller batch has no more steps
+    elif train.global_batch_size is not None and train.global_batch_size > 1:
         ways.append(f"a smaller train.global_batch_size (now {train.global_batch_size})")
     elif batching.micro_batch_size > 1:
         ways.append(f"a smaller train.per_device_train_batch_size (now {batching.micro_batch_size})")
-    if train.global_batch_size is None and batching.accumulation > 1:
+    if rows.count > 1 and train.global_batch_size is None and batching.accumulation > 1:
         ways.append(f"a smaller train.gradient_accumulation_steps (now {batching.accumulation})")
     ways += ["data.packing: false"] if rows.packed and inputs.data.examples > rows.count else []
     return (

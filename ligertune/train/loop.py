@@ -103,13 +103,11 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     model.train()
     training.prefetch_images(state.step)
     evaluates_first = plan.evaluation.eval_on_start and state.step == 0
-    phases.begin("evaluation before training" if evaluates_first else "first step")
     stop.hold()
     with profiled(plan, training.accelerator) as profile, logger:
         if training.owes_evaluation or evaluates_first:
             run_evaluation(training, state, stop)
-        if evaluates_first:
-            phases.begin("first step")
+        phases.begin("first step")  # an evaluation before training belongs to the preparations
         while not state.done:
             micro_batches, work = training.micro_batches(state.step), training.work(state.step)
             rate = training.rates.at(state.step)
