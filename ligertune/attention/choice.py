@@ -14,6 +14,7 @@ from ligertune.attention import flash_4
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.load import model_class
+from ligertune.models.read_config import config_value
 from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
 
@@ -211,9 +212,10 @@ def _refusal(
     if cp_size > 1 and machine.vendor not in row.context_parallel_on:
         return f"it attends to whole rows on {VENDORS[machine.vendor]}, and parallel.cp_size cuts them"
     text = config.get_text_config()
-    head_dim = max(getattr(text, name, None) or 0 for name in ("head_dim", "qk_head_dim"))
-    head_dim = head_dim or text.hidden_size // text.num_attention_heads
-    soft_cap, dropout = getattr(text, "attn_logit_softcapping", None), getattr(text, "attention_dropout", 0.0)
+    head_dim = max(config_value(text, name, 0) for name in ("head_dim", "qk_head_dim"))
+    # a model without attention (RWKV) has no heads, and none of these kernels runs in it: any width will do
+    head_dim = head_dim or config_value(text, "hidden_size", 1) // config_value(text, "num_attention_heads", 1)
+    soft_cap, dropout = config_value(text, "attn_logit_softcapping"), config_value(text, "attention_dropout", 0.0)
     model = model_class(config) if row.flag is not None else None
     reasons = (
         (row.half_only and not precision.half, "it computes in bfloat16 or float16 only"),

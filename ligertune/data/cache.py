@@ -71,6 +71,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
         "tokenizer": _tokenizer(tokenizer),
         "images": images.identity() if images else None,
         "rows": preparation.rows,
+        "problem_type": preparation.problem_type,
         "code": _own_code(),
         "versions": {name: version(name) for name in _VERSIONS},
     }

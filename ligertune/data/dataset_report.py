@@ -22,8 +22,8 @@ class DatasetReport:
 
     columns: what is read under another name, as {our name: the data set's}, beyond `data.datasets[].columns`. unread:
     columns that are not read. note: a sentence for the user, or empty. cached: it was prepared before. sample: the
-    numbers are those of its first rows, because it is streamed. label_kind, many_labels, class_names: of the labels of
-    a classification, as `label_formats` has them.
+    numbers are those of its first rows, because it is streamed. label_kind, many_labels, label_width, label_evidence,
+    class_names: of the labels of a classification, as `label_kinds` has them.
     """
 
     path: str
@@ -40,6 +40,8 @@ class DatasetReport:
     sample: bool = False
     label_kind: str = ""
     many_labels: bool = False
+    label_width: int = 0
+    label_evidence: str = ""
     class_names: tuple[str, ...] = ()
 
     @property
@@ -86,6 +88,11 @@ def remedy(dropped: dict[str, int], data: DataOptions) -> str:
         return f"Raise data.max_record_bytes (now {data.max_record_bytes})."
     if reason == "several exchanges":
         return "Write data.prompt_template: chat."
+    if reason == "label of another kind":
+        return (
+            f"{reason[0].upper()}{reason[1:]}: {DROP_REASONS[reason]}. Repair the labels, or write "
+            "classification.problem_type if most first rows mislead."
+        )
     return (
         f"{reason[0].upper()}{reason[1:]}: {DROP_REASONS[reason]}. Repair the data, name its columns or its format in "
         "data.datasets[], or write data.datasets[].on_bad_row: repair."

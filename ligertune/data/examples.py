@@ -41,12 +41,16 @@ _NOT_IN_KEY = {
 
 @dataclass(frozen=True)
 class Preparation:
-    """What turns rows into examples. Without `images`, a vision-language model's, rows with images are refused."""
+    """What turns rows into examples. Without `images`, a vision-language model's, rows with images are refused.
+
+    problem_type: of a classification, if the recipe has one; else the labels decide.
+    """
 
     data: DataOptions
     tokenizer: PreTrainedTokenizerBase
     images: ImageReader | None = None
     rows: DataRows = "conversations"
+    problem_type: str | None = None
 
     @property
     def example_options(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
 from ligertune.data.dataset_report import DatasetReport
 from ligertune.data.examples import Block, Examples, Preparation
-from ligertune.data.labels import LabelSet, resolve_labels
+from ligertune.data.labels import LabelSet, note_unseen, resolve_labels, wanted_problem
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.label_formats import LabelFormat
@@ -88,8 +88,9 @@ class PreparedData:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on the training data and on the evaluation data."""
-        return tuple(note for report in self._reports for note in self.notes_on(report))
+        """Remarks on the labels of a classification, on the training data and on the evaluation data."""
+        labels = (f"labels: {self.labels.about}",) if self.labels else ()
+        return (*labels, *(note for report in self._reports for note in self.notes_on(report)))
 
     @property
     def _reports(self) -> list[DataReport]:
@@ -141,7 +142,7 @@ def prepare(
         _check_rows(data, rows, images)
     if rows in SCORE_ROWS:
         data = data.model_copy(update={"train_on": "all"})  # no answer is looked for: the whole text is scored
-    preparation = Preparation(data, tokenizer, images, rows)
+    preparation = Preparation(data, tokenizer, images, rows, wanted_problem(classification))
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out, eval_report, labels = None, None, None
     eval_sets = [load(spec) for spec in data.eval_datasets]
@@ -178,6 +179,7 @@ def _with_ids(
     every = [*sets, *eval_sets]
     blocks, labels = resolve_labels([part.block for part in every], [part.report for part in every], classification)
     every = [part._replace(block=block) for part, block in zip(every, blocks, strict=True)]
+    labels = note_unseen(labels, blocks[: len(sets)], blocks[len(sets) :])
     return every[: len(sets)], every[len(sets) :], labels
 
 
@@ -263,7 +265,9 @@ def _build(
     about = {"path": path, **rows.about, "counts": vars(counts)}
     if isinstance(rows.format, LabelFormat):
         names = list(class_names(spec, rows.format.label))
-        about |= {"label_kind": rows.format.kind, "many_labels": rows.format.many, "class_names": names}
+        labels = rows.format.labels
+        about |= {"label_kind": labels.kind, "many_labels": labels.many, "label_evidence": labels.evidence}
+        about |= {"label_width": labels.width, "class_names": names}
     return about
 
 

@@ -133,6 +133,7 @@ def preview_summary(
         "images": int(examples.n_images.sum()),
         "sequences_per_example": examples.documents_per_example,
         "answers": answer_counts(examples),
+        "labels": prepared.labels.as_dict() if prepared.labels else None,
         "lengths": length_statistics(examples.document_lengths),
         "report": _report_as_dict(prepared.report, prepared),
         "eval_examples": len(prepared.eval or ()),

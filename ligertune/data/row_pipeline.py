@@ -116,7 +116,12 @@ class RowPipeline:
             )
         path = display_path(Path(spec.path))
         plain = plain_format(columns) if (preparation.rows, spec.format) == ("conversations", "auto") else None
-        self.shape = RowShape(plain) if plain else recognise_shape(spec, preparation.rows, first, path)
+        problem_type = preparation.problem_type
+        self.shape = (
+            RowShape(plain)
+            if plain
+            else recognise_shape(spec, preparation.rows, first, path, problem_type=problem_type)
+        )
         self.format = self.shape.format
         self.template = _text_template(preparation, self.format) or choose_template(
             data, self.format, tokenizer, with_images=images is not None

@@ -56,6 +56,7 @@ def summarize_data(data: PreparedData, images: ImageReader | None = None) -> Dat
         truncated=data.report.truncated,
         template=data.template,
         fingerprint=data.train.fingerprint,
+        eval_tokens=int(data.eval.lengths.sum()) if data.eval else 0,
         image_share=largest_image_share(counted, images.token_id) if images is not None and counted else 0.0,
     )
 

@@ -76,7 +76,9 @@ def _check_name(name: str, path: Path, origin: ModelOrigin) -> None:
 def _truncate(config: PreTrainedConfig, depth: int) -> None:
     """Keep the first `depth` layers; lists with one entry per layer are truncated too."""
     text = config.get_text_config()
-    full = text.num_hidden_layers
+    full = config_value(text, "num_hidden_layers", 0)
+    if not full:
+        raise UserError(f"model.num_hidden_layers: a {text.model_type} configuration has no such number.")
     if depth > full:
         raise UserError(
             f"model.num_hidden_layers: {depth}, but the model has {plural(full, 'layer')}.", hint="Write fewer."
@@ -87,3 +89,17 @@ def _truncate(config: PreTrainedConfig, depth: int) -> None:
     if hasattr(text, "cross_attention_layers"):
         text.cross_attention_layers = [layer for layer in text.cross_attention_layers if layer < depth]
     text.num_hidden_layers = depth
+
+
+def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    """Return a value of a configuration, the largest if layers differ; `default` if it has none or null.
+
+    No name is in every configuration: Mamba has no attention heads, Blt no number of layers.
+    """
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers 5.24 gives no single value where layers differ, as in Gemma 4
+        value = [getattr(layer, name, None) for layer in config.per_layer_config]
+    if isinstance(value, list | tuple):
+        value = max((one for one in value if one is not None), default=None)
+    return default if value is None else value

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
+from ligertune.models.read_config import config_value
 from ligertune.models.score_head import score_head
 from ligertune.planning.memory.model_shape import (
     DTYPE_BYTES,
@@ -42,11 +43,11 @@ def read_shape(model: PreTrainedModel) -> ModelShape:
         n_matmul=sum(size for size, _ in matmul),
         n_matmul_trainable=sum(size for size, p in matmul if p.requires_grad),
         n_matmul_in_front=sum(size for size, p in matmul if id(p) in in_front_ids),
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        attention_width=_attention_widths(config)[0] if config.num_attention_heads else 0,
+        hidden_size=_hidden_size(model),
+        num_hidden_layers=depth_of(config),
+        attention_width=_attention_widths(config)[0] if config_value(config, "num_attention_heads") else 0,
         vocab_size=config.vocab_size,
-        context=getattr(config, "max_position_embeddings", None),
+        context=config_value(config, "max_position_embeddings"),
         parameters=parameter_kinds(model),
         layer=layer,
         head=_head_shape(model),
@@ -71,18 +72,19 @@ def read_frozen_shape(
     four_bits: the layers' linear weights are NF4. offloaded: the layers are in host memory, but for one.
     """
     config, layer, itemsize = model.config.get_text_config(), _layer_shapes(model)[0], DTYPE_BYTES[dtype]
-    gathered = layer.experts.chosen * config.hidden_size if layer and layer.experts else 0
-    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size) if layer is None else layer.mlp
+    hidden = _hidden_size(model)
+    gathered = layer.experts.chosen * hidden if layer and layer.experts else 0
+    mlp = config_value(config, "intermediate_size", 4 * hidden) if layer is None else layer.mlp
     method = "qlora" if four_bits else "full"
     inside = outside = 0.0
     for kind, count in parameter_kinds(model):
         size = count * kind.elements * (NF4_BYTES if kind.quantised(method) else itemsize)
         inside, outside = (inside + size, outside) if kind.inside else (inside, outside + size)
     return FrozenModelShape(
-        weights=round(outside + (inside / config.num_hidden_layers if offloaded else inside)),
-        hidden=config.hidden_size,
+        weights=round(outside + (inside / max(depth_of(config), 1) if offloaded else inside)),
+        hidden=hidden,
         # a layer's input, attention's output, their sum, that normed; gate, up, their product; tokens sent to experts
-        widest=4 * config.hidden_size + 3 * mlp + gathered,
+        widest=4 * hidden + 3 * mlp + gathered,
         itemsize=itemsize,
         gives_hidden_states=gives_hidden_states,
         in_host_memory=round(inside) if offloaded else 0,
@@ -97,7 +99,19 @@ def copied_shape(shape: ModelShape, dtype: str) -> FrozenModelShape:
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config_value(config, "num_attention_heads", 1)
+    return config_value(config, "head_dim") or config_value(config, "hidden_size", 0) // heads
+
+
+def depth_of(config: PreTrainedConfig) -> int:
+    """Return the number of decoder layers; 0 for a configuration that does not say it (Blt)."""
+    return config_value(config, "num_hidden_layers", 0)
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    """Return the width of the hidden states: that of the configuration, or of the embedding."""
+    embedding = model.get_input_embeddings()
+    return config_value(model.config.get_text_config(), "hidden_size") or _table(embedding).shape[1]
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -167,7 +181,7 @@ def _active_parameters(model: PreTrainedModel) -> int | None:
 
 def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the decoder layers of the language model; None if they are not in one ModuleList."""
-    depth, family = model.config.get_text_config().num_hidden_layers, family_of(model.config)
+    depth, family = depth_of(model.config.get_text_config()), family_of(model.config)
     for name, module in model.named_modules():
         in_tower = family is not None and part_of(family, f"{name}.") != "language_model"
         if isinstance(module, nn.ModuleList) and len(module) == depth and not in_tower:
@@ -195,7 +209,7 @@ def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, LayerShape
     dense layers.
     """
     config, layers = model.config.get_text_config(), text_layers(model)
-    if layers is None or not getattr(config, "num_attention_heads", None):
+    if layers is None or not config_value(config, "num_attention_heads"):
         return None, None, 0
     sparse = [layer for layer in layers if expert_stacks(layer, config)]
     dense = [layer for layer in layers if layer not in sparse] if sparse else []
@@ -206,17 +220,18 @@ def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, LayerShape
 def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
     query, key = _attention_widths(config)
     experts = read_experts(config, layer)
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    hidden = config_value(config, "hidden_size")
+    mlp = config_value(config, "intermediate_size") or 4 * hidden
     if experts is not None:
         mlp = experts.chosen * experts.mlp + experts.shared
     of_experts = tuple(expert_stacks(layer, config))
     trained = [name.split(".") for name, p in layer.named_parameters() if p.requires_grad and p.ndim >= 2]
     reads_input = experts is not None and experts.reads_input
     return LayerShape(
-        hidden=config.hidden_size,
+        hidden=hidden,
         query=query,
         key=key,
-        heads=config.num_attention_heads,
+        heads=config_value(config, "num_attention_heads"),
         mlp=mlp,
         norms=_norm_inputs(layer, query, key),
         attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
@@ -237,18 +252,18 @@ def _attention_widths(config: PreTrainedConfig) -> tuple[int, int]:
 
     Multi-head latent attention (DeepSeek-V3) expands keys and values to all heads, and pads values to the keys' width.
     """
-    heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):
-        width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    heads = config_value(config, "num_attention_heads")
+    if config_value(config, "kv_lora_rank") and config_value(config, "qk_nope_head_dim"):
+        width = heads * (config_value(config, "qk_nope_head_dim") + config_value(config, "qk_rope_head_dim", 0))
         return width, width
-    return heads * _head_dim(config), (getattr(config, "num_key_value_heads", None) or heads) * _head_dim(config)
+    return heads * _head_dim(config), config_value(config, "num_key_value_heads", heads) * _head_dim(config)
 
 
 def _norm_inputs(layer: nn.Module, query: int, key: int) -> int:
     """Return the elements per token that the layer's norms save. q_norm and k_norm, per head, read all heads."""
     total = 0
     for name, parameter in layer.named_parameters():
-        module = name.split(".")[-2]
+        module = name.rpartition(".")[0].rpartition(".")[2]  # empty for a parameter of the layer itself
         if parameter.ndim == 1 and "norm" in module and name.endswith("weight"):
             total += query if "q_norm" in module else key if "k_norm" in module else parameter.numel()
     return total

@@ -7,8 +7,8 @@
                           `linear_cross_entropy` runs: there DDP, FSDP, ZeRO-3 and offloading have the weight
 
 Any other operation on a DeferredLogits computes the logits: same numbers, more memory, one warning, and a count in
-`loss_counts`. A head with hooks (`observers`) returns its logits at once. Calls without labels, and so `generate()`,
-are not affected.
+`loss_counts`. After the forward, an output in training computes its logits when they are read (`lazy_output`). A head
+with hooks (`observers`) returns its logits at once. Calls without labels, and so `generate()`, are not affected.
 """
 
 from __future__ import annotations
@@ -126,18 +126,65 @@ def count_elsewhere(model: nn.Module, kernel: str) -> None:
     counts.elsewhere += 1
 
 
+@dataclass(frozen=True)
+class ForwardModes:
+    """Modes of torch and versions of the head's weights at the end of a forward, for logits that are read later."""
+
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None
+    weights: dict[int, int]  # id -> version, which every write into a parameter raises
+
+    @classmethod
+    def now(cls, head: nn.Module, device: torch.device) -> ForwardModes:
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _versions(head))
+
+    @contextlib.contextmanager
+    def restored(self, head: nn.Module, device: torch.device) -> Iterator[None]:
+        """Compute as in the forward: logits read under `no_grad` still have gradients. Raises RuntimeError."""
+        now = _versions(head)
+        if any(now.get(key, version) != version for key, version in self.weights.items()):
+            raise RuntimeError(f"the logits are read after the weights of the output head changed; {_KEEP_LOGITS}")
+        autocast = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
+            yield
+
+
+_KEEP_LOGITS = "ligertune.patch(model, keep_logits=True) makes them in the forward"
+_READ: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # heads whose logits were read after a forward
+
+
+def _versions(head: nn.Module) -> dict[int, int]:
+    return {id(weight): weight._version for weight in head.parameters() if not weight.is_inference()}
+
+
 class DeferredLogits:
     """Logits (..., V) that are not computed yet: `head(hidden)` followed by the recorded operations.
 
     A plain object and not a tensor subclass, so that torch.compile inlines it. Once something needed the numbers they
     are kept in `dense`, and the object then acts as that tensor, so that writes into it are not lost.
+    modes: of the forward that is over; None while it runs.
     """
 
-    def __init__(self, head: nn.Module, hidden: Tensor, operations: tuple[tuple[str, Any], ...] = ()) -> None:
+    def __init__(
+        self,
+        head: nn.Module,
+        hidden: Tensor,
+        operations: tuple[tuple[str, Any], ...] = (),
+        modes: ForwardModes | None = None,
+    ) -> None:
         self.head = head
         self.hidden = hidden
         self.operations = operations
+        self.modes = modes
         self.dense: Tensor | None = None
+
+    def readable(self) -> DeferredLogits | Tensor:
+        """Return the logits as an output holds them after the forward: computed already, or once they are read."""
+        if self.dense is not None:
+            return self.dense
+        return DeferredLogits(self.head, self.hidden, self.operations, ForwardModes.now(self.head, self.hidden.device))
 
     def compute(self) -> Tensor:
         """Return the logits, with every recorded operation applied as the model wrote it."""
@@ -150,9 +197,17 @@ class DeferredLogits:
 
     def materialise(self, reason: str) -> Tensor:
         """Compute the logits for an operation that cannot be recorded, and count the reason."""
-        if self.dense is None:
+        if self.dense is not None:
+            return self.dense
+        if self.modes is None:
             count_materialised(self.head, reason)
-        return self.compute()
+            return self.compute()
+        if self.head not in _READ:
+            _READ.add(self.head)
+            text = f"the logits of a training step are computed beside its loss, as {reason}; {_KEEP_LOGITS}, once"
+            warnings.warn(text, stacklevel=3)
+        with self.modes.restored(self.head, self.hidden.device):
+            return self.compute()
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
         """Return (s, None) for logits = s * z, (c * t, c) for c * tanh(t * z), where z = head(hidden); else None."""
@@ -171,7 +226,7 @@ class DeferredLogits:
     def _then(self, name: str, value: Any) -> DeferredLogits | Tensor:
         if self.dense is not None:
             return OPERATIONS[name](self.dense, value)
-        return DeferredLogits(self.head, self.hidden, (*self.operations, (name, value)))
+        return DeferredLogits(self.head, self.hidden, (*self.operations, (name, value)), self.modes)
 
     # operations of models between the head and the loss
 
@@ -229,6 +284,8 @@ class DeferredLogits:
         for name, value in reversed(self.operations):
             if name == "to":
                 return value
+        if self.modes is not None:
+            return self.modes.autocast or self.hidden.dtype
         kind = self.hidden.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.hidden.dtype
 

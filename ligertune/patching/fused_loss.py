@@ -33,6 +33,7 @@ from ligertune.patching.deferred_logits import (
 )
 from ligertune.patching.head_loss import loss_from_logits
 from ligertune.patching.host_copy import search_rows
+from ligertune.patching.lazy_output import without_deferred
 from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
 from ligertune.patching.observers import observer_of
 from ligertune.patching.probe import Refusal
@@ -258,21 +259,11 @@ class DeferredLossModel(KernelLossModel):
                 output = original.forward(self, *args, **kwargs)
             finally:
                 STATE.forward = outer
-            return _without_deferred(output, keep=not (self.training or STATE.loss_only))
+            return without_deferred(
+                output, compute=not (self.training or STATE.loss_only), readable=not STATE.loss_only
+            )
 
         return {"forward": forward}
-
-
-def _without_deferred(output: Any, *, keep: bool) -> Any:
-    """Return a model's output in which deferred logits are computed (keep) or None: none leave the forward."""
-
-    def settle(value: Any) -> Any:
-        return (value.compute() if keep else None) if isinstance(value, DeferredLogits) else value
-
-    if isinstance(output, tuple):
-        return tuple(map(settle, output))
-    # a new object: setting an attribute of a ModelOutput to None leaves its item in place
-    return type(output)(**{name: settle(value) for name, value in output.items()})
 
 
 def refuse_loss(model: nn.Module) -> Refusal | None:

@@ -56,6 +56,7 @@ class DataSummary:
     truncated: int
     template: str
     fingerprint: str
+    eval_tokens: int = 0
     image_share: float = 0.0  # share of image tokens in the example that has the largest
 
 

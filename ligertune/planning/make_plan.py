@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ligertune.errors import UserError, format_bytes
+from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import DataSummary, Rows, padding_free_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, LOSS_CHUNK_ROWS
@@ -24,7 +24,14 @@ from ligertune.planning.memory.experts_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.micro_batch import Batching, choose_batching
-from ligertune.planning.optimization import Cadence, interval, make_optimizer, make_schedule, optimizer_notes
+from ligertune.planning.optimization import (
+    Cadence,
+    TrainSchedule,
+    interval,
+    make_optimizer,
+    make_schedule,
+    optimizer_notes,
+)
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
@@ -65,6 +72,10 @@ class PlanInputs:
         return self.rows.longest_row(self.data.longest)
 
 
+FEW_STEPS = 10  # optimizer steps below which a run of whole epochs hardly trains: warm-up and decay share them
+MAX_EVALUATION = 0.02  # share of a run that eval.eval_on_start: auto spends on the evaluation before the first step
+
+
 @dataclass(frozen=True)
 class Resources:
     """How a run uses its devices: strategy, model states, memory estimate and batch sizes."""
@@ -89,8 +100,9 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     )
     if model.shape.tower is not None:
         check_image_accumulation(recipe, batching.accumulation)
+    options, before = RunOptions.of(recipe), evaluates_before_training(recipe, inputs, schedule, batching)
     plan = Plan(
-        **vars(RunOptions.of(recipe)),
+        **vars(replace(options, evaluation=options.evaluation.model_copy(update={"eval_on_start": before}))),
         **vars(resources),
         **{name: value for name, value in vars(model).items() if name not in ("shape", "frozen_model", "notes")},
         settings=recipe.model_dump(mode="json"),
@@ -117,12 +129,31 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
             *float8_notes(recipe, machine),
             *_memory_notes(recipe, inputs, resources),
             *_teacher_notes(inputs.teacher, machine),
+            *_few_steps_notes(recipe, inputs, schedule, batching),
         ),
         teacher=inputs.teacher,
     )
     if recipe.train.cuda_graphs:
         check_cuda_graphs(plan, has_images=inputs.has_images)
     return suggest_cuda_graphs(plan, recipe, has_images=inputs.has_images)
+
+
+def evaluates_before_training(recipe: Recipe, inputs: PlanInputs, schedule: TrainSchedule, batching: Batching) -> bool:
+    """Resolve eval.eval_on_start. auto: whether the evaluation takes less than MAX_EVALUATION of the training's time.
+
+    Both are estimated by their tokens. The length of a stream is not known before, so there is none.
+    """
+    rows, data = inputs.rows, inputs.data
+    if recipe.eval.eval_on_start != "auto":
+        return recipe.eval.eval_on_start
+    if not data.eval_examples or not rows.count:
+        return False
+    trained = schedule.total_steps * min(batching.global_batch_size, rows.count) * data.tokens / rows.count
+    # An evaluation is a forward: a third of a step with its backward, half of one without gradients of weights. With a
+    # teacher or a frozen backbone the forward may be nearly all of a step.
+    share = 1 / 2 if recipe.method.type in ("lora", "qlora") else 1 / 3
+    share = 1 if inputs.teacher is not None or recipe.task in ("medusa", "distill") else share
+    return share * data.eval_tokens < MAX_EVALUATION * trained
 
 
 def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
@@ -339,3 +370,29 @@ def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan
         "train.cuda_graphs: true launches them at once"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _few_steps_notes(
+    recipe: Recipe, inputs: PlanInputs, schedule: TrainSchedule, batching: Batching
+) -> tuple[str, ...]:
+    """Return a note if packing and the batch size leave very few optimizer steps, with the keys that give more."""
+    rows, train = inputs.rows, recipe.train
+    if train.max_steps or rows.streamed or schedule.total_steps >= FEW_STEPS:
+        return ()
+    examples = plural(inputs.data.examples, rows.example_noun)
+    packed = f", packed into {plural(rows.count, 'row')}" if rows.packed else ""
+    size = plural(batching.global_batch_size, "row" if rows.packed else rows.example_noun)
+    ways = [f"a larger train.num_train_epochs (now {train.num_train_epochs:g})"]
+    if rows.count == 1:
+        pass  # a smaller batch has no more steps
+    elif train.global_batch_size is not None and train.global_batch_size > 1:
+        ways.append(f"a smaller train.global_batch_size (now {train.global_batch_size})")
+    elif batching.micro_batch_size > 1:
+        ways.append(f"a smaller train.per_device_train_batch_size (now {batching.micro_batch_size})")
+    if rows.count > 1 and train.global_batch_size is None and batching.accumulation > 1:
+        ways.append(f"a smaller train.gradient_accumulation_steps (now {batching.accumulation})")
+    ways += ["data.packing: false"] if rows.packed and inputs.data.examples > rows.count else []
+    return (
+        f"The whole run has only {plural(schedule.total_steps, 'optimizer step')}: {examples}{packed}, and a step "
+        f"takes {size}. For more steps, write {', '.join(ways[:-1])}{' or ' if len(ways) > 1 else ''}{ways[-1]}.",
+    )

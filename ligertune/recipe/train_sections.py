@@ -18,6 +18,7 @@ from pydantic import (
 
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
+    AutoSwitch,
     Expression,
     FileOrHub,
     NameList,
@@ -209,8 +210,8 @@ class EvalSpec(Section):
     """Stop after this many evaluations without a lower loss; null: never."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """With early_stopping_patience: a loss counts as lower if it is by more than this."""
-    eval_on_start: Switch = False
-    """Evaluate before the first step; this loss counts neither for early stopping nor as the best model."""
+    eval_on_start: AutoSwitch = "auto"
+    """Evaluate before the first step, for the report only; auto: if that takes less than about 2 % of the run."""
     sample_prompts: NameList = ()
     """Prompts to answer after each evaluation."""
 
@@ -305,7 +306,7 @@ class PreferenceSpec(Section):
 class ClassificationSpec(Section):
     """Sequence classification; read with task: classification."""
 
-    num_labels: PositiveInt | None = None
+    num_labels: Annotated[PositiveInt, Field(le=2**20)] | None = None  # transformers writes a name for each
     """Number of labels, or of numbers to predict; null: from the data."""
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = None
     """Loss: cross-entropy, one binary cross-entropy per label, or squared error; null: from the labels."""

@@ -82,6 +82,7 @@ class Report:
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts
     eval_measures: dict[str, float] = dataclasses.field(default_factory=dict)  # of the task, in the last evaluation
     experts: dict[str, Any] | None = None  # ExpertLoad.report(): tokens per expert, in each layer of a mixture
+    eval_loss_before_training: float | None = None  # None without an evaluation before the first step
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -101,7 +102,9 @@ def make_report(
     """Return the report of a run. medusa: the report on trained heads. notes: added to those of plan and training."""
     lines = read_metrics(plan.output_dir / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
-    evaluated = [line for line in lines if "eval_loss" in line][-1:]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    evaluated = [line for line in evaluations if line["step"] > 0][-1:]
+    before_training = [line["eval_loss"] for line in evaluations if line["step"] == 0]
     before = [line["loss_before_training"] for line in lines if "loss_before_training" in line]
     return Report(
         status="interrupted" if fitted.stopped_by else "completed",
@@ -113,6 +116,7 @@ def make_report(
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         eval_loss=fitted.last_eval_loss,
+        eval_loss_before_training=before_training[0] if before_training else None,
         eval_measures={
             name.removeprefix("eval_"): value
             for line in evaluated

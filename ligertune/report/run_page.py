@@ -113,7 +113,9 @@ def _cards(report: Report) -> list[dict[str, str]]:
         below = "" if before is None else f"{before:.3f} before training"
         cards.append(("training loss", f"{report.loss_last:.3f}", below))
     if report.eval_loss is not None:
-        cards.append(("evaluation loss", f"{report.eval_loss:.3f}", "last evaluation"))
+        before = report.eval_loss_before_training
+        below = "last evaluation" if before is None else f"{before:.3f} before training"
+        cards.append(("evaluation loss", f"{report.eval_loss:.3f}", below))
     if speed is not None:
         padding = f"{100 * speed.padding_share:.1f} % padding"
         mfu = "" if speed.mfu is None else f", MFU {100 * speed.mfu:.1f} %"

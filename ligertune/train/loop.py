@@ -67,7 +67,8 @@ class TrainState:
         if evaluation is None:
             self.stopped = "during an evaluation"
             return False
-        self.eval_loss = evaluation.loss
+        if self.step > 0:
+            self.eval_loss = evaluation.loss
         return self.step > 0 and self.early_stopping.add(evaluation.loss)
 
 
@@ -101,11 +102,12 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     state = TrainState(training.resumed_from, plan.schedule.total_steps, training.early_stopping, loss_sum)
     model.train()
     training.prefetch_images(state.step)
-    phases.begin("first step")
+    evaluates_first = plan.evaluation.eval_on_start and state.step == 0
     stop.hold()
     with profiled(plan, training.accelerator) as profile, logger:
-        if training.owes_evaluation or (plan.evaluation.eval_on_start and state.step == 0):
+        if training.owes_evaluation or evaluates_first:
             run_evaluation(training, state, stop)
+        phases.begin("first step")  # an evaluation before training belongs to the preparations
         while not state.done:
             micro_batches, work = training.micro_batches(state.step), training.work(state.step)
             rate = training.rates.at(state.step)
@@ -174,7 +176,8 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
         training.logger.log({"step": state.step, "eval_loss": found.loss, **measures})
         if lowest and plan.checkpoint.load_best_model_at_end:
             save_best(accelerator, model, plan.output_dir, step=state.step, loss=found.loss)
-        if training.answer and accelerator.is_main_process:
+        wanted = state.step > 0 or plan.settings["eval"]["eval_on_start"] is True  # auto counts no time for answers
+        if training.answer and wanted and accelerator.is_main_process:
             with accelerator.autocast():
                 samples = training.answer(accelerator.unwrap_model(model))
             training.logger.log({"step": state.step, "samples": samples})

@@ -119,7 +119,7 @@ def test_in_a_pipe_each_line_is_written_once_without_control_characters(tmp_path
     assert lines[0] == "planning ..."
     assert len(set(filter(None, lines))) == len(list(filter(None, lines)))
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
-        "step 1/3", "step 2/3", "step 3/3", "step 3/3"]  # fmt: skip
+        "step 0/3", "step 1/3", "step 2/3", "step 3/3", "step 3/3"]  # fmt: skip
     files = ["run/report.html", "run/report.json", *(["run/curves.png"] if find_spec("matplotlib") else [])]
     assert any(re.fullmatch(f"written +{', '.join(files)}", line) for line in lines)
 

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import metrics, weights
-from quickstart_runs import RESUME, saves, train, unfinished
+from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
+from ligertune.cli.render.run_report import show_report
 from ligertune.planning.preflight import has_trained
 from ligertune.train.evaluate import EarlyStopping
 
@@ -110,6 +111,25 @@ def test_an_evaluation_before_the_first_step_counts_for_nothing_and_changes_noth
     assert any("the model is that of step 4" in note for note in report.notes)
     assert found == {step: usual[step] for step in found}
     assert any("without a loss below" in note and "by more than 100" in note for note in report.notes)
+
+
+def test_an_evaluation_before_training_is_chosen_where_it_is_cheap_and_leaves_the_weights_equal(tmp_path, capsys):
+    """Dropout draws random numbers: an evaluation that drew any would change every later step."""
+    few = {"data.datasets.0.max_samples": 40, "data.val_split": 0.03, "train.max_steps": 12,
+           "method.type": "lora", "method.lora_dropout": 0.5}  # fmt: skip
+    report = train(tmp_path / "auto", **few)
+    train(tmp_path / "without", **few, **{"eval.eval_on_start": False})
+    with_it, without = (tmp_path / name / "run/model/adapter_model.safetensors" for name in ("auto", "without"))
+    assert with_it.read_bytes() == without.read_bytes()
+    found, usual = eval_losses(tmp_path / "auto/run"), eval_losses(tmp_path / "without/run")
+    assert found == {0: report.eval_loss_before_training, **usual} and list(usual) == [12]
+    show_report(report)
+    expected = f"{found[0]:.4f} before training, {found[12]:.4f} after"
+    assert expected in capsys.readouterr().out
+    page = (tmp_path / "auto/run/report.html").read_text()
+    assert f"{found[0]:.3f} before training" in page
+    short = plan_run(tmp_path / "short", **{**few, "data.val_split": 0.4}).plan  # 16 examples for 12 steps of 4
+    assert not short.evaluation.eval_on_start and report.steps == 12
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from ligertune.attention.packing_checks import prepare_masks
 from ligertune.patching.auto_classes import AutoModelForCausalLM
+from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.patch import patch, unpatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,7 +207,8 @@ def test_auto_model_loads_and_patches(tmp_path):
     plain = tiny_models.make("llama")
     plain.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
-    assert loaded(**tiny_models.batch()).logits is None
+    loaded(**tiny_models.batch())
+    assert loss_counts(loaded).fused == 1
     torch.testing.assert_close(loss_of(loaded), loss_of(plain), rtol=1e-5, atol=0)
     keeping = AutoModelForCausalLM.from_pretrained(tmp_path, keep_logits=True).train()
     assert keeping(**tiny_models.batch()).logits.ndim == 3

@@ -63,6 +63,10 @@ def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[t
     """Return (name, value) rows about data sets and tokens; with_counts: also about dropped and repaired rows."""
     report, lengths = summary["report"], summary["lengths"]
     rows = _data_sets(report)
+    if labels := summary["labels"]:
+        noun = "number" if labels["problem_type"] == "regression" else "label"
+        size = plural(labels["num_labels"], noun)
+        rows.append(("labels", f"{labels['problem_type']} with {size}: {labels['inferred_from']}"))
     if summary["streamed"]:
         rows.append(("streamed", "only the first examples were read; all counts below are theirs"))
     else:

@@ -45,7 +45,8 @@ def show_plan(plan: Plan) -> None:
     ]  # fmt: skip
     if data.eval_examples:
         # after the row of the training data
-        rows.insert(6, ("evaluation", plural(data.eval_examples, plan.rows.example_noun)))
+        before = ", also before training" if plan.evaluation.eval_on_start else ""
+        rows.insert(6, ("evaluation", plural(data.eval_examples, plan.rows.example_noun) + before))
     if plan.teacher is not None:
         rows.insert(1, ("teacher", _teacher(plan.teacher)))
     if plan.build.task == "dpo":
@@ -119,19 +120,31 @@ def _batch(plan: Plan) -> str:
     return ", ".join([*words, "streamed"] if rows.streamed else words)
 
 
+def _evaluation_loss(report: Report) -> str:
+    """Return the evaluation losses before and after training, which are of the same rows, and the last measures."""
+    before, after = report.eval_loss_before_training, report.eval_loss
+    words = [f"{before:.4f} before training"] if before is not None else []
+    if after is not None:
+        words.append(f"{after:.4f} after" if words else f"{after:.4f}")
+    return ", ".join([*words, *(f"{name} {value:.4f}" for name, value in report.eval_measures.items())])
+
+
+def _training_loss(report: Report) -> str:
+    """Return the losses of the first and the last logged steps, and that they are of different rows."""
+    if report.loss_first is None:
+        return "none logged"
+    return f"{report.loss_first:.4f} -> {report.loss_last:.4f} (first and last logged steps, on different rows)"
+
+
 def show_report(report: Report) -> None:
     """Print the report of a finished or interrupted run."""
     done = report.status == "completed"
     stopped_by = f" by {report.stopped_by}" if report.stopped_by else ""
     resumed = f", resumed at step {report.resumed_from}" if report.resumed_from else ""
-    rows = [
-        ("status", report.status + stopped_by),
-        ("steps", f"{report.steps} of {report.total_steps}{resumed}"),
-        ("loss", "none logged" if report.loss_first is None else f"{report.loss_first:.4f} -> {report.loss_last:.4f}"),
-    ]
-    if report.eval_loss is not None:
-        measures = "".join(f", {name} {value:.4f}" for name, value in report.eval_measures.items())
-        rows.append(("evaluation loss", f"{report.eval_loss:.4f}{measures}"))
+    rows = [("status", report.status + stopped_by), ("steps", f"{report.steps} of {report.total_steps}{resumed}")]
+    if evaluation := _evaluation_loss(report):
+        rows.append(("evaluation loss", evaluation))
+    rows.append(("training loss", _training_loss(report)))
     if report.seconds_to_first_step:
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds_to_first_step.items())
         rows.append(("first step after", f"{sum(report.seconds_to_first_step.values()):.1f} s: {parts}"))

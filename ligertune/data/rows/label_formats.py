@@ -1,24 +1,24 @@
 """Rows of a classification: a text, a pair of texts or a conversation, and its label, labels or numbers.
 
-The kind of a data set's labels is that of its first rows: names (text), ids (whole numbers), or values (numbers with a
-fraction), one per row or a list. Text that is a number, as in a csv file, is a number.
+The kind of a data set's labels is that of most of its first rows (shapes/label_kinds.py), one label per row or a list.
+Text that is a number, as in a csv file, is a number. A row with a label of another kind is dropped.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import Format, checked
 from ligertune.data.rows.turns import RowReader, parse_tools
+from ligertune.data.shapes.label_kinds import MAX_LABELS, MAX_NUMBER, Labels, decide_labels, finite_number, is_name
 from ligertune.errors import UserError
 
 LABEL_COLUMNS = ("label", "labels")
-LabelKind = Literal["names", "ids", "values"]
+NAMES = Labels("names", False, "")
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class LabelFormat(Format):
 
     texts: tuple[str, ...] = ()
     label: str = "label"
-    kind: LabelKind = "names"
-    many: bool = False  # each row has a list of labels
+    labels: Labels = NAMES
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return one conversation, or one for each of two texts, and the row's labels."""
@@ -43,31 +42,31 @@ class LabelFormat(Format):
         return ParsedRow(tuple(Conversation((Message("user", text),)) for text in texts), targets=targets)
 
     def _targets(self, value: Any) -> tuple[str | float, ...]:
-        """Return the labels of a row: names, or numbers. Raises BadRow for another kind than the first rows have."""
-        if isinstance(value, list | tuple) != self.many:
+        """Return the labels of a row: names, or numbers. Raises BadRow for another kind than most first rows have."""
+        if isinstance(value, list | tuple) != self.labels.many:
             raise BadRow("label of another kind", f"{value!r:.40}")
-        return tuple(self._target(one) for one in (value if self.many else [value]))
+        if self.labels.many and len(value) > MAX_LABELS:
+            raise BadRow("label is too large", f"a list of {len(value):,}")
+        if self.labels.width and len(value) != self.labels.width:
+            raise BadRow("label of another kind", f"{len(value)} indicators, not {self.labels.width}")
+        return tuple(self._target(one) for one in (value if self.labels.many else [value]))
 
     def _target(self, value: Any) -> str | float:
-        if self.kind == "names" and isinstance(value, str | int | float) and str(value).strip():
-            return str(value)
-        number = _number(value)
-        if self.kind == "names" or number is None:
+        kind = self.labels.kind
+        if kind == "names" and is_name(value):
+            return value
+        if kind == "booleans" and isinstance(value, bool):
+            return float(value)
+        number = finite_number(value)
+        if kind in ("names", "booleans") or number is None:
             raise BadRow("label of another kind", f"{value!r:.40}")
-        if self.kind == "ids" and (number < 0 or not number.is_integer()):
+        if kind == "ids" and (number < 0 or not number.is_integer()):
             raise BadRow("label of another kind", f"{value!r:.40}")
+        if kind == "indicators" and number not in (0.0, 1.0):
+            raise BadRow("label of another kind", f"{value!r:.40}")
+        if abs(number) > (MAX_LABELS - 1 if kind == "ids" else MAX_NUMBER):
+            raise BadRow("label is too large", f"{value!r:.40}")
         return number
-
-
-def _number(value: Any) -> float | None:
-    """Return a number, or text that is one, as float; None for anything else, and for what is not finite."""
-    if not isinstance(value, str | int | float):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _without_answer_check(conversation: Conversation, reader: RowReader, repairs: list[str] | None) -> Conversation:
@@ -114,10 +113,10 @@ LABEL_FORMATS = (
 )  # fmt: skip
 
 
-def recognise_labels(name: str, first: Sequence[Record], path: str) -> LabelFormat:
+def recognise_labels(name: str, first: Sequence[Record], path: str, *, problem_type: str | None = None) -> LabelFormat:
     """Return the format of data from its first records: columns of texts, column and kind of labels.
 
-    Raises UserError, naming `path`, for rows without a text or a label.
+    problem_type: the recipe's. Raises UserError, naming `path`, for rows without a text or a label.
     """
     columns = {column for record in first for column in record.row}
     found = ", ".join(sorted(columns)) or "none"
@@ -139,23 +138,7 @@ def recognise_labels(name: str, first: Sequence[Record], path: str) -> LabelForm
             f"{path}: its columns ({found}) lack a text to classify.",
             hint="Write data.datasets[].columns: {text: its name}; {premise: ..., hypothesis: ...} for two texts.",
         )
-    values = [record.row[label] for record in first if record.row.get(label) is not None]
-    return replace(fitting[0], label=label, **_kind_of(values, label, path))
-
-
-def _kind_of(values: Sequence[Any], label: str, path: str) -> dict[str, Any]:
-    """Return `kind` and `many` of the labels of the first rows."""
-    if not values:
-        raise UserError(f"{path}: the column `{label}` is null in the first rows.", hint="Name another one.")
-    many = sum(isinstance(value, list | tuple) for value in values) > len(values) // 2
-    single = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
-    numbers = [_number(one) for one in single]
-    if any(number is None for number in numbers):
-        return {"kind": "names", "many": many}
-    are_floats = any(
-        isinstance(one, float) or not number.is_integer() for one, number in zip(single, numbers, strict=True)
-    )
-    return {"kind": "values" if are_floats else "ids", "many": many}
+    return replace(fitting[0], label=label, labels=decide_labels(first, label, path, problem_type))
 
 
 def names_of_classes(features: Any, label: str) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ trained.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, recognise_format
 from ligertune.data.rows.label_formats import LABEL_FORMATS
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs, unquoted_turns
+from ligertune.data.shapes.label_kinds import MAX_NUMBER, finite_number
 from ligertune.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
@@ -42,9 +42,11 @@ class PairFormat(Format):
         row, reader = record.row, RowReader(record.source, repair=repairs is not None)
         reader.refuse_media(row)
         for names in SCORE_COLUMNS:
-            scores = [row.get(name) for name in names]
-            if scores[0] is not None and scores[0] == scores[1]:
-                raise BadRow("equal scores", f"both {scores[0]}")
+            chosen_score, rejected_score = (
+                finite_number(row.get(name)) for name in names
+            )  # in csv files they are text
+            if chosen_score is not None and chosen_score == rejected_score:
+                raise BadRow("equal scores", f"both {chosen_score:g}")
         prompt = self.read(row, reader)
         sides = _split_prompt(prompt.messages, *(_answer(row, column, reader) for column in ANSWERS))
         shared = prompt.tools, template_kwargs(row)
@@ -73,11 +75,12 @@ class LabelledFormat(Format):
 
 def _margin(row: dict[str, Any]) -> tuple[float, ...]:
     margin = row.get("margin")
-    if margin is None:
+    if margin is None or margin == "":  # an empty field of a csv file
         return ()
-    if not isinstance(margin, int | float) or not math.isfinite(margin):
+    number = finite_number(margin)
+    if number is None or abs(number) > MAX_NUMBER:
         raise BadRow("margin is not a number", f"{margin!r:.40}")
-    return (float(margin),)
+    return (number,)
 
 
 def _answer(row: dict[str, Any], column: str, reader: RowReader) -> list[Message] | str:

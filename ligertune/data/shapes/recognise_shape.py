@@ -43,9 +43,12 @@ _EXCHANGE = {"question", "instruction", "prompt", *_ANSWERS}
 _FIRST = tuple(_BY_NAME[name] for name in ("alpaca", "sharegpt", "llava", "messages"))
 
 
-def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record], path: str) -> RowShape:
+def recognise_shape(
+    spec: DatasetOptions, rows: DataRows, first: Sequence[Record], path: str, *, problem_type: str | None = None
+) -> RowShape:
     """Return the shape of data from its first records, to which `data.datasets[].columns` is applied.
 
+    problem_type: of a classification, if the recipe has one.
     Raises UserError, naming `path`, for rows that fit no format, several, or another task.
     """
     sample, columns = SampleColumns(first), dict[str, str]()
@@ -55,7 +58,7 @@ def recognise_shape(spec: DatasetOptions, rows: DataRows, first: Sequence[Record
             hint="Write task: sft, or another data set.",
         )
     if rows == "texts":
-        format = recognise_labels(spec.format, first, path)
+        format = recognise_labels(spec.format, first, path, problem_type=problem_type)
     elif rows != "conversations":
         format = recognise_preferences(rows, spec.format, first, path)
     elif spec.format != "auto":

@@ -102,7 +102,10 @@ def _saved_by_router(layer: nn.Module, prefix: str, number: int, dtype: torch.dt
     for name, module in layer.named_modules():
         inside = name.startswith(block) and not f"{name}.".startswith(prefix) and "attn" not in name
         if inside and any(p.shape == (number, hidden) for p in module.parameters(recurse=False)):
-            return _saved_per_row(copy.deepcopy(module).to_empty(device="cpu"), hidden, dtype)
+            try:
+                return _saved_per_row(copy.deepcopy(module).to_empty(device="cpu"), hidden, dtype)
+            except TypeError:  # it takes more than hidden states (MiniMax-M2), or a bias that is set later (LFM2-MoE)
+                return 0
     return 0
 
 

@@ -60,7 +60,7 @@ RULES = (
          also=lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.eval_datasets)),
     Rule("eval.eval_strategy: not no, no data.val_split, no data.eval_datasets",
          "{0} is {v[0]}, but there is no evaluation data. Give {1} or {2}."),
-    Rule("eval.eval_on_start, no data.val_split, no data.eval_datasets",
+    Rule("eval.eval_on_start: true, no data.val_split, no data.eval_datasets",
          "{0} is true, but there is no evaluation data. Give {1} or {2}."),
     Rule("eval.early_stopping_threshold, eval.early_stopping_patience: null",
          "{0} belongs to early stopping, and {1} is not given. Give it, or leave {0} out."),

@@ -74,7 +74,8 @@ def _limits(plan: Plan) -> list[tuple[int, str]]:
     if damaged:
         number, last = damaged[0]
         found.append((last, f"line {number} of {path}, which may be an evaluation, is damaged"))
-    losses = [(line["eval_loss"], line["step"]) for line in read_metrics(path) if "eval_loss" in line]
+    # without the evaluation before training, which is never the best
+    losses = [(line["eval_loss"], line["step"]) for line in read_metrics(path) if "eval_loss" in line and line["step"]]
     if keeps_best and losses:
         damage = damage_of_best(plan.output_dir)
         if damage is not None:

@@ -173,6 +173,7 @@ def _results(report: dict) -> Rows:
             ("loss before training", "loss_before_training"),
             ("loss, first logged interval", "loss_first"),
             ("loss, last logged interval", "loss_last"),
+            ("evaluation loss before training", "eval_loss_before_training"),
             ("evaluation loss", "eval_loss"),
         )
         if report.get(key) is not None
