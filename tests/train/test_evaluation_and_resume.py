@@ -163,7 +163,7 @@ def test_measures_of_training_steps_survive_an_evaluation(pairs, tmp_path):
     (together,) = [line for line in metrics(tmp_path / "together" / "run") if "rewards/margins" in line]
     assert len(each) == 4 and len(set(each)) > 1
     assert together["rewards/margins"] == pytest.approx(sum(each) / 4, rel=1e-5, abs=1e-9)
-    evaluations = [line for line in metrics(tmp_path / "each" / "run") if "eval_loss" in line]
+    evaluations = [line for line in metrics(tmp_path / "each" / "run") if "eval_loss" in line and line["step"]]
     assert len(evaluations) == 4
     margins = [line["eval_rewards/margins"] for line in evaluations]
     assert margins[0] != margins[-1] == report.eval_measures["rewards/margins"]
