@@ -33,6 +33,7 @@ def compare(ligertune, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_both_sides_run_and_their_losses_agree(compare, tmp_path):
     done = compare(*SHORT, *SMALL, "--out", "report")
     assert done.code == 0, done.err

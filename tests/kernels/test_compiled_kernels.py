@@ -70,7 +70,10 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
     assert not [kernel for kernel, changed in launches if "placeholder" in changed]
 
 
-@pytest.mark.parametrize("products", ["grouped_mm", "triton", None])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("products", ["triton", pytest.param("grouped_mm", marks=SLOW), pytest.param(None, marks=SLOW)])
 def test_experts_are_one_graph_that_changes_no_input(products, h100, monkeypatch):
     """With LoRA, whose product is added in place, on trained and on made weights."""
     monkeypatch.setattr(_grouped_product, "LOOP_PRODUCT", 1)  # a call that is not compiled would wait for the GPU

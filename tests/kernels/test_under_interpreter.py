@@ -6,4 +6,6 @@ from rerun_interpreted import rerun_interpreted
 
 
 def test_the_kernels_agree_with_float64_under_the_interpreter() -> None:
-    rerun_interpreted(str(Path(__file__).parent / "ops"))
+    ops = Path(__file__).parent / "ops"
+    emulated = ops / "attention" / "test_hopper_emulated.py"  # has an interpreter of its own, also without this switch
+    rerun_interpreted(str(ops), f"--ignore={emulated}")

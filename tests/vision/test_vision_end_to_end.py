@@ -60,7 +60,12 @@ def trained(recipe_for, tmp_path):
     return go
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+QUICK = ("qwen2_vl", "llava")  # one whose images have grids, one of a fixed number of tokens
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in tiny_vlms.FAMILIES]
+)
 def test_a_run_learns_and_its_model_loads(family, trained):
     job, report, output = trained(family)
     assert report.status == "completed" and report.loss_last < report.loss_first

@@ -77,6 +77,7 @@ def right(model, batch: dict) -> torch.Tensor:
     return ((written == labels) | (labels == -100)).all(-1)
 
 
+@pytest.mark.slow
 def test_it_names_held_out_drawings_and_guesses_without_pixels(tmp_path):
     rng = np.random.default_rng(0)
     draw(tmp_path, "train", N_TRAIN, rng)

@@ -164,8 +164,8 @@ def test_padding_of_the_vocabulary_is_left_out(tmp_path):
     "method",
     [
         {"method.type": "lora", "method.lora_r": 4},
-        {"method.type": "freeze", "method.trainable": "[layers.1]"},
-        {"train.gradient_checkpointing": "offload"},
+        pytest.param({"method.type": "freeze", "method.trainable": "[layers.1]"}, marks=SLOW),
+        pytest.param({"train.gradient_checkpointing": "offload"}, marks=SLOW),
     ],
     ids=["lora", "freeze", "offload"],
 )

@@ -21,7 +21,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("swapped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as given", "swapped"])
+@pytest.mark.slow
+@pytest.mark.parametrize("swapped", [False, True], ids=["as given", "swapped"])
 def test_the_accuracy_on_held_out_pairs_rises_above_80_percent(swapped, tmp_path):
     """Before training both rewards are 0. Swapped answers show that it learns the labels, not what it knew before."""
     rows = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
