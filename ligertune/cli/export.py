@@ -10,6 +10,7 @@ import typer
 from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
+from ligertune.hub import hub_notes
 from ligertune.progress import importing
 
 if TYPE_CHECKING:
@@ -56,8 +57,13 @@ def export(
     uploaded from its own folder.
     """
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
+    from ligertune.planning.saved_model import check_base_model
+
     render.people_on_stderr(json)
     uploads = push is not None or dry_run
+    if not (adapter or dry_run or checkpoint):  # these merge into the base model
+        for folder in (Path(run).expanduser(), Path(run).expanduser() / "model"):
+            check_base_model(folder, key="RUN")
     with render.status("reading the run ..."):
         with importing():
             from ligertune.train.checkpoint.export_run import check_repository, plan_export
@@ -69,6 +75,8 @@ def export(
         )  # fmt: skip
     done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     _write(plan, dry_run=dry_run)
+    for note in hub_notes():
+        render.note(note)
     render.text(f"model card: {plan.write_card(push)}")
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)

@@ -18,6 +18,7 @@ import typer
 from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError, plural
+from ligertune.hub import hub_notes
 from ligertune.launcher.signals import before_leaving
 from ligertune.progress import importing
 
@@ -242,7 +243,10 @@ def _load(model: str, *, raw: bool, trust_remote_code: bool) -> LoadedModel:
         with importing():
             from ligertune.decode.generate import load_model
 
-        return load_model(saved.name, raw=raw, trust_remote_code=trust_remote_code)
+        loaded = load_model(saved.name, raw=raw, trust_remote_code=trust_remote_code)
+    for note in hub_notes():
+        render.note(note)
+    return loaded
 
 
 def _print_answers(answers: list[Answer], json: bool, *, as_list: bool = False) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
+from ligertune.hub import TOKENIZER_FILES
 from ligertune.models.added_tokens import grow_for_adapter
 from ligertune.models.load import auto_class, build_model, quiet_reports, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
@@ -155,8 +156,6 @@ def adapter_base_model(folder: Path) -> str:
 
 
 # ---- loading, for `generate`, `chat` and `export`
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def is_adapter(folder: Path) -> bool:

@@ -21,7 +21,7 @@ MAX_COMPLEX = 45  # functions of cyclomatic complexity over 10; ruff refuses tho
 
 # Lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    ("errors", "hardware", "storage", "progress", "plots"),
+    ("errors", "hardware", "hub", "storage", "progress", "plots"),
     ("recipe",),
     ("planning",),
     ("launcher",),

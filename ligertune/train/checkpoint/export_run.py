@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.errors import UserError
+from ligertune.hub import MODEL_FILES
 from ligertune.models.load import hide_loading_bars, through, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG
@@ -31,7 +32,7 @@ from ligertune.models.save import (
 from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import saved_options
-from ligertune.planning.saved_model import MODEL_FILES, SavedModel, find_saved_model
+from ligertune.planning.saved_model import SavedModel, find_saved_model
 from ligertune.storage import newest_checkpoint, put_in_place, read_object, remove
 from ligertune.train.checkpoint.checkpoint_record import damage_of
 from ligertune.train.checkpoint.model_card import CARD, write_card
