@@ -36,7 +36,7 @@ from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_mem
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, data_rows_of, with_fused_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
-from ligertune.planning.preflight import check_hub, check_output_dir, check_packages, check_paths, clear_run
+from ligertune.planning.preflight import check_output_dir, check_packages, check_sources, clear_run
 from ligertune.plots import draw_curves
 from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
@@ -75,8 +75,7 @@ def plan_for(
     """
     if not for_show:
         check_output_dir(recipe.checkpoint)
-    check_paths(recipe)
-    check_hub(recipe)
+    check_sources(recipe)
     machine = this_machine() if not for_show else simulated_machine(memory_gib=memory_gib, gpus=gpus)
     machine = machine if processes is None else replace(machine, world_size=processes)
     check_packages(recipe)

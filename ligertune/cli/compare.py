@@ -82,7 +82,7 @@ def compare(
 def _settings(recipe: Path | None, overrides: list[str], sweep: str | None) -> tuple[Setting, ...]:
     """Load the recipe for each value of the sweep. Raises UserError if one is invalid or names a missing path."""
     from ligertune.compare.comparison import load_settings
-    from ligertune.planning.preflight import check_hub, check_paths
+    from ligertune.planning.preflight import check_sources
     from ligertune.recipe.read import bundled
 
     path = recipe or bundled("quickstart/stories260k.yaml")
@@ -92,8 +92,7 @@ def _settings(recipe: Path | None, overrides: list[str], sweep: str | None) -> t
         overrides = [*overrides, "checkpoint.output_dir=compare"]
     settings = load_settings(path, overrides, sweep)
     for setting in settings:
-        check_paths(setting.recipe)
-        check_hub(setting.recipe)
+        check_sources(setting.recipe)
     return settings
 
 

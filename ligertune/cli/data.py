@@ -9,7 +9,6 @@ import typer
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
-from ligertune.hub import hub_notes
 from ligertune.progress import importing
 
 
@@ -29,13 +28,12 @@ def data(
     from ligertune.cli.render import data_report
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.hardware import world_size
-    from ligertune.planning.preflight import check_hub, check_paths, check_report_path
+    from ligertune.planning.preflight import check_report_path, check_sources
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, set_ or [])
-    check_paths(loaded)
-    check_hub(loaded)
+    check_sources(loaded)
     if out is not None:
         check_report_path(out)
 
@@ -68,8 +66,7 @@ def data(
     statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)
     summary = preview_summary(prepared, shown, previews, statistics)
     data_report.data_preview(summary, previews)
-    for note in hub_notes():
-        render.note(note)
+    render.hub_notes()
     if out is not None:
         out.write_text(data_report.data_page(summary, title=f"Data of {recipe.name}"), encoding="utf-8")
         render.text(f"\nWrote {out}")

@@ -18,7 +18,6 @@ import typer
 from ligertune.cli.options import Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError, plural
-from ligertune.hub import hub_notes
 from ligertune.launcher.signals import before_leaving
 from ligertune.progress import importing
 
@@ -244,8 +243,7 @@ def _load(model: str, *, raw: bool, trust_remote_code: bool) -> LoadedModel:
             from ligertune.decode.generate import load_model
 
         loaded = load_model(saved.name, raw=raw, trust_remote_code=trust_remote_code)
-    for note in hub_notes():
-        render.note(note)
+    render.hub_notes()
     return loaded
 
 

@@ -112,6 +112,12 @@ def check_paths(recipe: Recipe) -> None:
                 )
 
 
+def check_sources(recipe: Recipe) -> None:
+    """Raise UserError for a model or data set that is neither a path here, nor in the cache, nor on a hub in reach."""
+    check_paths(recipe)
+    check_hub(recipe)
+
+
 def check_hub(recipe: Recipe) -> None:
     """Raise UserError if the recipe names a model or data set of the hub that is neither in reach nor in the cache."""
     model = recipe.model

@@ -33,7 +33,8 @@ def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
         kinds = {"working": "temporary", "frozen_model": "frozen model"}
         parts = plan.peak.parts().items()
         rows = [(kinds.get(kind, kind), format_bytes(n_bytes)) for kind, n_bytes in parts if n_bytes]
-        table(f"Peak memory of each device, reached {PHASES[plan.peak.phase.name]}", rows)
+        place = "tensors in each process" if plan.machine.vendor == "cpu" else "each device"
+        table(f"Peak memory of {place}, reached {PHASES[plan.peak.phase.name]}", rows)
     for fit in fits or ():
         text("\n" + "\n".join(_fit_lines(plan, fit)))
 
