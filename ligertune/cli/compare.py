@@ -10,7 +10,7 @@ import typer
 
 from ligertune.cli.options import Json, Overrides
 from ligertune.cli.render import console as render
-from ligertune.errors import plural
+from ligertune.errors import pip_install, plural
 
 if TYPE_CHECKING:
     from ligertune.compare.comparison import Setting
@@ -118,5 +118,5 @@ def _show(result: Comparison, folder: Path) -> None:
     for problem in result.problems:
         render.text(f"Failed: {problem}")
     if not charts:
-        render.text("No charts: matplotlib is not installed (pip install 'ligertune[plots]').")
+        render.text(f"No charts: matplotlib is not installed ({pip_install('matplotlib')}).")
     render.text(f"Wrote {', '.join(str(path) for path in written)}")

@@ -7,7 +7,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, pip_install
 from ligertune.hub import TOKENIZER_FILES, check_hub_dataset, check_hub_model
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
@@ -88,10 +88,9 @@ def check_packages(recipe: Recipe) -> None:
         wanted[f"logging.report_to[{tracker}]"] = (tracker, None if tracker == "jsonl" else tracker)
     for key, (value, package) in wanted.items():
         if package is not None and find_spec(package) is None:
-            extra = {"logging": "trackers", "parallel": "deepspeed"}.get(key.partition(".")[0], "quant")
             raise UserError(
                 f"{key.partition('[')[0]}: {value} needs the package {package}, which is not installed.",
-                hint=f"Install it: pip install 'ligertune[{extra}]'",
+                hint=f"Install it: {pip_install(package)}",
             )
 
 
