@@ -19,7 +19,7 @@ from packaging.version import Version
 from ligertune.progress import importing
 
 # torch -> triton versions that we tested together, for the CPU builds of torch, which require no triton.
-PAIRS = {"2.11": "3.6", "2.13": "3.7", "2.14": "3.8"}
+PAIRS = {"2.11": "3.6", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}
 # package -> oldest and newest minor version that tests ran with; CONTRIBUTING.md says which tests
 TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24")}
 TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
