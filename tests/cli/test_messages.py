@@ -1,6 +1,7 @@
 """Notes and errors break between words, resuming says where it continues, and memory says what it counts."""
 
 import json
+import re
 
 import pytest
 from command_line import RECIPE, overrides, run_here
@@ -32,8 +33,9 @@ def _print(kind: str) -> None:
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_no_word_is_broken(width, kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
     _print(kind)
-    lines = capsys.readouterr().err.splitlines()
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().err).splitlines()
     assert [word for line in lines for word in line.split()][-len(NOTE.split()) :] == NOTE.split()
     assert len(lines) > 1
     assert all(len(line) <= width or line.split() == [PATH] for line in lines)
@@ -42,7 +44,8 @@ def test_no_word_is_broken(width, kind, capsys, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["error", "note", "sentence"])
 def test_a_file_gets_one_line(kind, capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     _print(kind)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -73,7 +76,8 @@ def test_a_damaged_checkpoint_is_left_and_the_other_step_is_named(tmp_path):
     assert "new holds no checkpoint: starts at step 0" in " ".join(first.out.split())
 
 
-def test_a_cpu_plan_and_a_cpu_run_say_which_memory_they_mean(tmp_path):
+def test_a_cpu_plan_and_a_cpu_run_say_which_memory_they_mean(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # logged lines have fewer fields in 80 columns
     done = run_here("train", RECIPE, *overrides({**QUICK, "logging.logging_steps": 1}), cwd=tmp_path)
     assert done.code == 0, done.err
     said = " ".join(done.out.split())

@@ -66,10 +66,9 @@ def sentence(message: str, *, indent: str = "") -> None:
 def _wrapped(console: Console, message: str, later: str = "") -> str:
     """Return a text with line breaks between words; a word that is longer than the line stays whole.
 
-    A file or pipe gets one line, as `grep` wants it, unless COLUMNS gives a width. later: begins all lines but the
-    first.
+    A file or pipe gets one line, as `grep` wants it. later: begins all lines but the first.
     """
-    if not (console.is_terminal or "COLUMNS" in os.environ):
+    if not console.is_terminal:
         return message
     wrap = TextWrapper(console.width, subsequent_indent=later, break_long_words=False, break_on_hyphens=False).fill
     return "\n".join(wrap(line) for line in message.splitlines())
