@@ -10,6 +10,18 @@ Names are imported on first use, so `import ligertune` does not import torch.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see; tests/test_public_api.py compares it with the table below
+    from ligertune.errors import UserError as UserError
+    from ligertune.patching.auto_classes import AutoModelForCausalLM as AutoModelForCausalLM
+    from ligertune.patching.auto_classes import AutoModelForImageTextToText as AutoModelForImageTextToText
+    from ligertune.patching.auto_classes import AutoModelForSequenceClassification as AutoModelForSequenceClassification
+    from ligertune.patching.deferred_logits import loss_counts as loss_counts
+    from ligertune.patching.experts.kernel_experts import register_experts as register_experts
+    from ligertune.patching.patch import patch as patch
+    from ligertune.patching.patch import unpatch as unpatch
+    from ligertune.recipe.read import load_recipe as load_recipe
 
 __version__ = "0.1.0"
 
@@ -28,7 +40,7 @@ _WHERE = {
 __all__ = ["__version__", *_WHERE]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ligertune' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

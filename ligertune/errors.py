@@ -1,8 +1,20 @@
-"""UserError, the exception whose message is shown without a traceback, and the wording of counts and sizes."""
+"""UserError, whose message is shown without a traceback, and the wording of commands, counts and sizes."""
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
+
+# Optional packages and the versions that work, as in the extras of pyproject.toml. Messages name the packages: the
+# extras are known to pip in a clone of the repository only, because ligertune is not on PyPI.
+OPTIONAL = {
+    "bitsandbytes": ">=0.45",
+    "deepspeed": ">=0.16",
+    "matplotlib": ">=3.8",
+    "pillow": ">=10.0",
+    "torchao": ">=0.14",
+    "triton": ">=3.6",
+}
 
 
 class UserError(Exception):
@@ -24,6 +36,11 @@ class UserError(Exception):
     def __reduce__(self) -> tuple:
         # the default pickling between processes drops keyword-only arguments
         return (partial(type(self), self.message, hint=self.hint, exit_code=self.exit_code), ())
+
+
+def pip_install(package: str) -> str:
+    """Return the command that installs a package: "pip install 'torchao>=0.14'"."""
+    return f"pip install {shlex.quote(package + OPTIONAL.get(package, ''))}"
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:

@@ -17,7 +17,7 @@ NAME = "curves.png"
 
 
 def has_matplotlib() -> bool:
-    """Return whether matplotlib is installed (pip install 'ligertune[plots]')."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

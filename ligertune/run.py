@@ -31,11 +31,12 @@ from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
 from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing
+from ligertune.planning.hub import hub_notes
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, data_rows_of, with_fused_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
-from ligertune.planning.preflight import check_output_dir, check_packages, check_paths, clear_run
+from ligertune.planning.preflight import check_output_dir, check_packages, check_sources, clear_run
 from ligertune.plots import draw_curves
 from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
@@ -74,7 +75,7 @@ def plan_for(
     """
     if not for_show:
         check_output_dir(recipe.checkpoint)
-    check_paths(recipe)
+    check_sources(recipe)
     machine = this_machine() if not for_show else simulated_machine(memory_gib=memory_gib, gpus=gpus)
     machine = machine if processes is None else replace(machine, world_size=processes)
     check_packages(recipe)
@@ -137,6 +138,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         teacher=teacher,
     )
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *file_notes)
+    notes += hub_notes()
     plan = make_plan(recipe, inputs, notes=notes)
     return Job(plan, config, tokenizer, data, images)
 

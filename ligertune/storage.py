@@ -184,6 +184,16 @@ def newest_checkpoint(output_dir: Path) -> Path | None:
     return next(reversed(complete_checkpoints(output_dir)), None)
 
 
+def checkpoint_to_resume(output_dir: Path, wanted: str) -> tuple[Path, int] | None:
+    """Return (checkpoint, its step) that a run continues from if it is undamaged, or None without one.
+
+    wanted: checkpoint.resume_from_checkpoint: auto, newest or a folder.
+    """
+    folder = newest_checkpoint(output_dir) if wanted in ("auto", "newest") else Path(wanted)
+    step = None if folder is None else (read_object(folder / PROGRESS_FILE) or {}).get("step")
+    return (folder, step) if type(step) is int else None
+
+
 # ---- metrics.jsonl: one line per logged step, readable during the run
 
 

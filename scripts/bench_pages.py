@@ -2,7 +2,7 @@
 
 A script measures, then calls `publish`, which prints the table and one JSON line with everything that the page needs.
 `--page FOLDER` writes the page, too. `--from FILE` writes it later from that line: FILE is the printed output. Charts
-need matplotlib (pip install 'ligertune[plots]').
+need matplotlib.
 """
 
 from __future__ import annotations

@@ -47,6 +47,58 @@ def test_a_benchmark_page_is_of_one_device_and_can_be_repeated(page):
     assert text.count("scripts/") >= 1
 
 
+FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-\d+)?")
+
+
+def measured_parts() -> list[tuple[str, list[str]]]:
+    """Return (benchmark page, numbers) of the README's head and of each list item that a page proves."""
+    head, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")
+    items = rest.partition("\n## Commands")[0].split("\n- **")[1:]
+    found = []
+    for part in (head, *items):
+        pages = set(re.findall(r"\]\((docs/benchmarks/\w+\.md)\)", part))
+        if len(pages) == 1:
+            # without links, and without names such as Llama-3.2-1B
+            words = re.sub(r"\]\([^)]*\)|\b[A-Za-z][\w.-]*\d[\w.]*", "", part)
+            found.append((pages.pop(), FIGURE.findall(words)))
+    return found
+
+
+@pytest.mark.parametrize(("page", "numbers"), measured_parts(), ids=lambda value: Path(str(value)).stem[:30])
+def test_every_figure_of_the_readme_stands_on_its_page(page, numbers):
+    stated = set(FIGURE.findall((ROOT / page).read_text(encoding="utf-8")))
+    assert len(numbers) > 3 and [number for number in numbers if number not in stated] == []
+
+
+def test_the_readme_compares_with_every_side_of_its_first_page():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = ROOT / "docs" / "benchmarks" / "packed_rows_llama_1b_h100_202611.md"
+    rows = re.findall(r"^\| ([^|]+) \| ([\d,]+) \|[^|]+\|[^|]+\| ([\d.]+) \|", page.read_text(), re.MULTILINE)
+    assert len(rows) == 4
+    assert [row for row in rows if "| {} | {} | {} |".format(*row) not in readme] == []
+
+
+def test_no_text_sends_anyone_to_a_package_index_for_ligertune():
+    """There is no ligertune on PyPI. An extra is installed in a clone, or by the names of its packages."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    asked = re.compile(r"""install\s+(?:-\S+\s+)*['"]?ligertune(?![\w/.:-])(?!\[\w+\] @)|ligertune\[\w+\](?! @)""")
+    found = []
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if path == Path(__file__) or not path.is_file():
+            continue
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        found += [f"{name}: {match.group()}" for match in asked.finditer(text)]
+    assert found == []
+
+
+def test_the_install_lines_use_the_repository_of_pyproject():
+    address = re.search(r'Homepage = "(.+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    for page in ("README.md", "docs/getting-started.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert f"git clone {address}" in text and f'pip install "git+{address}"' in text
+
+
 def commands_of(page: Path) -> list[str]:
     """Return the lines of the blocks marked `bash run`, with the tiny model in place of the one from the hub."""
     blocks = RUNS.findall(page.read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ Names are loaded at their first use, so that importing the package imports neith
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from ligertune_kernels.table import OPS
 
@@ -20,7 +21,7 @@ _HOME |= {name: module for module, names in _OTHER_NAMES.items() for name in nam
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.measure import Row
-from ligertune.errors import UserError
+from ligertune.errors import UserError, pip_install
 from ligertune.plots import has_matplotlib, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def check_matplotlib() -> None:
     if not has_matplotlib():
         raise UserError(
             "Plots need matplotlib, which is not installed.",
-            hint="Install it with pip install 'ligertune[plots]', or leave --plots out.",
+            hint=f"Install it with {pip_install('matplotlib')}, or leave --plots out.",
         )
 
 

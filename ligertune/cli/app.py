@@ -18,7 +18,6 @@ from ligertune.progress import importing
 app = typer.Typer(
     name="ligertune",
     help="Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -45,13 +44,18 @@ app.add_typer(recipe_app, name="recipe")
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
+def root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+) -> None:
     """Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report."""
     if version:
         from ligertune import __version__
 
         render.document(f"ligertune {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:  # typer's no_args_is_help ends with exit code 2, which means wrong input
+        render.document(context.get_help())
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def bench(
     setup = default_setup(dtype)
     header = report_header(setup)
     render.text(header["line"])
-    render.text(LEGEND)
+    render.sentence(LEGEND)
     done: list[Row] = []
     for op in ops or BENCHMARKS:
         rows = bench_op(op, setup, without=without or ())
@@ -80,9 +80,9 @@ def _show(rows: list[Row]) -> None:
     render.columns(f"{case.op}, {str(case.dtype).removeprefix('torch.')}", header, lines)
     for row in rows:
         if row.failure:
-            render.text(f"  {row.case.label}, {row.provider} failed: {row.failure}")
+            render.sentence(f"{row.case.label}, {row.provider} failed: {row.failure}", indent="  ")
         for note in row.notes:
-            render.text(f"  {row.case.label}, {row.provider}: {note}")
+            render.sentence(f"{row.case.label}, {row.provider}: {note}", indent="  ")
 
 
 def _cells(row: Row, modes: list[str]) -> list[str]:

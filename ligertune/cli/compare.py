@@ -10,7 +10,7 @@ import typer
 
 from ligertune.cli.options import Json, Overrides
 from ligertune.cli.render import console as render
-from ligertune.errors import plural
+from ligertune.errors import pip_install, plural
 
 if TYPE_CHECKING:
     from ligertune.compare.comparison import Setting
@@ -70,7 +70,7 @@ def compare(
     check_losses(sides, settings[0].recipe.task)
     most = CPU_DEFAULTS if target["vendor"] == "cpu" else GPU_DEFAULTS
     options = TrialOptions(repeats or most[0], steps or most[1], processes, folder.absolute())
-    render.text(label(target, processes=processes) + (f"\n{CPU_REMARK}" if target["vendor"] == "cpu" else ""))
+    render.sentence(label(target, processes=processes) + (f"\n{CPU_REMARK}" if target["vendor"] == "cpu" else ""))
     result = compare(settings, sides, options, target=target, show=render.text)
     _show(result, folder)
     if json:
@@ -82,17 +82,17 @@ def compare(
 def _settings(recipe: Path | None, overrides: list[str], sweep: str | None) -> tuple[Setting, ...]:
     """Load the recipe for each value of the sweep. Raises UserError if one is invalid or names a missing path."""
     from ligertune.compare.comparison import load_settings
-    from ligertune.planning.preflight import check_paths
+    from ligertune.planning.preflight import check_sources
     from ligertune.recipe.read import bundled
 
     path = recipe or bundled("quickstart/stories260k.yaml")
     if recipe is None:
-        render.text(f"No recipe given: comparing on the quickstart recipe, {path}")
+        render.sentence(f"No recipe given: comparing on the quickstart recipe, {path}")
         # trials write to their own folders: an earlier quickstart run in output_dir is no obstacle
         overrides = [*overrides, "checkpoint.output_dir=compare"]
     settings = load_settings(path, overrides, sweep)
     for setting in settings:
-        check_paths(setting.recipe)
+        check_sources(setting.recipe)
     return settings
 
 
@@ -111,12 +111,12 @@ def _show(result: Comparison, folder: Path) -> None:
         render.columns(f"{batch or result.title}: {runs} of {steps} per side", *results_table(result, point))
         for side in point.sides:
             for remark in remarks(side):
-                render.text(f"  {remark}")
+                render.sentence(remark, indent="  ")
         if point.ablations:
             render.text()
             render.columns(ablation_title(result), *ablation_table(result, point))
     for problem in result.problems:
-        render.text(f"Failed: {problem}")
+        render.sentence(f"Failed: {problem}")
     if not charts:
-        render.text("No charts: matplotlib is not installed (pip install 'ligertune[plots]').")
+        render.text(f"No charts: matplotlib is not installed ({pip_install('matplotlib')}).")
     render.text(f"Wrote {', '.join(str(path) for path in written)}")

@@ -28,13 +28,13 @@ def data(
     from ligertune.cli.render import data_report
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.hardware import world_size
-    from ligertune.planning.preflight import check_paths, check_report_path
+    from ligertune.planning.preflight import check_report_path, check_sources
     from ligertune.recipe import load_recipe
     from ligertune.storage import write_text
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, set_ or [])
-    check_paths(loaded)
+    check_sources(loaded)
     if out is not None:
         check_report_path(out)
 
@@ -67,6 +67,7 @@ def data(
     statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)
     summary = preview_summary(prepared, shown, previews, statistics)
     data_report.data_preview(summary, previews)
+    render.hub_notes()
     if out is not None:
         write_text(out, data_report.data_page(summary, title=f"Data of {recipe.name}"))
         render.text(f"\nWrote {out}")

@@ -32,7 +32,7 @@ def doctor(
     render.table("This machine", [(f.what, f"{'ok' if f.ok else 'warning':8s} {f.value}") for f in findings])
     for finding in findings:
         if not finding.ok:
-            render.text(f"\nwarning: {finding.what}: {finding.advice}.")
+            render.sentence(f"\nwarning: {finding.what}: {finding.advice}.")
             if finding.command:
                 render.text(f"  {finding.command}")
     checks = _check_kernels() if kernels else []

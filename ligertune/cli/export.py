@@ -52,19 +52,19 @@ def export(
     --check loads the export (or an earlier one in that folder) in plain transformers and PEFT, and ends with exit code
     1 if its logits are not those of the trained model within rounding.
 
-    README.md, the model card, is written from the run's report unless there is one. A model that needs no merging is
-    uploaded from its own folder.
+    The model card, README.md, is written unless there is one. A model without an adapter is uploaded from its folder.
     """
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
+    if not (adapter or dry_run or checkpoint):
+        _check_base_model(run)
     render.people_on_stderr(json)
-    uploads = push is not None or dry_run
     with render.status("reading the run ..."):
         with importing():
             from ligertune.train.checkpoint.export_run import check_repository, plan_export
         if push is not None:
             check_repository(push)
         plan = plan_export(
-            run, out, adapter=adapter, checkpoint=checkpoint, in_place=uploads, check=check,
+            run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
@@ -72,7 +72,7 @@ def export(
     render.text(f"model card: {plan.write_card(push)}")
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)
-    if uploads:
+    if push is not None or dry_run:
         done |= _upload(plan, push=push, public=public, dry_run=dry_run)
     if json:
         render.json_report(done)
@@ -84,6 +84,16 @@ def _write(plan: ExportPlan, *, dry_run: bool) -> None:
     with render.waiting("loading and merging ..." if plan.kind == "merged model" else "writing ..."):
         plan.write()
     render.text(f"{plan.kind} from {plan.source.name}: {plan.folder}")
+    render.hub_notes()
+
+
+def _check_base_model(run: str) -> None:
+    """Check the base model of an adapter that is to be merged, before torch is imported."""
+    from ligertune.planning.saved_model import check_base_model
+
+    folder = Path(run).expanduser()
+    for place in (folder, folder / "model"):
+        check_base_model(place, key="RUN")
 
 
 def _refuse_options(*, push: str | None, public: bool, check: bool, prompt: str | None, dry_run: bool) -> None:

@@ -242,7 +242,9 @@ def _load(model: str, *, raw: bool, trust_remote_code: bool) -> LoadedModel:
         with importing():
             from ligertune.decode.generate import load_model
 
-        return load_model(saved.name, raw=raw, trust_remote_code=trust_remote_code)
+        loaded = load_model(saved.name, raw=raw, trust_remote_code=trust_remote_code)
+    render.hub_notes()
+    return loaded
 
 
 def _print_answers(answers: list[Answer], json: bool, *, as_list: bool = False) -> None:

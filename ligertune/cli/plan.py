@@ -59,13 +59,13 @@ def plan(
 
     from ligertune.cli.render import memory_report, run_report
     from ligertune.cli.render.run_display import RunDisplay
-    from ligertune.planning.preflight import check_paths
+    from ligertune.planning.preflight import check_sources
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
     # a plan needs no checkpoint to resume from
     loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
-    check_paths(loaded)
+    check_sources(loaded)
 
     with RunDisplay(enabled=render.OUTPUT.console.is_terminal) as display:
         display.begins("planning")

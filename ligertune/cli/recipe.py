@@ -35,7 +35,7 @@ def check(recipe: RecipeFile, set_: Overrides = None, json: Json = False) -> Non
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, set_ or [])
     for notice in loaded.notices:
-        render.text(notice)
+        render.sentence(notice)
     render.text(f"{recipe}: OK")
     if json:
         render.json_report({"recipe": str(recipe), "ok": True, "notices": list(loaded.notices)})
@@ -79,7 +79,8 @@ def list_(json: Json = False) -> None:
     render.people_on_stderr(json)
     found = {str(path): recipe_title(path) for path in bundled_recipes()}
     for path, title in found.items():
-        render.text(f"{path}\n  {title}")
+        render.text(path)
+        render.sentence(title, indent="  ")
     if json:
         render.json_report(found)
 
@@ -129,16 +130,16 @@ def _show_import(found: Import, file: Path) -> None:
     """Print what an import translated, which defaults differ, and what is lost."""
     render.text(f"{file} is a file of {found.peer.name}. Translated:")
     for line in found.translated:
-        render.text(f"  {line}")
+        render.sentence(line, indent="  ")
     if found.defaults:
         render.text(f"Defaults of {found.peer.name} that differ from ours, and are written to the recipe:")
         for line in found.defaults:
-            render.text(f"  {line}")
+            render.sentence(line, indent="  ")
     for note in found.notes:
         render.note(note)
     for item in found.left:
         where = f"{file}:{item.line}" if item.line else str(file)
-        render.text(f"{where}: not imported: {item.key}: {item.value} ({item.why})")
+        render.sentence(f"{where}: not imported: {item.key}: {item.value} ({item.why})")
 
 
 def init(

@@ -203,10 +203,10 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
     from ligertune.launcher.failures import is_started_rank
     from ligertune.launcher.processes import Ranks, begin_rank
     from ligertune.launcher.run_lock import check_not_in_use
-    from ligertune.planning.preflight import check_output_dir, check_paths
+    from ligertune.planning.preflight import check_output_dir, check_sources
     from ligertune.progress import COMMAND_GIVEN, Phases, taken_over
 
-    check_paths(loaded)  # report missing files before torch is imported, which takes seconds
+    check_sources(loaded)  # report missing files before torch is imported, which takes seconds
 
     os.environ.update(slurm.variables(os.environ))
     started, main = is_started_rank(), is_main_process()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, pip_install
 from ligertune.planning.options import SCORE_TASKS
 from ligertune.recipe import Recipe
 
@@ -126,6 +126,6 @@ def choose_sides(
             name, option = side.needs.replace("_", "-"), "--peer" if side.name in PEERS else "--baseline"
             raise UserError(
                 f"{option} {side.name}: {name} is not installed.",
-                hint=f"Run pip install {name}, or leave {option} out.",
+                hint=f"Run {pip_install(name)}, or leave {option} out.",
             )
     return chosen

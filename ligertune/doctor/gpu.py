@@ -12,6 +12,7 @@ from typing import Literal
 from packaging.version import Version
 
 from ligertune.doctor.software import Finding
+from ligertune.errors import pip_install
 from ligertune.hardware import Machine
 
 # The tests compile every kernel ahead of time for these chips. We have run none of them on an AMD GPU.
@@ -85,7 +86,7 @@ def kernels(machine: Machine) -> Finding:
 
     if backend(machine.device) == "triton":
         return Finding("kernels run on", "Triton")
-    command = "pip install triton" if machine.vendor == "nvidia" else "install torch's ROCm build again"
+    command = pip_install("triton") if machine.vendor == "nvidia" else "install torch's ROCm build again"
     advice = "triton is missing; torch's wheels for Linux normally install it"
     return Finding.unless(machine.vendor == "cpu", "kernels run on", "the PyTorch references", advice, command)
 

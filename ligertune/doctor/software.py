@@ -19,7 +19,9 @@ from packaging.version import Version
 from ligertune.progress import importing
 
 # torch -> triton versions that we tested together, for the CPU builds of torch, which require no triton.
-PAIRS = {"2.11": "3.6", "2.13": "3.7", "2.14": "3.8"}
+PAIRS = {"2.11": "3.6", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}
+# package -> oldest and newest minor version that tests ran with; CONTRIBUTING.md says which tests
+TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24")}
 TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
 BRINGS_ITS_COMPILER = Version("3.9")  # the first triton that needs no C compiler at run time
 REINSTALL = "pip uninstall -y {packages}, then install torch again the way it was installed, with its own triton"
@@ -59,10 +61,21 @@ def packages(installed: Mapping[str, str]) -> list[Finding]:
 
 
 def package(name: str, version: str, wanted: Requirement | None) -> Finding:
-    """Check the version of one package."""
+    """Check the version of one package. A version that is newer than the tested ones is said, and is no warning."""
     needs = f"{name}{wanted.specifier}" if wanted else ""
-    fine = not wanted or wanted.specifier.contains(version, prereleases=True)
-    return Finding.unless(fine, name, version, f"ligertune needs {needs}", f"pip install '{needs}'")
+    if wanted and not wanted.specifier.contains(version, prereleases=True):
+        return Finding(name, version, f"ligertune needs {needs}", f"pip install '{needs}'")
+    return Finding(name, version + _outside_of_tests(name, version))
+
+
+def _outside_of_tests(name: str, version: str) -> str:
+    """Return " (tested: 2.11 to 2.15)" for a version outside of this range; else ""."""
+    if name not in TESTED:
+        return ""
+    oldest, newest = TESTED[name]
+    found = Version(version.split("+")[0]).release[:2]
+    is_tested = Version(oldest).release <= found <= Version(newest).release
+    return "" if is_tested else f" (not tested: the tests ran with {oldest} to {newest})"
 
 
 def torch_that_fails() -> Finding | None:

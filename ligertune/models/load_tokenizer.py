@@ -14,6 +14,8 @@ from ligertune.data.templates.named_templates import known_templates, template_p
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import add_tokens
 from ligertune.models.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
+from ligertune.planning.hub import TOKENIZER_FILES, check_hub_model
+from ligertune.planning.preflight import is_hub_id
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
@@ -49,6 +51,9 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     for file in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / file).is_file():
             read_json(folder / file, origin)
+    if is_hub_id(name):
+        revision = None if wanted.path else spec.revision
+        check_hub_model(name, key=origin.key, revision=revision, files=TOKENIZER_FILES)
     try:
         with loading(origin, f"no tokenizer could be loaded from {name}", hint):
             tokenizer = AutoTokenizer.from_pretrained(

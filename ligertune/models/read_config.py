@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from ligertune.errors import UserError, plural
 from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin, check_sizes, loading, read_json
+from ligertune.planning.hub import check_hub_model
 from ligertune.vision.families import family_of
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def _read_values(spec: ModelOptions, origin: ModelOrigin) -> tuple[str, dict[str
     _check_name(name, folder, origin)
     if folder.is_dir():
         return str(folder / "config.json"), read_json(folder / "config.json", origin)
+    check_hub_model(name, key=origin.key, revision=spec.revision)
     missing = f"{name} is not a folder here, and the hub could not be reached or has no such model"
     with loading(origin, missing, "Check the spelling, the network, and for gated models the login (`hf auth login`)."):
         values, _ = PreTrainedConfig.get_config_dict(name, revision=spec.revision)

@@ -31,6 +31,7 @@ from ligertune.models.model_files import (
 )
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
+from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.storage import new_folder, write_text
 from ligertune.vision.reader import save_processor
@@ -163,8 +164,6 @@ def adapter_base_model(folder: Path) -> str:
 
 
 # ---- loading, for `generate`, `chat` and `export`
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def is_adapter(folder: Path) -> bool:

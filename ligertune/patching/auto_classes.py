@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ligertune.patching.experts.kernel_experts import register_experts
-from ligertune.patching.patch import patch
+from ligertune.patching.patch import check_switches, patch
 
 
 class _PatchedAuto:
@@ -19,6 +19,7 @@ class _PatchedAuto:
 
     @classmethod
     def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
+        check_switches(cls.__name__, {"keep_logits": keep_logits})
         register_experts()
         model = cls.auto_class.from_pretrained(*args, **{"trust_remote_code": False, **kwargs})  # no prompt
         patch(model, keep_logits=keep_logits)
@@ -26,6 +27,7 @@ class _PatchedAuto:
 
     @classmethod
     def from_config(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
+        check_switches(cls.__name__, {"keep_logits": keep_logits})
         register_experts()
         model = cls.auto_class.from_config(*args, **kwargs)
         patch(model, keep_logits=keep_logits)

@@ -84,7 +84,12 @@ _COUNTS: weakref.WeakKeyDictionary[nn.Module, LossCounts] = weakref.WeakKeyDicti
 
 
 def loss_counts(model: nn.Module) -> LossCounts:
-    """Count how `model` computed its losses in this process since `patch`; compiled calls are not counted."""
+    """Count how `model` computed its losses in this process since `patch`; compiled calls are not counted.
+
+    Raises TypeError unless `model` is a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"loss_counts: the model must be a torch.nn.Module, and is a {type(model).__name__}")
     total = LossCounts()
     for module in model.modules():
         if module in _COUNTS:

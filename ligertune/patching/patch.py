@@ -5,13 +5,15 @@ Patch before PEFT, FSDP or DDP wrap the model. `unpatch` restores the class of e
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import torch
 from ligertune_kernels import backend
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,6 +52,16 @@ class PatchReport:
 
     rows: tuple[KernelLine, ...]
     backend: Literal["triton", "reference"]
+
+    def __str__(self) -> str:
+        """Return a line for each kernel: how many modules it replaces, and how many are left for which reason."""
+        how = "Triton" if self.backend == "triton" else "the PyTorch references: no GPU that Triton supports"
+        width = max((len(row.kernel) for row in self.rows), default=0)
+        lines = [f"kernels run on {how}"]
+        for row in self.rows:
+            left = f", {row.left} left" if row.left else ""
+            lines.append(f"  {row.kernel:{width}}  {row.applied} replaced{left}{row.note and f' ({row.note})'}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -142,7 +154,8 @@ def patch(
 
     Weights, state-dict keys, hooks, pickling and `isinstance` stay as they are, and other models of the same class are
     not changed. Modules that are not recognised are left alone; the report says why. Patching twice changes nothing.
-    Raises ValueError if the model is patched with another `loss` or `recompute`.
+    Raises TypeError for an argument of another type. Raises ValueError if the model has no layer of a kind that
+    kernels compute, or is patched with another `loss` or `recompute`.
 
     loss: with "linear_cross_entropy" a call with labels in training mode returns `logits=None`, because no logits are
     made. Whether it really ran is known after the first step: `loss_counts(model)` tells, and a warning if it did not.
@@ -150,6 +163,7 @@ def patch(
     recompute: linear layers do not keep the outputs of these norms and MLPs, or of the norms only; the backward
     computes them again (`patching.recompute`).
     """
+    _check_arguments(model, {"rope": rope, "norm": norm, "mlp": mlp, "keep_logits": keep_logits}, loss, recompute)
     register_experts()
     if keep_logits and loss == "linear_cross_entropy":
         loss = "cross_entropy"
@@ -176,7 +190,46 @@ def patch(
     owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     if recompute:
         rows.append(_patch_readers(model, owner))
-    return PatchReport((*rows, _patch_loss(owner, loss)), backend(next(model.parameters()).device))
+    return PatchReport((*rows, _patch_loss(owner, loss)), backend(_device_of(model)))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first weight or buffer; that of new tensors for a model without any."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.get_default_device())
+
+
+def check_model(function: str, model: object) -> None:
+    """Raise TypeError, which names the function, unless `model` is a module of PyTorch."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: the model must be a torch.nn.Module, and is a {type(model).__name__}")
+
+
+def check_switches(function: str, switches: dict[str, object]) -> None:
+    """Raise TypeError, which names the function, for a switch that is neither True nor False."""
+    for name, value in switches.items():
+        if type(value) is not bool:
+            raise TypeError(f"{function}: {name} must be True or False, and is {value!r}")
+
+
+def _check_arguments(model: object, switches: dict[str, object], loss: object, recompute: object) -> None:
+    """Raise TypeError or ValueError for arguments that `patch` cannot use."""
+    check_model("patch", model)
+    check_switches("patch", switches)
+    if loss not in get_args(Loss):
+        raise ValueError(f"patch: loss must be one of {', '.join(get_args(Loss))}, and is {loss!r}")
+    if recompute not in (True, False, "norms"):
+        raise ValueError(f"patch: recompute must be True, False or 'norms', and is {recompute!r}")
+    modules = list(model.modules())
+    if not any(isinstance(module, PreTrainedModel) or _is_layer(module) for module in modules):
+        raise ValueError(
+            f"patch: {type(model).__name__} is no model of transformers and has no norm, MLP or rotary embedding that a"
+            " kernel could compute"
+        )
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return any(kind.found(module) or kind.has_patched(module) for kind in LAYER_KINDS)
 
 
 def _explain_rotary_tables(model: nn.Module, tally: _Tally) -> None:
@@ -244,8 +297,10 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
     """Restore the class that every module of `model` had before `patch`, and return the names of those that stay.
 
     A module stays patched, with a warning, if something has wrapped it since: FSDP2 has subclassed its class, or its
-    forward was replaced on the instance. Take the wrapper off and call `unpatch` again.
+    forward was replaced on the instance. Take the wrapper off and call `unpatch` again. Raises TypeError unless `model`
+    is a module.
     """
+    check_model("unpatch", model)
     stay = {}
     for name, module in model.named_modules():
         if isinstance(module, ModulePatch):

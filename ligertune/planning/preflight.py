@@ -1,4 +1,4 @@
-"""Checks before torch is imported: output folder, local paths, optional packages."""
+"""Checks before torch is imported: output folder, local paths, the hub, optional packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, pip_install
+from ligertune.planning.hub import TOKENIZER_FILES, check_hub_dataset, check_hub_model
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
@@ -111,10 +112,9 @@ def check_packages(recipe: Recipe) -> None:
         wanted[f"logging.report_to[{tracker}]"] = (tracker, None if tracker == "jsonl" else tracker)
     for key, (value, package) in wanted.items():
         if package is not None and find_spec(package) is None:
-            extra = {"logging": "trackers", "parallel": "deepspeed"}.get(key.partition(".")[0], "quant")
             raise UserError(
                 f"{key.partition('[')[0]}: {value} needs the package {package}, which is not installed.",
-                hint=f"Install it: pip install 'ligertune[{extra}]'",
+                hint=f"Install it: {pip_install(package)}",
             )
 
 
@@ -133,6 +133,33 @@ def check_paths(recipe: Recipe) -> None:
                     hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: "
                     "tatsu-lab/alpaca.",
                 )
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Raise UserError for a model or data set that is neither a path here, nor in the cache, nor on a hub in reach."""
+    check_paths(recipe)
+    check_hub(recipe)
+
+
+def check_hub(recipe: Recipe) -> None:
+    """Raise UserError if the recipe names a model or data set of the hub that is neither in reach nor in the cache."""
+    model = recipe.model
+    if is_hub_id(model.model_name_or_path):
+        check_hub_model(model.model_name_or_path, key="model.model_name_or_path", revision=model.revision)
+    if model.tokenizer.path is not None and is_hub_id(model.tokenizer.path):
+        check_hub_model(model.tokenizer.path, key="model.tokenizer.path", files=TOKENIZER_FILES)
+    if recipe.distill.teacher is not None and is_hub_id(recipe.distill.teacher):
+        check_hub_model(recipe.distill.teacher, key="distill.teacher")
+    data = recipe.data
+    for key, datasets in (("datasets", data.datasets), ("eval_datasets", data.eval_datasets)):
+        for i, dataset in enumerate(datasets):
+            if is_hub_id(dataset.path) and not any(c in dataset.path for c in "*?["):
+                check_hub_dataset(dataset.path, key=f"data.{key}[{i}].path", streaming=data.streaming)
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name that is no file or folder here can be one on the hub."""
+    return not looks_local(name) and not Path(name).expanduser().exists()
 
 
 def check_model_path(name: str, *, key: str) -> None:

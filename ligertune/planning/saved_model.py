@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from ligertune.errors import UserError
+from ligertune.planning.hub import MODEL_FILES, check_hub_model
 from ligertune.planning.preflight import HEADS_FILES, looks_local
 from ligertune.storage import PROGRESS_FILE, newest_checkpoint
 
-MODEL_FILES = ("config.json", "adapter_config.json")
 _HINT = "Name the folder of a run, of a model or of an adapter"
 
 
@@ -63,6 +64,19 @@ def check_can_generate(saved: SavedModel, *, key: str) -> None:
         )
     if not folder.exists():
         _check_hub_id(saved.name, key=key)
+    check_base_model(folder, key=key)
+
+
+def check_base_model(folder: Path, *, key: str) -> None:
+    """Raise UserError for an adapter whose base model is a hub id that is neither in the cache nor in reach."""
+    try:
+        values = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # no adapter, or damaged: the code that loads it says so
+        return
+    base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    is_whole = (folder / "config.json").exists()
+    if isinstance(base, str) and base and not (is_whole or looks_local(base) or Path(base).exists()):
+        check_hub_model(base, key=f"{key}: base model of {folder}")
 
 
 def _what_is_missing(name: str, folder: Path) -> str:
@@ -84,11 +98,13 @@ def _what_to_do(name: str, folder: Path) -> str:
 
 
 def _check_hub_id(name: str, *, key: str) -> None:
-    """Ask the hub once. transformers would try several times, for half a minute and longer."""
+    """Raise UserError for a hub id that is neither in the cache nor on a hub in reach."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    hint = f"{_HINT}, or check the spelling, the network and the login (`hf auth login`)."
+    check_hub_model(name, key=key, hint=hint)
     try:
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in MODEL_FILES):
             return
@@ -97,5 +113,5 @@ def _check_hub_id(name: str, *, key: str) -> None:
         raise UserError(
             f"{key}: {name} is not a folder here, and the hub could not be reached or has no such model"
             f" ({str(problem).strip().splitlines()[0].rstrip('.')}).",
-            hint=f"{_HINT}, or check the spelling, the network and the login (`hf auth login`).",
+            hint=hint,
         ) from problem

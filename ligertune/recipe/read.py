@@ -6,6 +6,7 @@ Also the recipes in configs/, which the wheel contains.
 from __future__ import annotations
 
 import copy
+import os
 import shlex
 import stat
 from collections.abc import Sequence
@@ -40,7 +41,14 @@ RIVALS = (
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the recipe at `path` with `section.key=value` overrides. Raises UserError with all complaints."""
+    """Load the recipe at `path` with `section.key=value` overrides. Raises UserError with all complaints.
+
+    Raises TypeError for a path or overrides of another type.
+    """
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise TypeError(f"load_recipe: overrides must be a list of 'section.key=value' texts, and is {overrides!r}")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"load_recipe: path must be a path of a file, and is {path!r}")
     path = Path(path)
     document = read_document(path)
     foreign = _file_of_another_tool(document)

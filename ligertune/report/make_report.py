@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ligertune.errors import format_bytes, format_duration
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.provenance import provenance
 from ligertune.storage import mask_secrets, read_metrics, utc_now
@@ -83,6 +84,21 @@ class Report:
     eval_measures: dict[str, float] = dataclasses.field(default_factory=dict)  # of the task, in the last evaluation
     experts: dict[str, Any] | None = None  # ExpertLoad.report(): tokens per expert, in each layer of a mixture
     eval_loss_before_training: float | None = None  # None without an evaluation before the first step
+
+    def __str__(self) -> str:
+        """Return the result in a few lines; `as_dict` has all of it."""
+        lines = [f"run {self.status}: step {self.steps} of {self.total_steps}"]
+        if self.loss_last is not None:
+            lines.append(f"loss {self.loss_first:.4f} -> {self.loss_last:.4f} (first and last logged interval)")
+        if self.eval_loss is not None:
+            lines.append(f"evaluation loss {self.eval_loss:.4f}")
+        if self.throughput is not None:
+            lines.append(f"{self.throughput.tokens_per_second:,.0f} tokens/s without padding")
+        memory = "on the device" if self.peak_memory["kind"] == "device" else "of host memory, the whole process"
+        lines.append(f"peak memory {format_bytes(self.peak_memory['allocated_run'])} {memory}")
+        lines.append(f"{self.model_family} on {self.device} x {self.world_size}, {format_duration(self.seconds)}")
+        lines.append(f"model {self.model_path or 'not written'}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

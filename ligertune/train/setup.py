@@ -25,7 +25,7 @@ from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.plan import Plan
 from ligertune.progress import Display
-from ligertune.storage import MetricsFile
+from ligertune.storage import MetricsFile, newest_checkpoint
 from ligertune.tasks.choose_task import choose_task
 from ligertune.tasks.task import Task
 from ligertune.train.checkpoint.checkpoint_files import Saver
@@ -198,6 +198,8 @@ def _resume(
     if folder is None:
         return 0, notes
     step = saved_progress(folder, plan)
+    if notes and folder != newest_checkpoint(plan.output_dir):
+        notes += (f"continued from step {step} ({folder}) instead",)
     with explain_unusable(folder):
         load_states(accelerator, folder, model, optimizer)
         restore_random_states(folder, accelerator.process_index)

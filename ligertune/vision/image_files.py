@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from ligertune.data.rows.conversation import BadRow
-from ligertune.errors import UserError
+from ligertune.errors import UserError, pip_install
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -119,6 +119,6 @@ def import_pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise UserError(
-            "Images are read by Pillow, which is not installed.", hint="Install ligertune[vision]."
+            "Images are read by Pillow, which is not installed.", hint=f"Install it: {pip_install('pillow')}"
         ) from error
     return Image

@@ -230,7 +230,7 @@ def test_plots_without_matplotlib_are_refused_before_measuring(monkeypatch, tmp_
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = command("swiglu", "--plots", str(tmp_path))
     assert isinstance(done.exception, UserError)
-    assert "ligertune[plots]" in str(done.exception)
+    assert "pip install 'matplotlib>=3.8'" in str(done.exception)
     assert done.output == ""
 
 

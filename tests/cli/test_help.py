@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import typer
+from command_line import run_here
 from typer.testing import CliRunner
 
 from ligertune.cli.app import app
@@ -42,3 +43,10 @@ def test_bash_completes_recipe_keys_after_set():
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
     assert "train.learning_rate=" in done.stdout, done.stderr
+
+
+def test_ligertune_alone_prints_its_help_and_is_no_error(tmp_path):
+    alone, asked = run_here(cwd=tmp_path), run_here("--help", cwd=tmp_path)
+    assert alone.code == asked.code == 0
+    assert alone.out.split() == asked.out.split() and "train" in alone.out
+    assert run_here("nosuch", cwd=tmp_path).code == 2

@@ -24,7 +24,7 @@ COLOUR, CURSOR = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[[0-9;?]*[A-Za
 
 def logged(step: int) -> dict:
     return {"step": step, "loss": 12.3456 / step, "grad_norm": 123.4 / step, "learning_rate": 1e-3,
-            "tokens_per_second": 12345.0, "peak_memory": {"allocated_run": 75 * 2**30}}  # fmt: skip
+            "tokens_per_second": 12345.0, "peak_memory": {"kind": "device", "allocated_run": 75 * 2**30}}  # fmt: skip
 
 
 def work() -> None:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from command_line import ROOT
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.kernel_check import check_ops
 from ligertune.cli.app import app
 from ligertune.doctor import gpu, host, software
+from ligertune.errors import OPTIONAL, pip_install
 from ligertune.hardware import Machine
 
 CPU = Machine(
@@ -47,9 +49,46 @@ def test_packages_that_overwrite_each_other_or_are_too_old_get_a_command():
     assert software.triton_owners(["triton"]).ok
     found = software.triton_owners(["triton", "triton-rocm"])
     assert "triton and triton-rocm" in found.advice and "pip uninstall -y torch triton triton-rocm" in found.command
-    wanted = Requirement("transformers>=5.10.1")
+    wanted = Requirement("transformers>=5.17")
     assert software.package("transformers", "5.23.0", wanted).ok
-    assert software.package("transformers", "5.9.0", wanted).command == "pip install 'transformers>=5.10.1'"
+    assert software.package("transformers", "5.9.0", wanted).command == "pip install 'transformers>=5.17'"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "tested"),
+    [
+        ("torch", "2.11.0+cu130", True),
+        ("torch", "2.15.1", True),
+        ("torch", "2.16.0", False),
+        ("torch", "2.9.1", False),
+        ("transformers", "5.24.3", True),
+        ("transformers", "5.25.0.dev0", False),
+        ("transformers", "6.0", False),
+        ("numpy", "9.9", True),
+    ],
+)
+def test_a_version_outside_of_the_tested_range_is_named(name, version, tested):
+    found = software.package(name, version, None)
+    assert found.ok and found.value.startswith(version)
+    assert ("not tested: the tests ran with" in found.value) is not tested
+
+
+def test_the_oldest_tested_versions_are_those_that_pyproject_requires():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for name, (oldest, newest) in software.TESTED.items():
+        assert f'"{name}>={oldest}",' in text
+        assert f"{name} {oldest} to {newest}" in text
+        assert f"{name} {oldest} to {newest}" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_messages_install_what_the_extras_install():
+    """Read from pyproject.toml, because the tests run from a checkout that need not be installed."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    for name, bound in OPTIONAL.items():
+        assert f'"{name}{bound}"' in extras
+        assert pip_install(name) == f"pip install '{name}{bound}'"
+    assert pip_install("wandb") == "pip install wandb"
 
 
 def test_bytecode_that_is_not_kept_gets_a_command(tmp_path):

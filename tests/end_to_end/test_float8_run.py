@@ -10,7 +10,7 @@ from quickstart_runs import recipe_for, saves, train, train_ranks
 from ligertune.run import plan_for
 
 WITHOUT = find_spec("torchao") is None
-needs_torchao = pytest.mark.skipif(WITHOUT, reason="needs torchao: pip install 'ligertune[quant]'")
+needs_torchao = pytest.mark.skipif(WITHOUT, reason="needs torchao: pip install torchao")
 FLOAT8, TORCHAO = {"train.fp8": "true"}, {"train.fp8": "torchao"}
 BOTH = [pytest.param(FLOAT8, id="ours"), pytest.param(TORCHAO, id="torchao", marks=needs_torchao)]
 BOUND = 0.01  # relative; measured on the quickstart's model (hidden size 64): 0.5 % in 10 steps

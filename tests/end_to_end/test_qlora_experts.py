@@ -14,7 +14,7 @@ from ligertune.models.load import whole_model
 from ligertune.models.read_config import read_config
 from ligertune.models.save import saved_spec
 
-pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'ligertune[quant]'")
+pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

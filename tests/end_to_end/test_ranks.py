@@ -92,7 +92,7 @@ def test_ranks_share_a_stream_as_one_process_reads_it(tmp_path):
     assert found == pytest.approx(alone, rel=1e-5)
 
 
-needs_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao: pip install 'ligertune[quant]'")
+needs_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao: pip install torchao")
 TORCHAO = [
     pytest.param({"train.optim": name, "model.dtype": "bfloat16"}, id=name, marks=[pytest.mark.slow, needs_torchao])
     for name in ("adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8")

@@ -25,9 +25,7 @@ from ligertune.train.checkpoint.export_check import check_export
 from ligertune.train.checkpoint.export_run import plan_export
 
 has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
-needs_bitsandbytes = pytest.mark.skipif(
-    not has_bitsandbytes, reason="needs bitsandbytes: pip install 'ligertune[quant]'"
-)
+needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes, reason="needs bitsandbytes: pip install bitsandbytes")
 LORA = {"type": "lora", "lora_r": 4, "load_in_8bit": True}
 
 

@@ -187,7 +187,7 @@ def test_a_batch_of_text_gives_the_tower_zero_gradients(family, packed, four_row
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install torchao")
 @each_family
 def test_only_the_language_model_multiplies_in_float8(family, four_rows, tokenizer_of, reader_of):
     exact = trainable(family, tokenizer_of(family), spec=VisionOptions(freeze_projector=False))

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ligertune.launcher.signals import leave_closed_terminal
+from ligertune.planning.hub import hub_notes as notes_of_hub
 
 if TYPE_CHECKING:
     from ligertune.errors import UserError
@@ -56,9 +58,32 @@ def _print_line(line: Text) -> None:
         leave_closed_terminal()
 
 
+def sentence(message: str, *, indent: str = "") -> None:
+    """Print a text that may be longer than a line: on a terminal it breaks between words. indent: before each line."""
+    _print_line(Text(_wrapped(OUTPUT.console, indent + message, later=2 * indent)))
+
+
+def _wrapped(console: Console, message: str, later: str = "") -> str:
+    """Return a text with line breaks between words; a word that is longer than the line stays whole.
+
+    A file or pipe gets one line, as `grep` wants it. later: begins all lines but the first.
+    """
+    if not console.is_terminal:
+        return message
+    wrap = TextWrapper(console.width, subsequent_indent=later, break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(wrap(line) for line in message.splitlines())
+
+
 def note(message: str) -> None:
     """Print a line about the output to stderr, so that stdout holds the output only."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message, style="dim"))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text(_wrapped(console, message), style="dim"))
+
+
+def hub_notes() -> None:
+    """Print to stderr that models and data sets came from the cache, if the hub did not answer."""
+    for words in notes_of_hub():
+        note(words)
 
 
 def document(content: str) -> None:
@@ -75,7 +100,10 @@ def json_report(content: dict | list) -> None:
 
 def error(problem: UserError) -> None:
     """Print an error to stderr."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("Error: ", "bold red"), str(problem)))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    line = Text(_wrapped(console, f"Error: {problem}"))
+    line.stylize("bold red", 0, len("Error:"))
+    console.print(line)
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> None:

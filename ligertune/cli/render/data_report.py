@@ -11,7 +11,7 @@ from markupsafe import Markup
 from rich.rule import Rule
 from rich.text import Text
 
-from ligertune.cli.render.console import OUTPUT, table, text
+from ligertune.cli.render.console import OUTPUT, sentence, table, text
 from ligertune.errors import plural
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
     table(f"Tokens per {_sequence(summary)}", histogram_rows(summary["lengths"]))
     table("In training", training_rows(summary["outlook"]))
     for note in report_notes(summary):
-        text(f"  note: {note}")
+        sentence(f"note: {note}", indent="  ")
 
 
 def _marked(shown: PreviewExample, *, colour: bool) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ligertune.cli.render.console import table, text
+from ligertune.cli.render.console import sentence, table, text
 from ligertune.errors import format_bytes, plural
 from ligertune.recipe.plain_yaml import dump
 
@@ -33,7 +33,8 @@ def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
         kinds = {"working": "temporary", "frozen_model": "frozen model"}
         parts = plan.peak.parts().items()
         rows = [(kinds.get(kind, kind), format_bytes(n_bytes)) for kind, n_bytes in parts if n_bytes]
-        table(f"Peak memory of each device, reached {PHASES[plan.peak.phase.name]}", rows)
+        place = "tensors in each process" if plan.machine.vendor == "cpu" else "each device"
+        table(f"Peak memory of {place}, reached {PHASES[plan.peak.phase.name]}", rows)
     for fit in fits or ():
         text("\n" + "\n".join(_fit_lines(plan, fit)))
 
@@ -42,14 +43,14 @@ def show_contexts(plan: Plan, found: Iterable[LongContext]) -> None:
     """Print the longest row of each way to save memory, and the lines of the recipe for the longest."""
     found, where = [one for one in found if one.tokens], format_bytes(plan.machine.memory_bytes)
     if not found:
-        text(f"\nNot even a row of a few hundred tokens fits in {where}.")
+        sentence(f"\nNot even a row of a few hundred tokens fits in {where}.")
         return
     text()
     table(f"Longest row in {where}", [_context_row(one.lines["train"], one) for one in found])
     longest = max(found, key=lambda one: one.tokens)
     text(f"\nFor {longest.tokens:,} tokens, write in the recipe:\n" + dump(longest.lines).rstrip())
     if plan.context is not None and longest.tokens > plan.context:
-        text(f"The model's own context is {plan.context:,} tokens (max_position_embeddings in its config.json).")
+        sentence(f"The model's own context is {plan.context:,} tokens (max_position_embeddings in its config.json).")
 
 
 def _context_row(settings: dict, found: LongContext) -> tuple[str, str]:

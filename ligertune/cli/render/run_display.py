@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from ligertune.cli.render.console import OUTPUT, text
+from ligertune.cli.render.console import OUTPUT, sentence, text
 from ligertune.errors import format_bytes, format_count, format_duration
 from ligertune.progress import Display
 
@@ -150,7 +150,7 @@ class RunDisplay(Progress, Display):
     def line(self, line: dict) -> None:
         """Print a line of metrics.jsonl above the bar."""
         if "note" in line:
-            text(f"note: {line['note']}")
+            sentence(f"note: {line['note']}")
         elif "samples" in line:
             for one in line["samples"]:
                 text(f"  {one['prompt']!r} -> {one['answer']!r}")
@@ -194,4 +194,6 @@ def _fields(line: dict, total: int, short: bool, decimals: int) -> list[str]:
     rate, speed = line["learning_rate"], f"{format_count(line['tokens_per_second']):>5}"
     if short:
         return [*fields, f"lr {rate:.1e}", f"{speed} tok/s", f"{memory / 2**30:4.1f}G"]
-    return [*fields, f"lr {rate:.2e}", f"{speed} tokens/s", f"peak {format_bytes(memory):>9}"]
+    # on a CPU it is the memory of the process, not that of tensors
+    what = "peak" if line["peak_memory"]["kind"] == "device" else "process"
+    return [*fields, f"lr {rate:.2e}", f"{speed} tokens/s", f"{what} {format_bytes(memory):>9}"]

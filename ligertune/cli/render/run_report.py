@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligertune.cli.render.console import columns, table, text
+from ligertune.cli.render.console import columns, sentence, table, text
 from ligertune.errors import format_bytes, format_count, format_duration, format_rate, plural
+from ligertune.storage import checkpoint_to_resume
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan, TeacherPlan
@@ -43,6 +44,8 @@ def show_plan(plan: Plan) -> None:
         ("peak memory", _predicted(plan)),
         ("output", str(plan.output_dir)),
     ]  # fmt: skip
+    if plan.checkpoint.resume_from_checkpoint != "never":
+        rows.append(("resume", _resume(plan)))
     if data.eval_examples:
         # after the row of the training data
         before = ", also before training" if plan.evaluation.eval_on_start else ""
@@ -54,9 +57,9 @@ def show_plan(plan: Plan) -> None:
     table("Plan", rows)
     for line in plan.kernels:
         if line.left:
-            text(f"  not replaced: {line.left} x {line.kernel}: {line.note}")
+            sentence(f"not replaced: {line.left} x {line.kernel}: {line.note}", indent="  ")
     for note in plan.notes:
-        text(f"  note: {note}")
+        sentence(f"note: {note}", indent="  ")
 
 
 def _active(n_active: int | None) -> str:
@@ -95,7 +98,19 @@ def _predicted(plan: Plan) -> str:
 
         return f"not predicted: {why_not_predicted(plan.build.task)}"
     total, available = format_bytes(plan.peak.total), format_bytes(plan.machine.memory_bytes)
+    if plan.machine.vendor == "cpu":
+        return f"{total} of tensors predicted, of {available} of host memory; Python and torch themselves take more"
     return f"{total} predicted of {available} on each device"
+
+
+def _resume(plan: Plan) -> str:
+    """Return where a resumed run continues. Its files are checked after the model is loaded, which may take minutes."""
+    found = checkpoint_to_resume(plan.output_dir, plan.checkpoint.resume_from_checkpoint)
+    if found is None:
+        return f"{plan.output_dir} holds no checkpoint: starts at step 0"
+    folder, step = found
+    total = plan.schedule.total_steps
+    return f"from step {step} ({folder}); {max(0, total - step)} of {plural(total, 'step')} remain"
 
 
 def _dataset(plan: Plan) -> str:
@@ -274,7 +289,7 @@ def _experts(load: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _peak_memory(peak: dict[str, Any]) -> str:
     if peak["kind"] == "resident":  # on a CPU torch does not count allocations
-        return f"{format_bytes(peak['allocated_run'])} of host memory (whole process)"
+        return f"{format_bytes(peak['allocated_run'])} of host memory (the whole process, with Python and torch)"
     return (
         f"{format_bytes(peak['allocated_steady'])} allocated, {format_bytes(peak['reserved_steady'])} reserved after "
         f"the warm-up; {format_bytes(peak['allocated_run'])} allocated over the whole run"

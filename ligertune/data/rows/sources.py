@@ -23,6 +23,7 @@ from ligertune.data.rows.preference_formats import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
 from ligertune.data.shapes.message_trees import TREE_COLUMNS, assemble_trees
 from ligertune.errors import UserError
+from ligertune.planning.hub import why_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -156,6 +157,8 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
     """Return the rows of a hub data set, stored on this machine (`download`) or streamed, with images not decoded."""
     import datasets
 
+    if not datasets.config.HF_HUB_OFFLINE and why_unreachable():
+        datasets.config.HF_HUB_OFFLINE = True  # it copies huggingface_hub's value when it is imported
     try:
         return without_decoding(datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

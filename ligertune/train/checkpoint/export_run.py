@@ -30,9 +30,10 @@ from ligertune.models.save import (
 )
 from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
+from ligertune.planning.hub import MODEL_FILES
 from ligertune.planning.options import saved_options
 from ligertune.planning.preflight import check_out_folder, make_out_folder
-from ligertune.planning.saved_model import MODEL_FILES, SavedModel, find_saved_model
+from ligertune.planning.saved_model import SavedModel, find_saved_model
 from ligertune.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.train.checkpoint.checkpoint_record import damage_of
 from ligertune.train.checkpoint.load_checkpoint import explain_unusable

@@ -129,7 +129,7 @@ def test_missing_files_and_hub_ids_are_told_apart():
 def test_an_unreachable_hub_is_one_sentence_and_name_and_split_choose_a_part(monkeypatch, download):
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # so that nothing asks the hub
     with pytest.raises(UserError, match=r"no-such-org/no-such-set is neither a file or folder here nor a data set"):
         list(RecordStream(DatasetOptions(path="no-such-org/no-such-set"), download=download))
     asked = []

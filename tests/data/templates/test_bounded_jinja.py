@@ -7,6 +7,7 @@ import time
 import pytest
 from family_templates import FAMILIES
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from ligertune.data.templates import template_limits
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template
@@ -137,7 +138,11 @@ def tokenizer(quickstart):
 @pytest.mark.parametrize("name", [*FAMILIES, "features"])
 def test_the_text_is_that_of_transformers(name, tools, tokenizer):
     template = FEATURES if name == "features" else FAMILIES[name].template
-    for turns in (TURNS, TURNS[:2], TURNS[:1]):
+    written = TURNS
+    if name == "features" and not hasattr(chat_template_utils, "_REASONING_FIELDS"):
+        # this template shows all fields, and transformers 5.17 does not pass the reasoning as `thinking` yet
+        written = [{key: turn[key] for key in ("role", "content")} for turn in TURNS]
+    for turns in (written, written[:2], written[:1]):
         for prompt in (True, False):
             options = {"tools": tools, "add_generation_prompt": prompt}
             theirs = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options)

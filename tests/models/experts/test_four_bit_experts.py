@@ -21,7 +21,7 @@ from ligertune.patching.patch import patch
 from ligertune.planning.options import ModelOptions
 
 needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'ligertune[quant]'"
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install bitsandbytes"
 )
 SIZES = {**tiny_models.BASE, "num_experts_per_tok": 2}
 FAMILIES = {

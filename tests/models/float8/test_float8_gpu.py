@@ -19,7 +19,7 @@ from ligertune.planning.precision import check_float8
 from ligertune.recipe import Recipe
 
 pytestmark = pytest.mark.gpu
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install torchao")
 TORCHAO = [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (True, True, True)]
 STEPS, VOCAB = 10, 8192
 BOUND = 0.01  # relative error of a step's loss; emulated at half the width it is 0.001

@@ -20,7 +20,7 @@ from ligertune.patching.patch import patch
 from ligertune.planning.precision import check_float8, float8_notes
 from ligertune.recipe import Recipe
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install 'ligertune[quant]'")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install torchao")
 CONVERSIONS = [to_float8, pytest.param(to_torchao_float8, marks=needs_torchao)]
 each_conversion = pytest.mark.parametrize("convert", CONVERSIONS, ids=["ours", "torchao"])
 BATCH = tiny_models.batch(rows=2, length=MULTIPLE_OF)
