@@ -37,7 +37,6 @@ def data(
     check_sources(loaded)
     if out is not None:
         check_report_path(out)
-
     with RunDisplay(enabled=render.OUTPUT.console.is_terminal) as display:
         display.begins("reading the data")
         # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
