@@ -45,6 +45,7 @@ class CheckpointRecord:
     strategy: str
     world_size: int
     files: dict[str, tuple[int, int]]
+    base: str = ""  # the base model's dtype, revision and files; checkpoints of earlier versions do not say it
 
     @classmethod
     def of(cls, plan: Plan, step: int, files: dict[str, tuple[int, int]]) -> CheckpointRecord:
@@ -62,6 +63,7 @@ class CheckpointRecord:
             strategy=plan.strategy,
             world_size=plan.batching.world_size,
             files=files,
+            base="" if plan.base is None else str(plan.base),
         )
 
     def write(self, folder: Path, plan: Plan) -> None:
@@ -86,12 +88,14 @@ class CheckpointRecord:
         kinds = {"int": int, "str": str}
         fields = {field.name: kinds.get(str(field.type), dict) for field in dataclasses.fields(cls)}
         for name, kind in {**fields, CHECKSUM: int}.items():
+            if name == "base" and name not in found:
+                continue
             if type(found.get(name)) is not kind:
                 raise DamagedRecordError(f"has no {name}" if name not in found else f"holds a wrong {name}")
         if found.pop(CHECKSUM) != _checksum_of(found):
             raise DamagedRecordError("is not what was written (its checksum differs)")
         files = {name: tuple(sums) for name, sums in found["files"].items()}
-        return cls(**{**{name: found[name] for name in fields}, "files": files})
+        return cls(**{**{name: found[name] for name in fields if name in found}, "files": files})
 
 
 def _checksum_of(content: dict[str, Any]) -> int:
