@@ -18,6 +18,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
 from ligertune.errors import UserError, format_count
@@ -242,7 +243,10 @@ def weight_files(folder: Path, origin: ModelOrigin, *, explicit: object = None) 
 
 def hub_snapshot(name: str, revision: str) -> Path | None:
     """Return the folder of the hub's cache with a model's files, named by the commit; None if it is not there."""
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # the name of a folder that was removed
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 

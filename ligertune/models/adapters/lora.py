@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
+import torch
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
@@ -105,9 +106,23 @@ def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:
 def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
     """Return the base model with the adapter added to its weights: s B A in float32, the sum rounded once."""
     merge_parameters(adapted)
+    for module in adapted.modules():
+        if isinstance(module, peft.tuners.lora.Linear | peft.tuners.lora.Embedding):
+            _merge_in_float32(module)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All adapters are already merged")  # parameters, by the line above
+        warnings.filterwarnings("ignore", "All adapters are already merged")  # by the lines above
         return adapted.merge_and_unload()
+
+
+def _merge_in_float32(layer: peft.tuners.lora.LoraLayer) -> None:
+    """Merge the adapter of one layer. PEFT rounds s B A to the weight's dtype, and then the sum: it would round twice."""
+    weight = layer.get_base_layer().weight
+    dtype = weight.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    weight.data = weight.data.float()
+    layer.merge()
+    weight.data = weight.data.to(dtype)
 
 
 def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
@@ -126,6 +141,9 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
             f"the adapter in {folder} lacks {plural(len(missing), 'weight')} ({', '.join(missing[:3])}).",
             hint="Missing weights would start random. Is it complete, and of this model?",
         )
+    # low_cpu_mem_usage has rounded the adapter to the dtype of the base (peft 0.21), before it became float32 again.
+    with loading(origin, f"{folder} holds no adapter of this model"):
+        peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(folder, device=device))
     used = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     unused = sorted(name for name in stored - set(used) if ".lora_" in name)
     if unused:
