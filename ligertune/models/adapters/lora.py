@@ -115,7 +115,7 @@ def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
 
 
 def _merge_in_float32(layer: peft.tuners.lora.LoraLayer) -> None:
-    """Merge the adapter of one layer. PEFT rounds s B A to the weight's dtype, and then the sum: it would round twice."""
+    """Merge the adapter of one layer. PEFT rounds s B A to the weight's dtype and then the sum, so twice."""
     weight = layer.get_base_layer().weight
     dtype = weight.dtype
     if dtype not in (torch.bfloat16, torch.float16):

@@ -12,7 +12,7 @@ from command_line import run_here
 from covering import every_pair
 from quickstart_runs import RESUME, train
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ligertune.errors import UserError
 from ligertune.models.save import load_saved
@@ -211,9 +211,8 @@ def test_the_commit_of_a_base_from_the_hub_is_recorded_and_loaded_again(tmp_path
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantised_methods(method, dtype, tmp_path):
-    from tiny_models import make
-
-    make("llama", hidden_size=128, intermediate_size=256, vocab_size=512).save_pretrained(tmp_path / "base")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512)).save_pretrained(tmp_path / "base")  # widths of bitsandbytes
     write_base(tmp_path / "names")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "names" / name, tmp_path / "base")
