@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
-import torch
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
@@ -106,23 +105,9 @@ def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:
 def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
     """Return the base model with the adapter added to its weights: s B A in float32, the sum rounded once."""
     merge_parameters(adapted)
-    for module in adapted.modules():
-        if isinstance(module, peft.tuners.lora.Linear | peft.tuners.lora.Embedding):
-            _merge_in_float32(module)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All adapters are already merged")  # by the lines above
+        warnings.filterwarnings("ignore", "All adapters are already merged")  # parameters, by the line above
         return adapted.merge_and_unload()
-
-
-def _merge_in_float32(layer: peft.tuners.lora.LoraLayer) -> None:
-    """Merge the adapter of one layer. PEFT rounds s B A to the weight's dtype and then the sum, so twice."""
-    weight = layer.get_base_layer().weight
-    dtype = weight.dtype
-    if dtype not in (torch.bfloat16, torch.float16):
-        return
-    weight.data = weight.data.float()
-    layer.merge()
-    weight.data = weight.data.to(dtype)
 
 
 def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
