@@ -82,7 +82,9 @@ def _write(plan: ExportPlan, *, dry_run: bool) -> None:
     if dry_run or plan.how in ("in place", "there already"):
         return
     with render.waiting("loading and merging ..." if plan.kind == "merged model" else "writing ..."):
-        plan.write()
+        note = plan.write()
+    if note:
+        render.note(note)
     render.text(f"{plan.kind} from {plan.source.name}: {plan.folder}")
     render.hub_notes()
 

@@ -24,9 +24,10 @@ from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.model_files import reason_of
-from ligertune.models.save import PROMPT_FILE, SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
+from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
 from ligertune.models.score_head import gives_scores
 from ligertune.planning.options import ModelOptions
+from ligertune.planning.saved_model import PROMPT_FILE
 from ligertune.vision.image_files import ImageFile
 from ligertune.vision.inputs import image_inputs
 from ligertune.vision.reader import ImageReader, load_reader

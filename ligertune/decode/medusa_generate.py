@@ -15,7 +15,7 @@ from ligertune.errors import UserError
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import load_saved
 from ligertune.tasks.medusa.candidate_tree import CandidateTree
-from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_choices, read_heads
+from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, base_of_heads, read_choices, read_heads
 from ligertune.tasks.output_head import check_plain_head, logit_transform
 
 
@@ -62,7 +62,8 @@ def generate_with_heads(
     config = HeadsConfig.read(folder)
     hide_loading_bars()
     base = base_model_of(folder, config)
-    model, tokenizer = load_saved(base, trust_remote_code=trust_remote_code, tokenizer=str(folder))
+    trained = base_of_heads(folder, config)
+    model, tokenizer = load_saved(base, trust_remote_code=trust_remote_code, tokenizer=str(folder), base=trained)
     heads = read_heads(folder, check_plain_head(model).weight)
     text, ids = encode_prompt(tokenizer, prompt, choose_prompt(folder, raw=raw))
     tree = CandidateTree.from_paths(read_choices(folder, len(heads)), device=model.device)

@@ -19,7 +19,14 @@ from ligertune.models.trainable import apply_method
 from ligertune.planning.precision import choose_precision
 from ligertune.planning.preflight import check_heads_path, check_run_files
 from ligertune.tasks.medusa.candidate_tree import best_paths, chain
-from ligertune.tasks.medusa.heads_files import HeadsConfig, base_model_of, read_heads, write_choices, write_heads
+from ligertune.tasks.medusa.heads_files import (
+    HeadsConfig,
+    base_model_of,
+    base_of_heads,
+    read_heads,
+    write_choices,
+    write_heads,
+)
 from ligertune.tasks.medusa.medusa_model import MedusaModel, attach_heads
 from ligertune.tasks.output_head import adapted_model, backbone_of, check_plain_head, logit_transform
 
@@ -47,7 +54,7 @@ def of_base(weights: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
 
 
 def merge_adapter(
-    options: BuildOptions, config: PreTrainedConfig, model: MedusaModel, weights: dict[str, Tensor] | None
+    plan: Plan, config: PreTrainedConfig, model: MedusaModel, weights: dict[str, Tensor] | None
 ) -> dict[str, Tensor] | None:
     """Merge the adapter into the base model, because heads are served with one model; return the new weights.
 
@@ -59,7 +66,8 @@ def merge_adapter(
     if weights is None:
         model.base_model = merged_model(model.base_model)
         return None
-    adapted = apply_method(whole_model(options.model, config), options.method)
+    options = plan.build
+    adapted = apply_method(whole_model(options.model, config, trained_in=plan.precision.weights), options.method)
     adapted.load_state_dict(of_base(weights))
     base = {f"{BASE}{name}": t for name, t in merged_model(adapted).state_dict().items()}
     return base | {name: t for name, t in weights.items() if not name.startswith(BASE)}
@@ -97,6 +105,7 @@ def finish_heads(
         tokenizer=tokenizer,
         paths=paths,
         expand=spec.expand_lm_head,
+        base=plan.base,
         **prompt,
     )
     if not can_measure:
@@ -125,8 +134,9 @@ def report_on(options: RunOptions) -> MedusaReport:
     check_run_files(folder.parent)
     hide_loading_bars()
     build = options.build
-    spec = build.model.model_copy(update={"model_name_or_path": base_model_of(folder, HeadsConfig.read(folder))})
-    dtype = getattr(torch, choose_precision(spec.dtype, machine).weights)
+    trained = base_of_heads(folder, config := HeadsConfig.read(folder))
+    spec = build.model.model_copy(update={"model_name_or_path": base_model_of(folder, config)})
+    dtype = getattr(torch, trained.dtype if trained else choose_precision(spec.dtype, machine).weights)
     data = prepare(options.data_options, load_tokenizer(build.model).tokenizer, seed=build.seed)
     base = build_model(spec, read_config(spec), dtype=dtype, device=machine.device, seed=build.seed)
     heads = read_heads(folder, check_plain_head(base).weight)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ligertune.errors import UserError, plural
 from ligertune.models.added_tokens import grow, needed_rows
+from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import (
     RECIPE_MODEL,
@@ -48,6 +48,7 @@ from ligertune.vision.families import has_vision
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
+    from ligertune.planning.saved_model import CarriedTensors
 
 
 def hide_loading_bars() -> None:
@@ -110,6 +111,13 @@ def _build(
         # transformers' quantizers import bitsandbytes, which takes seconds
         from ligertune.models.experts import four_bit_experts
     is_random = spec.init == "random"
+    if (four_bits or eight_bits) and not is_random and quantization_of(config) == "fp8":
+        raise origin.error(
+            f"the weights of {spec.model_name_or_path} are quantised already (fp8), and method quantises weights in 16"
+            " or 32 bits.",
+            hint="Write method.type: lora without load_in_8bit, which dequantises them to model.dtype, or give the"
+            " checkpoint in bfloat16.",
+        )
     if device.type == "meta" or (is_random and not four_bits):
         # Same seed and device: same weights. The global random state is restored.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -185,21 +193,34 @@ def whole_model(
     spec: ModelOptions,
     config: PreTrainedConfig,
     *,
+    trained_in: str | None = None,
     through_four_bits: bool = False,
     through_eight_bits: bool = False,
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
-    """Load the model unsharded in its checkpoint's dtype, for export.
+    """Load the model unsharded, with the weights that a run has trained on, for export.
 
-    through_four_bits, through_eight_bits: quantise to NF4 or int8 and dequantise, which gives the weights that QLoRA or
-    `method.load_in_8bit` trained on.
+    trained_in: dtype of the training; None: the recipe's, or the checkpoint's. through_four_bits, through_eight_bits:
+    quantise to NF4 or int8 and dequantise, which gives the weights that QLoRA or `method.load_in_8bit` trained on.
     """
-    dtype = getattr(torch, spec.dtype) if spec.dtype in ("bfloat16", "float32") else config.dtype or torch.float32
+    named = trained_in or (spec.dtype if spec.dtype in ("bfloat16", "float32") else None)
+    dtype = getattr(torch, named) if named else config.dtype or torch.float32
     quantised = through_four_bits or through_eight_bits
     device = torch.device("cuda" if torch.cuda.is_available() and quantised else "cpu")
     bits = {"four_bits": through_four_bits, "eight_bits": through_eight_bits}
     model = build_model(spec, config, dtype=dtype, device=device, seed=0, origin=origin, **bits)
     return model.dequantize() if quantised else model
+
+
+def carried_by(
+    spec: ModelOptions, config: PreTrainedConfig, *, rows: int | None = None, origin: ModelOrigin = RECIPE_MODEL
+) -> CarriedTensors | None:
+    """Return the tensors of a base that its class does not load; None if its files are not on this machine.
+
+    rows: as of `find_carried`.
+    """
+    skeleton = build_model(spec, copy.deepcopy(config), dtype=torch.bfloat16, device="meta", seed=0, origin=origin)
+    return find_carried(spec, config, skeleton, rows=rows)
 
 
 def through(stored_as: str | None) -> dict[str, bool]:
@@ -208,10 +229,6 @@ def through(stored_as: str | None) -> dict[str, bool]:
 
 
 # ---- weights
-
-# Tensors that older checkpoints hold and models do not: buffers, and layers that predict several tokens at once.
-_KNOWN_EXTRAS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|causal_mask|position_ids)$|(^|\.)mtp(\.|_|$)")
-_LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.")
 
 
 def _pretrained_model(
@@ -225,6 +242,7 @@ def _pretrained_model(
 ) -> PreTrainedModel:
     """Load the weights. skeleton: the model on the meta device. Raises UserError unless all weights are there."""
     name, folder = spec.model_name_or_path, Path(spec.model_name_or_path).expanduser()
+    _dequantise_float8(config)
     shapes: dict[str, tuple[int, ...]] = {}
     if folder.is_dir():
         generation = folder / "generation_config.json"
@@ -263,7 +281,7 @@ def _pretrained_model(
             f"{name} lacks {len(missing)} of the model's weights ({_shown(missing)}).",
             hint="Missing weights would start random. Is this the checkpoint of a complete causal language model?",
         )
-    unexpected = (key for key in found["unexpected_keys"] if not _may_be_left(key, spec, config))
+    unexpected = (key for key in found["unexpected_keys"] if not is_separate(key, skeleton, config))
     extra = sorted(key for key in unexpected if not (new_head and is_outside_backbone(key, skeleton)))
     if extra:
         raise origin.error(
@@ -273,6 +291,27 @@ def _pretrained_model(
         )
     _check_numbers(name, model, origin)
     return model
+
+
+def quantization_of(config: PreTrainedConfig) -> str | None:
+    """Return the name of the quantisation of a checkpoint's files, such as fp8; None if they are not quantised."""
+    found = getattr(config, "quantization_config", None) or {}
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method)) if found else None
+
+
+def _dequantise_float8(config: PreTrainedConfig) -> None:
+    """Let float8 files be read as weights in the dtype of training, in place.
+
+    transformers does that on a CPU. On a GPU with float8 it keeps them, for inference: an update of a float8 weight is
+    lost in its rounding, and an adapter cannot be merged into it.
+    """
+    found = getattr(config, "quantization_config", None)
+    if quantization_of(config) == "fp8":
+        if isinstance(found, dict):
+            found["dequantize"] = True
+        else:
+            found.dequantize = True
 
 
 @contextlib.contextmanager
@@ -299,15 +338,6 @@ def _check_numbers(name: str, model: PreTrainedModel, origin: ModelOrigin) -> No
         total = values.sum()
         if bool(total.isnan()) or (bool(total.isinf()) and bool(values.isinf().any())):
             raise origin.error(f"the weights of {name} hold NaN or infinity ({key}).", hint="The files are damaged.")
-
-
-def _may_be_left(key: str, spec: ModelOptions, config: PreTrainedConfig) -> bool:
-    """Return whether a checkpoint may hold a weight that the model does not have."""
-    if _KNOWN_EXTRAS.search(key):
-        return True
-    layer, text = _LAYER.search(key), config.get_text_config()
-    further = spec.num_hidden_layers is not None or getattr(text, "num_nextn_predict_layers", 0)
-    return bool(further and layer and int(layer[1]) >= text.num_hidden_layers)
 
 
 def _shown(names: list[str]) -> str:

@@ -7,6 +7,7 @@ must not look for outside its folder. `loading` is around each call of transform
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import re
@@ -16,6 +17,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
 from ligertune.checked_files import DamagedFileError, read_json_value
@@ -26,16 +29,13 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+SAFE_WEIGHTS, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 # In the order in which transformers looks for them.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+WEIGHT_FILES = (SAFE_WEIGHTS, SAFE_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".bin")
 MAX_MODEL_JSON_BYTES = 256 * 2**20  # the largest published tokenizer.json have some 30 MB
 SHOWN_CHARACTERS = 300  # of a library's message
+SAMPLES, SAMPLE_BYTES = 256, 1 << 14  # of a weight file, for its digest: a checkpoint of 16 GB takes a second
 
 
 @dataclass(frozen=True)
@@ -240,6 +240,37 @@ def weight_files(folder: Path, origin: ModelOrigin, *, explicit: object = None) 
         if not (folder / name).is_file():
             raise origin.error(f"{found} names {name}, which is not in the folder.", hint="Was the download complete?")
     return [_inside(folder / name, folder, origin) for name in sorted(files)]
+
+
+def hub_snapshot(name: str, revision: str) -> Path | None:
+    """Return the folder of the hub's cache with a model's files, named by the commit; None if it is not there."""
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # the name of a folder that was removed
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def fingerprint_of_files(folder: Path, origin: ModelOrigin, *, explicit: object = None) -> str:
+    """Return a hash of a model folder's config.json and weight files, from samples of their bytes. Raises UserError.
+
+    explicit: as of `stored_shapes`.
+    """
+    files = [folder / "config.json", *weight_files(folder, origin, explicit=explicit)]
+    digests = [(file.name, digest_of(file)) for file in files]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32]
+
+
+def digest_of(file: Path) -> str:
+    """Return a SHA-256 of the size and of samples of a file's bytes; of all bytes of a small one."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    step = max(size // SAMPLES, SAMPLE_BYTES)
+    with file.open("rb") as opened:
+        for start in range(0, size, step):
+            opened.seek(start)
+            digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _plain_name(name: object, file: Path, origin: ModelOrigin, endings: tuple[str, ...] = ENDINGS) -> str:

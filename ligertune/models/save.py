@@ -7,6 +7,7 @@ line can.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,15 @@ import torch
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import grow_for_adapter
-from ligertune.models.load import auto_class, build_model, quiet_reports, through, whole_model
+from ligertune.models.carried_tensors import add_carried
+from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import (
     ADAPTER_CONFIG,
     ModelOrigin,
     check_adapter,
     check_contents,
+    fingerprint_of_files,
     loading,
     read_json,
     stored_shapes,
@@ -33,6 +36,7 @@ from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
+from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, TrainedBase, trained_base
 from ligertune.storage import new_folder, write_text
 from ligertune.vision.reader import save_processor
 
@@ -42,7 +46,6 @@ if TYPE_CHECKING:
 
     from ligertune.vision.reader import ImageReader
 
-PROMPT_FILE = "ligertune.json"  # saved with the model, so that generation uses the prompt template of training
 SAVED_MODEL = ModelOrigin("MODEL", "add --trust-remote-code")  # of an argument of generate, chat or export
 
 
@@ -56,10 +59,13 @@ def write_model(
     system_prompt: str | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
+    base: TrainedBase | None = None,
+    carried: tuple[ModelOptions, CarriedTensors] | None = None,
 ) -> None:
     """Write weights (safetensors), configuration, tokenizer and image processor; `folder` appears only when complete.
 
-    state_dict: the gathered weights if the model's own are sharded.
+    state_dict: the gathered weights if the model's own are sharded. base: the model that was trained. carried: a base
+    and its tensors that the model class does not load. Raises UserError, with the model written, if they are gone.
     """
     # Without this option peft asks the hub whether the embedding was resized.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
@@ -79,7 +85,11 @@ def write_model(
             prompt_template=prompt_template,
             system_prompt=system_prompt,
             chat_template_kwargs=chat_template_kwargs,
+            base=base,
         )
+        problem = None if carried is None or options else add_carried(aside, *carried)
+    if problem is not None:
+        raise problem
 
 
 @contextlib.contextmanager
@@ -130,9 +140,14 @@ def write_prompt(
     prompt_template: str,
     system_prompt: str | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    base: TrainedBase | None = None,
 ) -> None:
-    """Write the prompt template and system prompt of training, and variables of the template if there are any."""
+    """Write the prompt template and system prompt of training, and variables of the template if there are any.
+
+    base: the model that was trained, which an adapter needs as it was.
+    """
     prompt = _prompt(prompt_template, system_prompt, chat_template_kwargs)
+    prompt |= {} if base is None else {"base": base.as_dict()}
     write_text(folder / PROMPT_FILE, json.dumps(prompt, indent=1) + "\n")
 
 
@@ -163,6 +178,14 @@ def adapter_base_model(folder: Path) -> str:
     return base
 
 
+def adapter_revision(folder: Path) -> str | None:
+    """Return the commit or branch of the base model that a saved adapter belongs to; None if it names none."""
+    found = read_json(folder / ADAPTER_CONFIG, SAVED_MODEL).get("revision")
+    if not isinstance(found, str | None):
+        raise SAVED_MODEL.error(f"{folder / ADAPTER_CONFIG}: revision must be a text or null.")
+    return found or None
+
+
 # ---- loading, for `generate`, `chat` and `export`
 
 
@@ -176,13 +199,16 @@ def saved_spec(name: str, *, trust_remote_code: bool, tokenizer: str | None = No
 
     tokenizer: the folder of another tokenizer.
     """
-    folder, base = Path(name).expanduser(), name
+    folder, base, revision = Path(name).expanduser(), name, None
     if is_adapter(folder):
-        base = adapter_base_model(folder)
+        base, revision = adapter_base_model(folder), adapter_revision(folder)
         has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
         tokenizer = tokenizer or (name if has_tokenizer else None)
     return ModelOptions(
-        model_name_or_path=base, tokenizer=TokenizerOptions(path=tokenizer), trust_remote_code=trust_remote_code
+        model_name_or_path=base,
+        revision=revision or "main",
+        tokenizer=TokenizerOptions(path=tokenizer),
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -195,34 +221,73 @@ def read_saved_config(name: str, spec: ModelOptions, origin: ModelOrigin = SAVED
 
 
 def load_saved(
-    name: str, *, trust_remote_code: bool, tokenizer: str | None = None, origin: ModelOrigin = SAVED_MODEL
+    name: str,
+    *,
+    trust_remote_code: bool,
+    tokenizer: str | None = None,
+    base: TrainedBase | None = None,
+    origin: ModelOrigin = SAVED_MODEL,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, onto the GPU if there is one, and its tokenizer. Raises UserError.
 
-    tokenizer: the folder of another tokenizer than the model's.
+    tokenizer: the folder of another tokenizer than the model's. base: the model as heads were trained on it; an adapter
+    names its own.
     """
-    spec = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
+    spec, folder = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer), Path(name).expanduser()
+    base = trained_base(folder) if is_adapter(folder) else base
+    if base is not None and base.revision is not None:
+        spec = spec.model_copy(update={"revision": base.revision})
     config = read_saved_config(name, spec, origin)
     loaded = read_tokenizer(spec, origin)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = config.dtype or torch.float32
-    model = build_model(spec, config, dtype=dtype, device=device, seed=0, origin=origin)
-    if is_adapter(Path(name).expanduser()):
+    if base is None:
+        model = build_model(spec, config, dtype=config.dtype or torch.float32, device=device, seed=0, origin=origin)
+    else:
+        model = base_as_trained(spec, config, base, origin).to(device)
+    if is_adapter(folder):
         from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
         model = load_adapter(model, name, origin).get_base_model()  # with the adapter in its layers
     return model.eval(), loaded
 
 
+def base_as_trained(
+    spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None, origin: ModelOrigin = SAVED_MODEL
+) -> PreTrainedModel:
+    """Load the base model of an adapter or a checkpoint with the weights that it was trained on. Raises UserError.
+
+    base: as the run has recorded it; None: the model's own dtype.
+    """
+    if base is None:
+        return whole_model(spec, config, origin=origin)
+    return whole_model(spec, config, trained_in=base.dtype, origin=origin, **through(base.stored_as))
+
+
+def check_same_base(spec: ModelOptions, base: TrainedBase | None, origin: ModelOrigin = SAVED_MODEL) -> None:
+    """Raise UserError if the files of a base model are no longer those that were trained."""
+    folder = Path(spec.model_name_or_path).expanduser()
+    if base is None or base.fingerprint is None or not folder.is_dir():
+        return
+    explicit = read_json(folder / "config.json", origin).get("transformers_weights")
+    if fingerprint_of_files(folder, origin, explicit=explicit) != base.fingerprint:
+        raise UserError(
+            f"The base model in {folder} has changed since the training: its config.json or weight files are others.",
+            hint="Put back the files that were trained, or train again.",
+            exit_code=1,
+        )
+
+
 def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel | None = None) -> nn.Module:
     """Load a saved model or adapter as a user without ligertune does, with transformers and PEFT alone.
 
-    base: the adapter's base model; None: the one that it names. Raises UserError for files that are damaged.
+    base: the adapter's base model; None: the one that it names, in the dtype of training. Raises UserError for files
+    that are damaged.
     """
     if not is_adapter(folder):
-        return _load_plain_model(str(folder), trust_remote_code)
+        return _load_plain_model(saved_spec(str(folder), trust_remote_code=trust_remote_code))
     check_adapter(folder, SAVED_MODEL)
-    base = base or _load_plain_model(adapter_base_model(folder), trust_remote_code, folder)
+    if base is None:
+        base = _load_plain_model(saved_spec(str(folder), trust_remote_code=trust_remote_code), folder)
     import peft  # takes seconds
 
     grow_for_adapter(base, folder)
@@ -231,14 +296,15 @@ def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel |
         return peft.PeftModel.from_pretrained(base, folder)
 
 
-def _load_plain_model(name: str, trust_remote_code: bool, adapter: Path | None = None) -> PreTrainedModel:
-    spec = saved_spec(name, trust_remote_code=trust_remote_code)
-    options = {"trust_remote_code": trust_remote_code}
+def _load_plain_model(spec: ModelOptions, adapter: Path | None = None) -> PreTrainedModel:
+    name, options = spec.model_name_or_path, {"trust_remote_code": spec.trust_remote_code, "revision": spec.revision}
     if torch.cuda.is_available():
         options["device_map"] = {"": "cuda"}
     config = read_config(spec, SAVED_MODEL)
     if adapter is not None:
         make_scored_as_saved(config, adapter, SAVED_MODEL)
+        base = trained_base(adapter)
+        options |= {} if base is None else {"dtype": getattr(torch, base.dtype)}
     with loading(SAVED_MODEL, f"the weights of {name} could not be loaded"), quiet_reports():  # of the adapter's head
         return auto_class(config).from_pretrained(name, config=config, **options)
 
@@ -249,16 +315,25 @@ def read_saved_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrained
 
 
 def merge_saved_adapter(
-    folder: Path, *, trust_remote_code: bool, stored_as: str | None, origin: ModelOrigin = SAVED_MODEL
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the adapter in `folder` merged into its base model, and its tokenizer. Raises UserError."""
+    folder: Path, base: TrainedBase | None, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[ModelOptions, CarriedTensors] | None]:
+    """Load the adapter in `folder` merged into its base model as it was trained, and its tokenizer. Raises UserError.
+
+    Also return what `write_model` needs to write the base's tensors that its class does not load.
+    """
     from ligertune.models.adapters.lora import load_adapter, merged_model  # imports peft, which takes seconds
 
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
     config = read_saved_config(str(folder), spec, origin)
-    tokenizer = read_tokenizer(spec, origin)
-    model = whole_model(spec, config, origin=origin, **through(stored_as))
-    return merged_model(load_adapter(model, str(folder), origin)), tokenizer
+    if base is not None and base.revision is not None:
+        spec = spec.model_copy(update={"revision": base.revision})
+    tokenizer, original = read_tokenizer(spec, origin), copy.deepcopy(config)
+    check_same_base(spec, base, origin)
+    model = base_as_trained(spec, config, base, origin)
+    merged = merged_model(load_adapter(model, str(folder), origin))
+    rows = merged.get_input_embeddings().weight.shape[0]
+    carried = carried_by(spec, original, rows=rows, origin=origin)
+    return merged, tokenizer, carried and (spec, carried)
 
 
 def check_saved(folder: Path, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL) -> None:

@@ -16,6 +16,7 @@ from ligertune.planning.micro_batch import Batching
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Precision
+from ligertune.planning.saved_model import CarriedTensors, TrainedBase
 
 # task -> the kernel that computes its loss in the output head
 LOSS_KERNELS = {"sft": "linear_cross_entropy", "medusa": "multi_head_linear_cross_entropy", "distill": "linear_jsd",
@@ -43,6 +44,7 @@ class BuiltModel:
     kernels: tuple[KernelLine, ...]
     frozen_model: FrozenModelShape | None = None  # a teacher or a reference, if the run holds one
     notes: tuple[str, ...] = ()
+    carried: CarriedTensors | None = None  # None: the base's files are not on this machine yet
 
     @property
     def applied_kernels(self) -> set[str]:
@@ -98,6 +100,8 @@ class Plan(RunOptions):
     notes: tuple[str, ...]
     teacher: TeacherPlan | None = None
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
+    base: TrainedBase | None = None  # None before the model is loaded
+    carried: CarriedTensors | None = None  # None: the base's files are not on this machine yet
 
     @property
     def output_dir(self) -> Path:

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, Literal
 
 from ligertune.errors import UserError
 from ligertune.planning.hub import MODEL_FILES, check_hub_model
 from ligertune.planning.preflight import HEADS_FILES, looks_local
-from ligertune.storage import PROGRESS_FILE, newest_checkpoint
+from ligertune.storage import PROGRESS_FILE, newest_checkpoint, read_object
 
+PROMPT_FILE = "ligertune.json"  # saved with the model: the prompt template of training, and the base as it was trained
 _HINT = "Name the folder of a run, of a model or of an adapter"
 
 
@@ -46,6 +48,101 @@ def find_saved_model(name: str, *, key: str) -> SavedModel:
             run = _above(place, 1)
             return SavedModel(str(place), run if (run / "plan.json").is_file() else None)
     raise UserError(f"{key}: {_what_is_missing(name, folder)}", hint=_what_to_do(name, folder))
+
+
+@dataclass(frozen=True)
+class TrainedBase:
+    """The base model as a run trains it: what exports and checks load again, and what the model card says.
+
+    dtype: of its weights. stored_as: how the method quantises them. quantization: of the base's own files, which are
+    dequantised to `dtype`. revision: commit or branch on the hub; None for a folder. fingerprint: of a folder's files.
+    """
+
+    name: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    stored_as: Literal["nf4", "int8"] | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values for ligertune.json."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        parts = (
+            None if self.fingerprint else self.name,  # a folder may be named by another path
+            self.dtype,
+            {"nf4": "in 4 bits", "int8": "in 8 bits"}.get(self.stored_as or ""),
+            self.revision and f"revision {self.revision}",
+            self.fingerprint and f"files {self.fingerprint[:12]}",
+        )
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class CarriedTensors:
+    """Tensors of a base that its model class does not load. A saved model holds them unchanged.
+
+    dropped: why they cannot be saved; config.json then does not name them.
+    """
+
+    names: tuple[str, ...] = ()
+    bytes: int = 0
+    dropped: str = ""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that they add to a saved model."""
+        return 0 if self.dropped else self.bytes
+
+
+def trained_base(folder: Path, run: Path | None = None) -> TrainedBase | None:
+    """Return the base that a saved model, adapter or checkpoint was trained on; None if it is not known.
+
+    run: output_dir of its run; None: `folder`, or the folder above it. Of a run of an earlier version, plan.json has
+    the dtype only. Raises UserError for a damaged record.
+    """
+    places = [(folder / PROMPT_FILE, "base"), *((place / "plan.json", "base") for place in _runs(folder, run))]
+    for path, key in places:
+        found = (read_object(path) or {}).get(key)
+        if found is not None:
+            return _checked_base(found, path)
+    for place in _runs(folder, run):
+        precision = (read_object(place / "plan.json") or {}).get("precision")
+        if isinstance(precision, dict) and precision.get("weights") in _DTYPES:
+            return TrainedBase(name="", dtype=precision["weights"])
+    return None
+
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _runs(folder: Path, run: Path | None) -> tuple[Path, ...]:
+    return (folder, folder.parent) if run is None else (run,)
+
+
+def _checked_base(found: Any, path: Path) -> TrainedBase:
+    is_right = (
+        isinstance(found, dict)
+        and found.get("dtype") in _DTYPES
+        and found.get("stored_as") in (None, "nf4", "int8")
+        and isinstance(found.get("name"), str)
+        and all(isinstance(found.get(field.name), str | None) for field in fields(TrainedBase))
+    )
+    if not is_right:
+        raise UserError(
+            f"{path}: base does not describe how the base model was trained (name, dtype, revision, fingerprint).",
+            hint="Restore the file, or remove the key `base` from it: the base is then loaded in its own dtype.",
+        )
+    return TrainedBase(
+        name=found["name"],
+        dtype=found["dtype"],
+        stored_as=found.get("stored_as"),
+        quantization=found.get("quantization"),
+        revision=found.get("revision"),
+        fingerprint=found.get("fingerprint"),
+    )
 
 
 def _above(folder: Path, levels: int) -> Path:

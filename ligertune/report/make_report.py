@@ -82,6 +82,7 @@ class Report:
     seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts
     eval_measures: dict[str, float] = dataclasses.field(default_factory=dict)  # of the task, in the last evaluation
+    carried: dict[str, Any] | None = None  # tensors of the base that are saved unchanged: names, bytes, why not saved
     experts: dict[str, Any] | None = None  # ExpertLoad.report(): tokens per expert, in each layer of a mixture
     eval_loss_before_training: float | None = None  # None without an evaluation before the first step
 
@@ -162,6 +163,7 @@ def make_report(
         medusa=medusa,
         seconds_to_first_step=seconds_to_first_step,
         n_active=plan.n_active,
+        carried=dataclasses.asdict(plan.carried) if plan.carried is not None and plan.carried.names else None,
         experts=fitted.experts,
     )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -22,11 +24,13 @@ from ligertune.attention.packing_checks import prepare_masks
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.decode.medusa_run import with_heads
 from ligertune.models.added_tokens import check_new_rows
+from ligertune.models.carried_tensors import carried_note, find_carried
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_torchao_float8
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
-from ligertune.models.load import build_model
+from ligertune.models.load import build_model, carried_by, quantization_of
+from ligertune.models.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, prepare_config
 from ligertune.models.shape import read_shape
@@ -34,6 +38,7 @@ from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.options import SCORE_TASKS, BuildOptions
 from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, KernelLine, Plan
+from ligertune.planning.saved_model import CarriedTensors, TrainedBase
 from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.tasks.scores.document_scores import check_scores, patch_scores
 from ligertune.train.checks import why_not_padding_free
@@ -54,7 +59,9 @@ def preview_model(
         attention.implementation or options.model.attn_implementation,
         _head_notes(options, config),
     )
+    original = copy.deepcopy(config)  # building a model changes it
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
+    carried = find_carried(options.model, original, model)
     float8 = options.execution.fp8
     if float8:
         linears = float8_linears(model)
@@ -64,6 +71,7 @@ def preview_model(
     if checkpointing in ("offload_gate", "offload_both"):
         require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
     implementation, notes = model.config._attn_implementation, (*head_notes, *_adapter_notes(options, model))
+    notes += _carried_notes(options, carried)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += (*_adapter_lines(options, model), *([mlps.line()] if float8 is True else []))
     check_new_rows(model, options.model.tokenizer)
@@ -77,7 +85,7 @@ def preview_model(
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
     kernels_backend = "triton" if simulated else backend(device)
-    return BuiltModel(shape, implementation, attention.why, kernels_backend, kernels, notes=notes)
+    return BuiltModel(shape, implementation, attention.why, kernels_backend, kernels, notes=notes, carried=carried)
 
 
 def trained_model(
@@ -89,7 +97,8 @@ def trained_model(
     documents of a row influence each other in this model. change: called with the patched model, for comparisons.
     """
     options, execution = plan.build, plan.build.execution
-    dtype = getattr(torch, plan.precision.weights)
+    dtype, quantization = getattr(torch, plan.precision.weights), quantization_of(config)
+    original = copy.deepcopy(config)  # building a model changes it
     model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
     if change is not None:
         change(model)
@@ -123,7 +132,48 @@ def trained_model(
     if options.task == "medusa":
         with accelerator.autocast():  # heads are compared with the model's own output, and adapters are float32
             model = with_heads(options, model)
+    plan = _with_carried(replace(plan, base=_base_of(plan, quantization)), original)
+    for adapter in getattr(model, "peft_config", {}).values():
+        adapter.revision = plan.base.revision
     return model, plan
+
+
+def _with_carried(plan: Plan, config: PreTrainedConfig) -> Plan:
+    """Return the plan with the tensors of a base that has been downloaded since the plan was made."""
+    if plan.carried is not None:
+        return plan
+    prepare_config(config, plan.build)
+    carried = carried_by(plan.build.model, config)
+    return replace(plan, carried=carried, notes=(*plan.notes, *_carried_notes(plan.build, carried)))
+
+
+def _carried_notes(options: BuildOptions, carried: CarriedTensors | None) -> tuple[str, ...]:
+    """Return a note on the tensors of the base that the run does not load, unless it saves Medusa heads only."""
+    if carried is None or (options.task == "medusa" and options.medusa.stage == 1):
+        return ()
+    adapts = options.method.type in ("lora", "qlora") and options.task != "medusa"
+    note = carried_note(carried, adapts=adapts)
+    return (note,) if note else ()
+
+
+def _base_of(plan: Plan, quantization: str | None) -> TrainedBase:
+    """Return the record of the base model that was loaded. quantization: of its files."""
+    options, spec = plan.build, plan.build.model
+    folder, fingerprint, revision = Path(spec.model_name_or_path).expanduser(), None, None
+    if not folder.is_dir():
+        snapshot = hub_snapshot(spec.model_name_or_path, spec.revision)
+        revision = spec.revision if snapshot is None else snapshot.name
+    elif spec.init == "pretrained":
+        explicit = read_json(folder / "config.json", RECIPE_MODEL).get("transformers_weights")
+        fingerprint = fingerprint_of_files(folder, RECIPE_MODEL, explicit=explicit)
+    return TrainedBase(
+        name=spec.model_name_or_path,
+        dtype=plan.precision.weights,
+        stored_as=options.method.stored_as,
+        quantization=quantization,
+        revision=revision,
+        fingerprint=fingerprint,
+    )
 
 
 @contextlib.contextmanager

@@ -126,6 +126,9 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
             f"the adapter in {folder} lacks {plural(len(missing), 'weight')} ({', '.join(missing[:3])}).",
             hint="Missing weights would start random. Is it complete, and of this model?",
         )
+    # low_cpu_mem_usage has rounded the adapter to the dtype of the base (peft 0.21), before it became float32 again.
+    with loading(origin, f"{folder} holds no adapter of this model"):
+        peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(folder, device=device))
     used = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     unused = sorted(name for name in stored - set(used) if ".lora_" in name)
     if unused:

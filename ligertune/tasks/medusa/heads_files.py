@@ -28,6 +28,7 @@ from ligertune.errors import UserError
 from ligertune.models.model_files import ModelOrigin, read_json
 from ligertune.models.save import write_prompt
 from ligertune.planning.preflight import HEADS_FILES
+from ligertune.planning.saved_model import TrainedBase, trained_base
 from ligertune.storage import new_folder, write_text
 from ligertune.tasks.medusa.candidate_tree import Path as TreePath
 from ligertune.tasks.medusa.candidate_tree import chain
@@ -133,11 +134,12 @@ def write_heads(
     prompt_template: str,
     system_prompt: str | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    base: TrainedBase | None = None,
 ) -> None:
     """Write heads, tokenizer, tree and prompt template; `folder` appears only when complete.
 
     heads: state dict of `MedusaHeads`. weight (V, E): of the model's output head. base_model: its folder or hub id.
-    expand: write a copy of a shared projection for each head.
+    base: it as it was while the heads were trained. expand: write a copy of a shared projection for each head.
     """
     num_heads, num_layers = _heads_and_blocks(heads)
     shared, weight = f"0.{num_layers}.weight" not in heads, weight.detach().to("cpu").contiguous()
@@ -165,6 +167,7 @@ def write_heads(
             prompt_template=prompt_template,
             system_prompt=system_prompt,
             chat_template_kwargs=chat_template_kwargs,
+            base=base,
         )
 
 
@@ -242,3 +245,9 @@ def base_model_of(folder: Path, config: HeadsConfig) -> str:
     if Path(named).is_absolute() and not Path(named).is_dir() and (sibling / CONFIG).is_file():
         return str(sibling)
     return named
+
+
+def base_of_heads(folder: Path, config: HeadsConfig) -> TrainedBase | None:
+    """Return the base model as heads were trained on it; None if the run saved its own model, or is not known."""
+    found = trained_base(folder)
+    return found if found is not None and found.name == config.base_model_name_or_path else None

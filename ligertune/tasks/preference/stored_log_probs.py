@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from huggingface_hub import try_to_load_from_cache
 
 from ligertune.checked_files import DamagedFileError
 from ligertune.data.cache import cache_home
-from ligertune.models.model_files import ENDINGS
+from ligertune.models.model_files import ENDINGS, digest_of, hub_snapshot
 from ligertune.planning.plan import Plan
 from ligertune.storage import write_bytes
 from ligertune.tasks.stored_arrays import map_array
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
-    from ligertune.planning.options import ModelOptions
 
 FOLDER = "reference"  # in output_dir
-_SAMPLES, _SAMPLE_BYTES = 256, 1 << 14  # of each weight file
 
 
 class StoredLogProbs:
@@ -92,25 +89,8 @@ def _model_identity(plan: Plan) -> list[Any]:
     folder = Path(model.model_name_or_path).expanduser()
     seed = plan.build.seed if model.init == "random" else None
     if not folder.is_dir():
-        return [model.model_name_or_path, _hub_commit(model), model.num_hidden_layers, seed]
+        snapshot = hub_snapshot(model.model_name_or_path, model.revision)
+        return [model.model_name_or_path, snapshot and snapshot.name, model.num_hidden_layers, seed]
     endings = (".json",) if seed is not None else (".json", *ENDINGS)
     files = sorted(file for file in folder.iterdir() if file.suffix in endings and file.is_file())
-    return [[(file.name, _digest(file)) for file in files], model.num_hidden_layers, seed]
-
-
-def _hub_commit(model: ModelOptions) -> str | None:
-    """Return the commit of a model of the hub, which has been downloaded; None for one that is not cached."""
-    found = try_to_load_from_cache(model.model_name_or_path, "config.json", revision=model.revision)
-    return Path(found).parent.name if isinstance(found, str) else None
-
-
-def _digest(file: Path) -> str:
-    """Return a SHA-256 of the size and of samples of a file's bytes; of all bytes of a small one."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    step = max(size // _SAMPLES, _SAMPLE_BYTES)
-    with file.open("rb") as opened:
-        for start in range(0, size, step):
-            opened.seek(start)
-            digest.update(opened.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return [[(file.name, digest_of(file)) for file in files], model.num_hidden_layers, seed]

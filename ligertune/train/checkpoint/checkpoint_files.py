@@ -180,7 +180,9 @@ def check_space(plan: Plan) -> None:
     copies = kept + 1 if saves else int(plan.checkpoint.save_on_signal)
     weights = plan.bytes.model * (plan.shards if plan.shares_weights else 1)
     checkpoint = weights + plan.bytes.saved_states * plan.shards
-    needed = copies * checkpoint + weights * plan.checkpoint.save_model
+    saves_adapter = plan.bytes.saves_adapter and plan.build.task != "medusa"  # which merges the adapter of stage 2
+    final = weights + (0 if plan.carried is None or saves_adapter else plan.carried.saved_bytes)
+    needed = copies * checkpoint + final * plan.checkpoint.save_model
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(

@@ -46,6 +46,7 @@ class CheckpointRecord:
     strategy: str
     world_size: int
     files: dict[str, tuple[int, int]]
+    base: str = ""  # the base model's dtype, revision and files; checkpoints of earlier versions do not say it
 
     @classmethod
     def of(cls, plan: Plan, step: int, files: dict[str, tuple[int, int]]) -> CheckpointRecord:
@@ -63,6 +64,7 @@ class CheckpointRecord:
             strategy=plan.strategy,
             world_size=plan.batching.world_size,
             files=files,
+            base="" if plan.base is None else str(plan.base),
         )
 
     def write(self, folder: Path, plan: Plan) -> None:
@@ -86,13 +88,16 @@ class CheckpointRecord:
         kinds = {"int": int, "str": str}
         fields = {field.name: kinds.get(str(field.type), dict) for field in dataclasses.fields(cls)}
         for name, kind in {**fields, CHECKSUM: int}.items():
+            if name == "base" and name not in found:
+                continue
             if type(found.get(name)) is not kind:
                 raise DamagedRecordError(f"has no {name}" if name not in found else f"holds a wrong {name}")
         if found.pop(CHECKSUM) != _checksum_of(found):
             raise DamagedRecordError("is not what was written (its checksum differs)")
         if found["step"] < 0:
             raise DamagedRecordError("holds a wrong step")
-        return cls(**{**{name: found[name] for name in fields}, "files": _sums(found["files"])})
+        kept = {name: found[name] for name in fields if name in found}
+        return cls(**{**kept, "files": _sums(found["files"])})
 
 
 def _sums(files: dict[str, Any]) -> dict[str, tuple[int, int]]:

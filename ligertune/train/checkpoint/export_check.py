@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
-from ligertune.models.load import hide_loading_bars, through, whole_model
+from ligertune.models.load import hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.read_config import read_config
-from ligertune.models.save import SAVED_MODEL, load_plain, load_saved, read_saved_tokenizer
+from ligertune.models.save import SAVED_MODEL, base_as_trained, load_plain, load_saved, read_saved_tokenizer
 from ligertune.models.score_head import prepare_config
 from ligertune.patching.patch import patch
 from ligertune.planning.options import RunOptions, data_rows_of, saved_options
-from ligertune.train.checkpoint.export_run import ExportPlan, load_checkpoint
+from ligertune.train.checkpoint.export_run import ExportPlan, load_checkpoint, source_base, spec_of_base
 from ligertune.vision.families import has_vision
 
 if TYPE_CHECKING:
@@ -100,13 +100,14 @@ def check_export(plan: ExportPlan, *, prompt: str | None = None) -> ExportCheck:
     source = Path(plan.source.name)
     options = saved_options(plan.source.run or source)
     rows, compared_on = _rows(plan, options, prompt)
-    expected = logits(patched(_trained_model(plan, options)), rows)
+    with _autocast(plan, options):
+        expected = logits(patched(_trained_model(plan, options)), rows)
     served = [] if plan.source.is_checkpoint else [("saved adapter" if _is_adapter(source) else "saved model", source)]
     if plan.folder.resolve() != source.resolve():
         served.append((f"exported {plan.kind}", plan.folder))
     comparisons = []
     for name, folder in served:
-        base = _quantised_base(options) if _is_adapter(folder) and _stored_as(options) else None
+        base = _base(plan, options) if _is_adapter(folder) and options is not None else None
         model = load_plain(folder, trust_remote_code=plan.trust_remote_code, base=base)
         comparisons.append(compare_logits(name, folder, model, rows, expected))
         del model, base
@@ -174,22 +175,27 @@ def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
     from ligertune.models.adapters.fused_lora import fuse_adapters  # imports peft, which takes seconds
     from ligertune.models.adapters.lora import load_adapter
 
-    spec = options.build.model.model_copy(update={"trust_remote_code": trust})
-    config = read_config(spec, SAVED_MODEL)
-    prepare_config(config, options.build, SAVED_MODEL)
-    base = whole_model(spec, config, origin=SAVED_MODEL, **through(_stored_as(options)))
-    adapted = load_adapter(_on_device(base), str(source), SAVED_MODEL)
+    adapted = load_adapter(_on_device(_base(plan, options)), str(source), SAVED_MODEL)
     if options.build.kernels.fuses_lora:
         fuse_adapters(adapted)
     return adapted.get_base_model()
 
 
-def _quantised_base(options: RunOptions) -> PreTrainedModel:
-    """Return the dequantised weights that QLoRA or 8-bit LoRA trains on, in transformers' own classes."""
-    spec = options.build.model
+def _autocast(plan: ExportPlan, options: RunOptions | None) -> torch.autocast:
+    """Return the autocast of training: the adapter of a checkpoint is float32, and computes in the base's bfloat16."""
+    base = source_base(plan.source) if plan.source.is_checkpoint else None
+    adapts = options is not None and options.build.method.type in ("lora", "qlora")
+    is_half = adapts and base is not None and base.dtype == "bfloat16"
+    return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=is_half)
+
+
+def _base(plan: ExportPlan, options: RunOptions) -> PreTrainedModel:
+    """Return the base model as the run trained it, in transformers' own classes: its dtype, its dequantised weights."""
+    base = source_base(plan.source)
+    spec = spec_of_base(options.build, base, trust_remote_code=plan.trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
     prepare_config(config, options.build, SAVED_MODEL)
-    return whole_model(spec, config, origin=SAVED_MODEL, **through(_stored_as(options)))
+    return base_as_trained(spec, config, base)
 
 
 def _on_device(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.errors import UserError
-from ligertune.models.load import hide_loading_bars, through, whole_model
+from ligertune.models.carried_tensors import carried_note
+from ligertune.models.load import carried_by, hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.read_config import read_config
 from ligertune.models.save import (
     SAVED_MODEL,
     adapter_base_model,
+    base_as_trained,
+    check_same_base,
     check_saved,
     merge_saved_adapter,
     prompt_of,
@@ -31,9 +34,9 @@ from ligertune.models.save import (
 from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
 from ligertune.planning.hub import MODEL_FILES
-from ligertune.planning.options import saved_options
+from ligertune.planning.options import BuildOptions, ModelOptions, saved_options
 from ligertune.planning.preflight import check_out_folder, make_out_folder
-from ligertune.planning.saved_model import SavedModel, find_saved_model
+from ligertune.planning.saved_model import CarriedTensors, SavedModel, TrainedBase, find_saved_model, trained_base
 from ligertune.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.train.checkpoint.checkpoint_record import damage_of
 from ligertune.train.checkpoint.load_checkpoint import explain_unusable
@@ -56,26 +59,28 @@ class ExportPlan:
     how: Literal["in place", "there already", "copy", "merge", "checkpoint"]
     trust_remote_code: bool = False
 
-    def write(self) -> None:
-        """Write the folder. Raises UserError."""
+    def write(self) -> str:
+        """Write the folder, and return a note on its weights. Raises UserError."""
         if self.how in ("in place", "there already"):
-            return
+            return ""
         hide_loading_bars()
         with writing(f"The export to {self.folder}", trains=False):
-            self._write()
+            return self._write()
 
-    def _write(self) -> None:
+    def _write(self) -> str:
         card = self.folder / CARD
         text = card.read_bytes() if card.is_file() else None  # of a dry run, perhaps filled in
+        note = ""
         if self.how == "copy":
             with new_folder(self.folder) as partial:
                 shutil.copytree(self.source.name, partial, dirs_exist_ok=True)
         elif self.how == "merge":
-            _merge_adapter_folder(self.source, self.folder, trust_remote_code=self.trust_remote_code)
+            note = _merge_adapter_folder(self.source, self.folder, trust_remote_code=self.trust_remote_code)
         else:
-            _export_checkpoint(self.source, self.folder, self.kind, trust_remote_code=self.trust_remote_code)
+            note = _export_checkpoint(self.source, self.folder, self.kind, trust_remote_code=self.trust_remote_code)
         if text is not None:
             write_bytes(card, text)
+        return note
 
     @property
     def upload_warning(self) -> str:
@@ -161,13 +166,35 @@ def _check_out(out: Path) -> None:
     make_out_folder(out.parent, "--out")
 
 
-def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: bool) -> None:
-    """Merge an adapter that peft has saved. Without a saved recipe it counts as LoRA."""
+def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: bool) -> str:
+    """Merge an adapter that peft has saved, and return a note. Without a saved recipe it counts as LoRA."""
+    folder, base = Path(source.name), source_base(source)
+    merged, tokenizer, carried = merge_saved_adapter(folder, base, trust_remote_code=trust_remote_code)
+    write_model(merged, tokenizer, out, state_dict=None, **read_prompt(folder), base=base, carried=carried)
+    return _said(carried)
+
+
+def _said(carried: tuple[ModelOptions, CarriedTensors] | None) -> str:
+    return "" if carried is None else carried_note(carried[1], adapts=False)
+
+
+def source_base(source: SavedModel) -> TrainedBase | None:
+    """Return the base that an adapter or a checkpoint was trained on; None if neither it nor its run says it."""
     folder = Path(source.name)
-    options, prompt = saved_options(source.run or folder), read_prompt(folder)
-    stored_as = None if options is None else options.build.method.stored_as
-    merged, tokenizer = merge_saved_adapter(folder, trust_remote_code=trust_remote_code, stored_as=stored_as)
-    write_model(merged, tokenizer, out, state_dict=None, **prompt)
+    base, options = trained_base(folder, source.run), saved_options(source.run or folder)
+    if options is None or (base is not None and base.name):
+        return base
+    # A run of an earlier version has recorded the dtype only, in plan.json.
+    build = options.build
+    return None if base is None else TrainedBase(build.model.model_name_or_path, base.dtype, build.method.stored_as)
+
+
+def spec_of_base(build: BuildOptions, base: TrainedBase | None, *, trust_remote_code: bool) -> ModelOptions:
+    """Return how to load the base of a run in the revision that was trained. Raises UserError if its files changed."""
+    revision = build.model.revision if base is None or base.revision is None else base.revision
+    spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code, "revision": revision})
+    check_same_base(spec, base)
+    return spec
 
 
 def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module:
@@ -175,14 +202,14 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
 
     Raises UserError for a damaged checkpoint, and for one that holds shards.
     """
-    folder, build = Path(source.name), saved_options(source.run).build
+    folder, build, base = Path(source.name), saved_options(source.run).build, source_base(source)
     damage = damage_of(folder, only=(FILE, WEIGHTS))
     if damage is not None:
         raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
-    spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code})
+    spec = spec_of_base(build, base, trust_remote_code=trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
     prepare_config(config, build, SAVED_MODEL)
-    model = whole_model(spec, config, origin=SAVED_MODEL, **through(build.method.stored_as))
+    model = base_as_trained(spec, config, base)
     model = apply_method(model, build.method, seed=build.seed)
     if not any((folder / name).is_file() for name in (FILE, WEIGHTS)):
         raise UserError(
@@ -198,8 +225,8 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
     return model
 
 
-def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> None:
-    """Write the model of a checkpoint in Hugging Face's format."""
+def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> str:
+    """Write the model of a checkpoint in Hugging Face's format, and return a note."""
     options, model = saved_options(source.run), load_checkpoint(source, trust_remote_code=trust_remote_code)
     if kind == "merged model":
         from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
@@ -209,9 +236,14 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
     template = plan["data"].get("template") if isinstance(plan.get("data"), dict) else None
     if not isinstance(template, str):
         raise UserError(f"--checkpoint: {source.run / 'plan.json'} is missing or damaged, so its prompt is not known.")
-    spec = options.build.model.model_copy(update={"trust_remote_code": trust_remote_code})
-    prompt = prompt_of(template, options.data_options)
-    write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt)
+    base = source_base(source)
+    spec = spec_of_base(options.build, base, trust_remote_code=trust_remote_code)
+    prompt, config = prompt_of(template, options.data_options), read_config(spec, SAVED_MODEL)
+    prepare_config(config, options.build, SAVED_MODEL)
+    found = None if kind == "adapter" else carried_by(spec, config, origin=SAVED_MODEL)
+    carried = None if found is None else (spec, found)
+    write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt, base=base, carried=carried)
+    return _said(carried)
 
 
 # ---- upload

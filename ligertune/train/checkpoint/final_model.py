@@ -32,7 +32,7 @@ def _save_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[s
     plan, report = job.plan, None
     weights, model = full_state_dict(accelerator, model), accelerator.unwrap_model(model)
     if plan.build.method.type == "lora" and (weights is None or accelerator.is_main_process):
-        weights = merge_adapter(plan.build, job.config, model, weights)
+        weights = merge_adapter(plan, job.config, model, weights)
     if plan.build.medusa.stage == 2:
         _write_base_model(job, accelerator, adapted_model(model.base_model), of_base(weights))
     if accelerator.is_main_process:
@@ -50,6 +50,17 @@ def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weig
     if template not in ("auto", "chat", "alpaca"):  # a file or a name: programs that serve the model need it, too
         tokenizer.chat_template = read_template(template)
     if accelerator.is_main_process:
-        write_model(model, tokenizer, folder, state_dict=weights, **job.prompt, images=job.images)
+        plan = job.plan
+        carried = None if plan.carried is None else (plan.build.model, plan.carried)
+        write_model(
+            model,
+            tokenizer,
+            folder,
+            state_dict=weights,
+            **job.prompt,
+            images=job.images,
+            base=plan.base,
+            carried=carried,
+        )
     accelerator.wait_for_everyone()
     return str(folder)

@@ -74,8 +74,22 @@ def saved_progress(folder: Path, plan: Plan) -> int:
     except DamagedRecordError as problem:
         raise UserError(f"{folder} is damaged: {PROGRESS_FILE} {problem}.") from problem
     now = CheckpointRecord.of(plan, saved.step, {})
+    for was, wanted, message, hint in _comparisons(saved, now):
+        if was != wanted:
+            raise UserError(f"{folder} {message}", hint=hint)
+    _check_deepspeed_ranks(folder, saved, now)
+    if saved.step > plan.schedule.total_steps:
+        raise UserError(
+            f"{folder} is at step {saved.step}, past this recipe's {plural(plan.schedule.total_steps, 'step')}.",
+            hint="Raise train.num_train_epochs or train.max_steps.",
+        )
+    return saved.step
+
+
+def _comparisons(saved: CheckpointRecord, now: CheckpointRecord) -> tuple[tuple[object, object, str, str], ...]:
+    """Return (value of the checkpoint, value of this run, message, hint) of everything that must be equal."""
     processes = plural(now.world_size, "process", "processes")
-    for was, wanted, message, hint in (
+    return (
         (
             saved.seed,
             now.seed,
@@ -88,6 +102,13 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             now.model,
             f"was trained on a {saved.model}; this recipe's model is a {now.model}.",
             "Resume with the model that the run was started with, or start a new run in another output_dir.",
+        ),
+        (
+            saved.base or now.base,
+            now.base,
+            f"was trained on another base model ({saved.base}; this recipe's is {now.base}).",
+            "Set model.model_name_or_path, model.revision and model.dtype as they were, with the files that were there,"
+            " or start a new run in another output_dir.",
         ),
         (
             saved.data_fingerprint,
@@ -114,16 +135,7 @@ def saved_progress(folder: Path, plan: Plan) -> int:
             f"holds the states of {saved.optimizer}; this recipe's optimizer is {now.optimizer}.",
             "Set train.optim and its settings as they were.",
         ),
-    ):
-        if was != wanted:
-            raise UserError(f"{folder} {message}", hint=hint)
-    _check_deepspeed_ranks(folder, saved, now)
-    if saved.step > plan.schedule.total_steps:
-        raise UserError(
-            f"{folder} is at step {saved.step}, past this recipe's {plural(plan.schedule.total_steps, 'step')}.",
-            hint="Raise train.num_train_epochs or train.max_steps.",
-        )
-    return saved.step
+    )
 
 
 def _about_method(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:

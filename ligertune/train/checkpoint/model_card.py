@@ -10,11 +10,12 @@ from huggingface_hub import ModelCardData
 
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.errors import UserError
+from ligertune.models.carried_tensors import carried_note
 from ligertune.models.model_files import ADAPTER_CONFIG
-from ligertune.models.save import PROMPT_FILE, adapter_base_model, prompt_of, read_prompt
+from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
 from ligertune.planning.options import SCORE_TASKS, MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
-from ligertune.planning.saved_model import SavedModel
+from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, SavedModel, TrainedBase, trained_base
 from ligertune.storage import mask_secrets, read_object, write_text
 
 CARD = "README.md"
@@ -57,6 +58,7 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
     plan, report = (_read(source.run, file) for file in ("plan.json", "report.json"))
     options = None if source.run is None else saved_options(source.run)
     base, is_on_hub = _base_model(source, options)
+    trained = trained_base(Path(source.name), source.run)
     family = plan.get("model_family", "")
     auto_class = _auto_class(source, options, takes_images="ForConditionalGeneration" in family)
     datasets = [] if options is None else [dataset.path for dataset in options.data_options.datasets]
@@ -70,7 +72,8 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
     name = repository or folder.resolve().name
     title = name.rpartition("/")[2] if repository or source.run is None else source.run.resolve().name
     prompt = _prompt(source, plan, options)
-    tables = [] if options is None else [("Training", _training(plan, options)), ("Results", _results(report))]
+    tables = [("Base model", _base_rows(base, trained, plan, is_adapter=is_adapter))]
+    tables += [] if options is None else [("Training", _training(plan, options)), ("Results", _results(report))]
     versions = [(package, version) for package, version in report.get("versions", {}).items()]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
@@ -85,6 +88,7 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
         auto_class=auto_class,
         is_adapter=is_adapter,
         name=name,
+        base_arguments=_base_arguments(trained),
         prompt_format=PROMPT_FORMATS[prompt["prompt_template"]],
         system_prompt=prompt["system_prompt"],
     )
@@ -121,6 +125,37 @@ def _base_model(source: SavedModel, options: RunOptions | None) -> tuple[str, bo
     else:
         return "A base model that is not recorded", False
     return (base, True) if _is_hub_id(base) else (Path(base).name, False)
+
+
+def _base_rows(name: str, base: TrainedBase | None, plan: dict, *, is_adapter: bool) -> Rows:
+    """Return what the base model was while it was trained: revision, dtype, quantisation, tensors that are not loaded.
+
+    plan: of the run. is_adapter: the card is that of an adapter alone.
+    """
+    if base is None:
+        return []
+    values = plan.get("carried") or {"names": (), "bytes": 0, "dropped": ""}
+    carried = CarriedTensors(tuple(values["names"]), values["bytes"], values["dropped"])
+    quantised = {"nf4": "to 4 bits (NF4) while it was trained", "int8": "to 8 bits (int8) while it was trained"}
+    rows = [
+        ("model", name),
+        ("revision", base.revision),
+        ("fingerprint of its files", base.fingerprint),
+        ("dtype as trained", base.dtype),
+        ("quantisation", quantised.get(base.stored_as or "", "none")),
+    ]
+    if base.quantization is not None:
+        rows.append(("quantisation of its files", f"{base.quantization}; dequantised to {base.dtype} for training"))
+    rows.append(("tensors that its class does not load", carried_note(carried, adapts=is_adapter)))
+    return [(key, value) for key, value in rows if value]
+
+
+def _base_arguments(base: TrainedBase | None) -> str:
+    """Return the further arguments of from_pretrained that load the base model as it was trained."""
+    if base is None:
+        return ""
+    revision = "" if base.revision is None else f', revision="{base.revision}"'
+    return f', dtype="{base.dtype}"{revision}'
 
 
 def _prompt(source: SavedModel, plan: dict, options: RunOptions | None) -> dict:
