@@ -142,7 +142,8 @@ def prepare(
         _check_rows(data, rows, images)
     if rows in SCORE_ROWS:
         data = data.model_copy(update={"train_on": "all"})  # no answer is looked for: the whole text is scored
-    preparation = Preparation(data, tokenizer, images, rows, wanted_problem(classification))
+    problem = wanted_problem(classification) if rows == "texts" else None
+    preparation = Preparation(data, tokenizer, images, rows, problem)
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out, eval_report, labels = None, None, None
     eval_sets = [load(spec) for spec in data.eval_datasets]
