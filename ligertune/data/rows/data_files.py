@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from ligertune.errors import UserError
 MAX_RECORD_BYTES = 2**24  # default of data.max_record_bytes
 MAX_PASSED = 2**30  # bytes of a record that are read to find its end; compressed, they can be a small file
 CHUNK = 1 << 20  # bytes that are read at once
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # ending of the name -> kind of file
 
 
 class Record(NamedTuple):
@@ -49,29 +47,13 @@ class DataFile:
             return self.row_share
         return self._raw.tell() / self.size * (1 - self.unparsed)
 
-    @property
-    def type(self) -> str:
-        """The ending of the file's name without that of a compression: ".jsonl" for a.jsonl.gz."""
-        return file_type(self.path)
-
-    @property
-    def compression(self) -> str | None:
-        """The kind of the compressed file, "gzip" or "zstd"; None if it is not compressed."""
-        return COMPRESSIONS.get(self.path.suffix.lower())
-
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Open the file as bytes, decompressed."""
         with self.path.open("rb") as raw:
             self._raw = raw
-            if self.compression == "gzip":
+            if self.path.name.lower().endswith(".gz"):
                 with gzip.GzipFile(fileobj=raw) as decompressed:
-                    yield decompressed
-            elif self.compression == "zstd":
-                import pyarrow
-
-                # Python has zstd from 3.14 on
-                with io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), CHUNK) as decompressed:
                     yield decompressed
             else:
                 yield raw
@@ -124,12 +106,6 @@ class DataFile:
     def error(self, what: str, hint: str = "", *, line: int | None = None) -> UserError:
         """Return an error at `line`, or at the current line."""
         return UserError(f"{self.name}:{max(self.line if line is None else line, 1)}: {what}.", hint=hint)
-
-
-def file_type(path: Path) -> str:
-    """Return the ending of a file's name without that of a compression: ".jsonl" for a.jsonl.gz."""
-    name = Path(path.name.lower())
-    return Path(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix
 
 
 def display_path(path: Path) -> str:

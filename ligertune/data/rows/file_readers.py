@@ -1,7 +1,7 @@
-"""Readers of data files: json, jsonl, csv, parquet, arrow and txt, each also compressed, record by record.
+"""Readers of data files: json, jsonl, csv, parquet and txt, each also gzip-compressed, record by record.
 
-Each record has its source, `file:line`, so that every error can name it. In parquet and Arrow files the line is the
-number of the row, from 1. A record of more bytes than `max_bytes` has no columns, and its row is dropped.
+Each record has its source, `file:line`, so that every error can name it. In a parquet file the line is the number of
+the row, from 1. A record of more bytes than `max_bytes` has no columns, and its row is dropped.
 """
 
 from __future__ import annotations
@@ -13,68 +13,27 @@ import json
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
-from ligertune.data.rows.arrow_files import read_arrow, read_parquet
-from ligertune.data.rows.data_files import CHUNK, MAX_PASSED, DataFile, Record, file_type
+from ligertune.data.rows.data_files import CHUNK, MAX_PASSED, DataFile, Record, n_bytes_of
 from ligertune.errors import UserError
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 _JSON_SIGN = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 _LONGEST_SIGN = 16  # characters of a JSON value that is neither string, list nor object, or of an escape
-_LONGEST_BEGIN = 1 << 16  # bytes in which an object of a whole data set names its list of records
 _DOCUMENT = 1 << 20  # bytes of a text file that make one record; it ends at the next line break
 
 
-# Keys of an object that holds a whole data set: its list of objects are the records.
-_RECORD_KEYS = ("data", "rows", "records", "examples", "instances", "items", "samples", "train")
-
-
 def _read_json(file: DataFile) -> Iterator[Record]:
-    """Read the records of a JSON file; the content decides how, not whether the name is .json or .jsonl.
-
-    It holds a list of objects, one object per line, objects over several lines, or one object with a list of records.
-    """
-    layout = _json_layout(file)
-    file.line = 0
+    """Read a list of objects or one object per line. The content decides, not whether the name is .json or .jsonl."""
     with file.open() as stream:
-        if layout == "lines":
-            yield from _read_json_lines(file, stream)
-        else:
-            text = _JsonText(file, stream)
-            yield from _read_list(text) if layout == "list" else _read_objects(text)
-
-
-def _json_layout(file: DataFile) -> Literal["list", "lines", "objects"]:
-    """Return how records are laid out, from the first line that is not empty and whether another follows."""
-    with file.open() as stream:
-        lines = ((line, n_bytes) for line, n_bytes in file.lines(stream) if n_bytes > file.max_bytes or line.strip())
-        line, n_bytes = next(lines, ("", 0))
-        if line.lstrip().startswith("["):
-            return "list"
-        if not line:  # no line, or one that is too long to parse
-            return "objects" if n_bytes and _starts_as_data_set(file) else "lines"
-        try:
-            first = json.loads(line)
-        except json.JSONDecodeError as error:
-            return "objects" if line.lstrip().startswith("{") and error.pos >= len(line.rstrip()) else "lines"
-        except (ValueError, RecursionError):  # reading the line raises it again
-            return "lines"
-        holds_records = isinstance(first, dict) and any(_are_records(first.get(key)) for key in _RECORD_KEYS)
-        return "objects" if holds_records and next(lines, None) is None else "lines"
-
-
-def _are_records(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-
-
-def _starts_as_data_set(file: DataFile) -> bool:
-    """Return whether a first line of more than `max_bytes` begins as an object that holds a list of records."""
-    with file.open() as stream:
-        begin = stream.read(_LONGEST_BEGIN)
-    return re.search(rb'"(?:%s)"\s*:\s*\[\s*\{' % "|".join(_RECORD_KEYS).encode(), begin) is not None
+        first = b""
+        while not first and (content := stream.read(CHUNK)):
+            first = content.removeprefix(codecs.BOM_UTF8).lstrip()
+        stream.seek(0)
+        yield from _read_list(_JsonText(file, stream)) if first.startswith(b"[") else _read_json_lines(file, stream)
 
 
 def _read_json_lines(file: DataFile, stream: BinaryIO) -> Iterator[Record]:
@@ -127,12 +86,6 @@ class _JsonText:
                 return self._text[self._at : self._at + 1]
             self._read_more()
 
-    def character_after_bracket(self) -> str:
-        """Return the first character in the list that begins here, without advancing; "" at the end of the file."""
-        while not (following := self._text[self._at + 1 :].lstrip(" \t\n\r")[:1]) and not self._ended:
-            self._read_more()
-        return following
-
     def value(self) -> tuple[Any, int]:
         """Parse the JSON value that begins here; return it and its length, without it if it is too large."""
         start = self._at
@@ -184,15 +137,8 @@ class _JsonText:
 
 def _read_list(text: _JsonText) -> Iterator[Record]:
     """Read a JSON list element by element, so that each record has its line."""
-    text.next_character()
-    yield from _elements(text)
-    if text.next_character():
-        raise text.file.error("there is text after the end of the list")
-
-
-def _elements(text: _JsonText) -> Iterator[Record]:
-    """Read the elements of the list that begins here, and its end."""
     file, skip = text.file, len("[")
+    text.next_character()
     while (following := text.next_character(skip=skip)) != "]":
         if not following:
             raise file.error("the list is not closed: the file is cut off")
@@ -203,46 +149,8 @@ def _elements(text: _JsonText) -> Iterator[Record]:
         if following not in (",", "]", ""):
             raise file.error("not JSON: no comma between two records")
         skip = int(following == ",")
-    text.next_character(skip=len("]"))
-
-
-def _read_objects(text: _JsonText) -> Iterator[Record]:
-    """Read objects over several lines. The first may be a whole data set, with its records in a list."""
-    file = text.file
-    text.next_character()
-    found = yield from _read_first_object(text)
-    while text.next_character():
-        if found:
-            raise file.error(f"there is text after the end of the object whose `{found}` holds the records")
-        line = file.line
-        value, n_bytes = text.value()
-        yield _record(value, file, line, n_bytes)
-
-
-def _read_first_object(text: _JsonText) -> Generator[Record, None, str]:
-    """Read an object key by key. Return the key whose list held its records; "" if the object is a record itself."""
-    file, begin, skip = text.file, text.file.line, len("{")
-    row: dict[str, Any] = {}
-    size, found = 0, ""
-    while (following := text.next_character(skip=skip)) != "}":
-        key, n_bytes = text.value() if following == '"' else (None, 0)
-        if key is None or text.next_character() != ":":
-            raise file.error("not JSON: an object is cut off or has no key here")
-        holds_records = text.next_character(skip=len(":")) == "[" and key in _RECORD_KEYS and not found
-        if holds_records and text.character_after_bracket() == "{":
-            yield from _elements(text)
-            found = key
-        else:
-            row[key], of_value = text.value()
-            size += n_bytes + of_value
-        following = text.next_character()
-        if following not in (",", "}"):
-            raise file.error("not JSON: an object is cut off or has no comma between two keys")
-        skip = int(following == ",")
-    text.next_character(skip=len("}"))
-    if not found:
-        yield _record(row, file, begin, size)
-    return found
+    if text.next_character(skip=len("]")):
+        raise file.error("there is text after the end of the list")
 
 
 def _json_error(error: Exception) -> str:
@@ -264,10 +172,8 @@ def _record(value: Any, file: DataFile, line: int, n_bytes: int) -> Record:
 
 def _read_csv(file: DataFile) -> Iterator[Record]:
     csv.field_size_limit(file.max_bytes)  # the default, 131,072 characters, is less than one long conversation
-    delimiter = "\t" if file.type == ".tsv" else _csv_delimiter(file)
-    file.line = 0
     with file.open() as stream:
-        rows, line = csv.reader(_csv_lines(file, stream), strict=True, delimiter=delimiter), 1
+        rows, line = csv.reader(_csv_lines(file, stream), strict=True), 1
         try:
             header = next(rows, [])
             line = rows.line_num + 1  # a quoted field may span lines: the source of a row is its first line
@@ -280,19 +186,6 @@ def _read_csv(file: DataFile) -> Iterator[Record]:
         except csv.Error as error:
             too_large = "field limit" in str(error)  # most likely a quote that is not closed: name the row's first line
             raise file.error(f"not CSV: {error}", line=line if too_large else rows.line_num) from error
-
-
-def _csv_delimiter(file: DataFile) -> str:
-    """Return the delimiter that gives the header most columns: a comma, a semicolon (many spreadsheets), or a tab."""
-    counts = {}
-    with file.open() as stream:
-        header = next((line for line, _ in file.lines(stream)), "")
-    for delimiter in (",", ";", "\t"):
-        try:
-            counts[delimiter] = len(next(csv.reader([header], delimiter=delimiter), []))
-        except csv.Error:
-            counts[delimiter] = 1
-    return max(counts, key=counts.get)
 
 
 def _csv_lines(file: DataFile, stream: BinaryIO) -> Iterator[str]:
@@ -316,22 +209,51 @@ def _read_text(file: DataFile) -> Iterator[Record]:
         yield file.record({"text": "".join(pieces)}, begin, length)
 
 
-READERS: dict[str, Callable[[DataFile], Iterator[Record]]] = {
+def _read_parquet(file: DataFile) -> Iterator[Record]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        source = str(file.path)
+        if source.lower().endswith(".gz"):
+            with file.open() as stream:  # a parquet file is read from its end, so all of it is decompressed first
+                decompressed = stream.read(MAX_PASSED + 1)
+            if len(decompressed) > MAX_PASSED:
+                raise file.error(f"more than {MAX_PASSED:,} bytes when decompressed", "Decompress it: gunzip FILE.")
+            source = pyarrow.BufferReader(decompressed)
+            file.row_share = 0.0
+        content = parquet.ParquetFile(source)
+        stored = sum(content.metadata.row_group(i).total_byte_size for i in range(content.metadata.num_row_groups))
+        rows_at_once = max(1, min(1000, MAX_PASSED // 8 * content.metadata.num_rows // max(stored, 1)))
+        for batch in content.iter_batches(rows_at_once):
+            for row in batch.to_pylist():
+                file.line += 1
+                yield file.record(row, file.line, n_bytes_of(row))
+            file.row_share = file.line / max(content.metadata.num_rows, 1)
+    except gzip.BadGzipFile:
+        raise
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise file.error(f"not a valid parquet file: {str(error).partition(chr(10))[0].rstrip('.')}") from error
+
+
+_READERS: dict[str, Callable[[DataFile], Iterator[Record]]] = {
     ".json": _read_json,
     ".jsonl": _read_json,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
-    ".feather": read_arrow,
+    ".parquet": _read_parquet,
     ".csv": _read_csv,
-    ".tsv": _read_csv,
     ".txt": _read_text,
 }
-FILE_TYPES = f"{', '.join(READERS)}, each also with .gz or .zst appended"
+FILE_TYPES = f"{', '.join(_READERS)}, each also with .gz appended"
+
+
+def file_type(path: Path) -> str:
+    """Return the ending of a file's name without .gz: ".jsonl" for a.jsonl.gz."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def reader_of(path: Path) -> Callable[[DataFile], Iterator[Record]] | None:
     """Return the reader for files of this type, or None for unknown types."""
-    return READERS.get(file_type(path))
+    return _READERS.get(file_type(path))
 
 
 def read_records(file: DataFile) -> Iterator[Record]:
@@ -349,6 +271,4 @@ def read_records(file: DataFile) -> Iterator[Record]:
     except EOFError as error:
         raise file.error("the gzip file is cut off: its end is missing") from error
     except OSError as error:
-        if file.compression == "zstd" and error.errno is None:  # of pyarrow, not of the system
-            raise file.error(f"not a valid zstd file: {str(error).rstrip('.')}") from error
         raise UserError(f"{file.name} cannot be read: {error.strerror or error}.") from error

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs, unquoted_turns
+from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
 from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
 from ligertune.errors import UserError
@@ -186,7 +186,6 @@ def _conversation(row: dict[str, Any], reader: RowReader, *, column: str) -> Con
 
 def _prompt_completion(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `prompt` and `completion`: two texts, or two lists of turns. Only the completion is trained."""
-    row = {**row, **{column: unquoted_turns(row.get(column)) for column in ("prompt", "completion")}}
     if isinstance(row.get("prompt"), list):
         prompt = [replace(turn, trained=False) for turn in reader.turns(row, "prompt")]
         completion = [Message("assistant", row["completion"])] if isinstance(row.get("completion"), str) else None

@@ -17,7 +17,7 @@ from ligertune.data.rows.conversation import BadRow, Conversation, Message, Pars
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, recognise_format
 from ligertune.data.rows.label_formats import LABEL_FORMATS
-from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs, unquoted_turns
+from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.label_kinds import MAX_NUMBER, finite_number
 from ligertune.errors import UserError
 
@@ -85,10 +85,10 @@ def _margin(row: dict[str, Any]) -> tuple[float, ...]:
 
 def _answer(row: dict[str, Any], column: str, reader: RowReader) -> list[Message] | str:
     """Read an answer: a text, a turn, or a list of turns."""
-    value = unquoted_turns(row.get(column))
+    value = row.get(column)
     if isinstance(value, dict):
         return [reader.message(value)]
-    return reader.turns({column: value}, column) if isinstance(value, list) else reader.text(value, f"`{column}`")
+    return reader.turns(row, column) if isinstance(value, list) else reader.text(value, f"`{column}`")
 
 
 def _split_prompt(
@@ -155,11 +155,11 @@ def _hh_turns(text: str) -> list[Message]:
 
 def _prompt(row: dict[str, Any], reader: RowReader, *, column: str | None, is_text: bool = False) -> Conversation:
     """Read the prompt in `column`, turns or with `is_text` also a text, and the optional `system` and `tools`."""
-    value, messages = unquoted_turns(row.get(column or "")), []
+    value, messages = row.get(column or ""), []
     if is_text and isinstance(value, str):
         messages = [Message("user", value)]
     elif column and (value is not None or isinstance(row.get("chosen"), str)):
-        messages = reader.turns({column: value}, column)
+        messages = reader.turns(row, column)
     if row.get("system") and (not messages or messages[0].role != "system"):
         messages.insert(0, Message("system", reader.text(row["system"], "`system`")))
     return Conversation(tuple(messages), parse_tools(row.get("tools")))
@@ -220,8 +220,7 @@ def recognise_preferences(
 
 
 def _first_value(column: str, first: Sequence[Record]) -> Any:
-    values = (record.row[column] for record in first if record.row.get(column) is not None)
-    return unquoted_turns(next(values, None))
+    return next((record.row[column] for record in first if record.row.get(column) is not None), None)
 
 
 # what rows are needed by, in messages

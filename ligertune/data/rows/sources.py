@@ -14,10 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.data.rows.arrow_files import arrow_schema, plain_rows
 from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
-from ligertune.data.rows.data_folders import files_in_folder
-from ligertune.data.rows.file_readers import FILE_TYPES, READERS, read_records, reader_of
+from ligertune.data.rows.file_readers import FILE_TYPES, file_type, read_records, reader_of
 from ligertune.data.rows.label_formats import names_of_classes
 from ligertune.data.rows.preference_formats import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_HUB_ROWS_AT_ONCE = 100  # a stream downloads no more ahead of the row that is needed
 _UNKNOWN_SIZE = 10_000  # rows that a hub data set of unknown size is expected to have left
 
 
@@ -77,7 +74,13 @@ class RecordStream:
         return self._read / (self._read + _UNKNOWN_SIZE)
 
     def _all(self) -> Iterator[Record]:
-        paths = find_files(self.spec)
+        paths = find_files(self.spec.path)
+        if paths and (self.spec.name is not None or self.spec.split != "train"):
+            raise UserError(
+                f"{self.spec.path} is on this machine: `name` and `split` choose among the parts of a data set "
+                "on the hub.",
+                hint="Leave them out and name the file you want in `path`.",
+            )
         if not paths:
             yield from _read_hub(self.spec, self.max_bytes, download=self.download)
         self._files = [DataFile(path, self.max_bytes) for path in paths]
@@ -95,33 +98,14 @@ def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
     return assemble_trees(records, row) if TREE_COLUMNS & row.keys() else records
 
 
-def find_files(spec: DatasetOptions) -> list[Path]:
+def find_files(path: str) -> list[Path]:
     """Return the data files that `path` names, sorted, or none if it can only be the id of a data set on the hub.
 
-    Raises UserError if nothing matches, if a folder holds files of several types, or if `name` or `split` would choose
-    a part of one file.
+    Raises UserError if nothing matches, or if a folder holds files of several types.
     """
-    path = spec.path
     place = Path(path).expanduser()
     if place.is_dir():
-        if spec.name is not None:
-            raise _no_parts(path, "name")
-        return files_in_folder(place, spec.split, READERS, FILE_TYPES)
-    found = _files_at(place, path)
-    if found and (spec.name is not None or spec.split != "train"):
-        raise _no_parts(path, "split" if spec.name is None else "name")
-    return found
-
-
-def _no_parts(path: str, key: str) -> UserError:
-    return UserError(
-        f"{path} is on this machine: `name` chooses among the parts of a data set on the hub, and `split` among those "
-        "of one on the hub or of a folder.",
-        hint=f"Leave `{key}` out and name the file you want in `path`.",
-    )
-
-
-def _files_at(place: Path, path: str) -> list[Path]:
+        return _files_in(place)
     if place.is_file():
         return [place]
     if glob.has_magic(path):
@@ -134,17 +118,30 @@ def _files_at(place: Path, path: str) -> list[Path]:
     raise UserError(f"No such file or folder: {path}.")
 
 
+def _files_in(folder: Path) -> list[Path]:
+    found = sorted(file for file in folder.iterdir() if file.is_file() and reader_of(file) is not None)
+    files = [file for file in found if file_type(file) != ".txt"] or found  # a .txt next to data is a licence or note
+    if not files:
+        raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {FILE_TYPES}.")
+    types = sorted({file_type(file) for file in files})
+    if len(types) > 1:
+        raise UserError(
+            f"{folder}: the folder holds files of several types ({', '.join(types)}).",
+            hint=f"Choose one, for instance with {folder / ('*' + types[0])}.",
+        )
+    return files
+
+
 def _read_hub(spec: DatasetOptions, max_bytes: int, *, download: bool) -> Iterator[Record]:
     import datasets
 
     rows, number = hub_rows(spec, download=download), 0
     try:
-        for table in rows.with_format("arrow").iter(_HUB_ROWS_AT_ONCE):
-            for row in plain_rows(table):
-                number += 1
-                n_bytes = n_bytes_of(row)
-                is_large = n_bytes > max_bytes
-                yield Record({} if is_large else row, f"{spec.path}:{spec.split}:{number}", n_bytes * is_large)
+        for row in rows:
+            number += 1
+            n_bytes = n_bytes_of(row)
+            is_large = n_bytes > max_bytes
+            yield Record({} if is_large else row, f"{spec.path}:{spec.split}:{number}", n_bytes * is_large)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{spec.path}:{spec.split}:{number + 1}: the hub does not return this row: {_first_line(error)}.",
@@ -169,16 +166,16 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
 
 
 def class_names(spec: DatasetOptions, column: str) -> tuple[str, ...]:
-    """Return the names of a ClassLabel column of `datasets`, on the hub or in a parquet or Arrow file; else none."""
-    files, name = find_files(spec), spec.columns.get(column, column)
+    """Return the names of a ClassLabel column of `datasets`, on the hub or in a parquet file; else none."""
+    files, name = find_files(spec.path), spec.columns.get(column, column)
     if not files:
         return names_of_classes(hub_rows(spec, download=True).features, name)
-    first = DataFile(files[0])
-    if first.type not in (".parquet", ".arrow", ".feather"):
+    if files[0].suffix.lower() != ".parquet":
         return ()
     import datasets
+    from pyarrow import parquet
 
-    return names_of_classes(datasets.Features.from_arrow_schema(arrow_schema(first)), name)
+    return names_of_classes(datasets.Features.from_arrow_schema(parquet.read_schema(files[0])), name)
 
 
 def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:

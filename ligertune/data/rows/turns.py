@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +85,6 @@ class RowReader:
             raise BadRow("missing value", f"`{column}`")
         if isinstance(turns, str):  # a cell of a CSV file
             turns = parse_json(turns, "not a list of turns")
-        if isinstance(turns, list):  # else texts would alternate between user and assistant
-            turns = [unquoted_turns(turn) for turn in turns]
         turns = as_turns(turns)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise BadRow("not a list of turns", f"`{column}`")
@@ -141,26 +138,6 @@ class RowReader:
         return all(weight == 1 for _, weight in given)
 
 
-def unquoted_turns(value: Any) -> Any:
-    """Return the turn or the list of turns that a text holds as JSON, as in a cell of a CSV file; other values as is.
-
-    A turn is an object with a role and a text. It must not be trained as the JSON text of itself.
-    """
-    if not isinstance(value, str) or not re.match(r'\s*(\[\s*)?\{\s*"', value):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    turns = parsed if isinstance(parsed, list) else [parsed]
-    return parsed if turns and all(_is_turn(turn) for turn in turns) else value
-
-
-def _is_turn(value: Any) -> bool:
-    has_role = isinstance(value, dict) and any(isinstance(value.get(key), str) for key in ("role", "from"))
-    return has_role and any(key in value for key in ("content", "value", "tool_calls", "function_call"))
-
-
 def _calls(value: Any) -> tuple[ToolCall, ...]:
     """Parse a `function_call` turn or a `tool_call` part: one object or a list of them, often as JSON text."""
     parsed = quoted_call(value) or parse_json(value, "call is not JSON") if isinstance(value, str) else value
@@ -170,7 +147,6 @@ def _calls(value: Any) -> tuple[ToolCall, ...]:
 
 
 def _call(call: Any, text: str | None = None) -> ToolCall:
-    call = parse_json(call, "call is not JSON") if isinstance(call, str) else call
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise BadRow("call is not JSON", f"{call!r:.40} has no name")
@@ -184,8 +160,6 @@ def _call(call: Any, text: str | None = None) -> ToolCall:
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     """Return the declared tools as `{type: function, function: {...}}`, the form that chat templates read."""
     parsed = parse_json(value, "tools are not JSON") if isinstance(value, str) and value.strip() else value or []
-    if isinstance(parsed, list):
-        parsed = [parse_json(tool, "tools are not JSON") if isinstance(tool, str) else tool for tool in parsed]
     if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
         raise BadRow("tools are not JSON", "not a list of objects")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in parsed)
