@@ -107,9 +107,9 @@ def test_a_folder_gives_its_data_files_in_order(tmp_path):
 
 
 def test_other_types_and_two_types_are_errors_and_a_glob_selects(tmp_path):
-    (tmp_path / "r.arrow").write_bytes(b"x")
+    (tmp_path / "r.orc").write_bytes(b"x")
     with pytest.raises(UserError, match="this kind of data file is unknown"):
-        read(tmp_path / "r.arrow")
+        read(tmp_path / "r.orc")
     write(tmp_path / "a.jsonl", ROWS[:1])
     write(tmp_path / "b.csv", ROWS[1:])
     with pytest.raises(UserError, match=r"several types \(\.csv, \.jsonl\)"):
