@@ -75,8 +75,8 @@ def _json_layout(file: DataFile) -> tuple[str, str | None]:
     if is_whole and (following or rest):
         return "objects" if rest.startswith("{") else "lines", None
     is_too_long = len(first) > file.max_bytes and not first.endswith(b"\n")
-    if not (is_whole or is_too_long or first.rstrip().endswith((b"{", b"[", b","))):
-        return "lines", None  # a line that breaks off where no one breaks JSON into lines
+    if not (is_whole or is_too_long or _is_beginning(first)):
+        return "lines", None
     try:
         with file.open() as stream:
             key = _records_key(_JsonText(file, stream))
@@ -107,6 +107,18 @@ def _parse_line(line: bytes) -> tuple[bool, str]:
     except (ValueError, RecursionError):
         return False, ""
     return isinstance(value, dict), text[end:].strip()
+
+
+def _is_beginning(line: bytes) -> bool:
+    """Return whether a line is the beginning of JSON that goes on in the next line: nothing in it is wrong."""
+    text = line.decode("utf-8", "replace").rstrip()
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _records_key(text: _JsonText) -> str | None:
