@@ -8,6 +8,7 @@ in turn (LIMA, UltraChat, DailyDialog), pairs of texts, exchanges such as {"huma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ _EXCHANGES = (
     ("human", "assistant"), ("user", "assistant"), ("input", "output"), ("prompt", "response"),
     ("question", "answer"), ("instruction", "output"), ("query", "response"),
 )  # fmt: skip
+# the beginning of a turn that is written as JSON text
+_TURN_TEXT = re.compile(r"""\s*\{\s*["'](?:role|from)["']\s*:""")
 
 
 def turns_in(value: Any) -> Any:
@@ -67,7 +70,8 @@ def as_turns(value: Any) -> Any:
     if all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
         return value if all(_has_text(turn) for turn in value) else [_plain_turn(turn) for turn in value]
     if all(isinstance(turn, str) for turn in value) and len(value) % 2 == 0:
-        return _alternating(value)
+        # a turn that is written as JSON and cannot be read as one is no text to train
+        return value if any(map(_TURN_TEXT.match, value)) else _alternating(value)
     if all(_is_pair(turn) for turn in value):
         return _alternating(text for pair in value for text in pair)
     if all(isinstance(turn, dict) for turn in value):
