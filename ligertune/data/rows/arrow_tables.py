@@ -78,7 +78,7 @@ def arrow_schema(file: DataFile) -> pyarrow.Schema:
     """Return the schema of a parquet or arrow file."""
     from pyarrow import parquet
 
-    if ".parquet" in file.path.name.lower():
+    if file.path.name.lower().removesuffix(file.path.suffix.lower() * file.is_compressed).endswith(".parquet"):
         with _errors_of(file, "parquet"):
             return parquet.read_schema(_source(file, memory_map=False))
     with _errors_of(file, "arrow"):
@@ -108,7 +108,8 @@ def _errors_of(file: DataFile, kind: str) -> Iterator[None]:
         yield
     except (gzip.BadGzipFile, CompressionError):
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: also what is not UTF-8
+    # ValueError: also text that is not UTF-8, and dates that Python does not have
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise file.error(f"not a valid {kind} file: {str(error).partition(chr(10))[0].rstrip('.')}") from error
 
 

@@ -125,6 +125,7 @@ def find_files(path: str, split: str = DEFAULT_SPLIT) -> list[Path]:
 
 def _read_hub(spec: DatasetOptions, max_bytes: int, *, download: bool) -> Iterator[Record]:
     import datasets
+    import pyarrow
 
     tables = hub_rows(spec, download=download).with_format("arrow").iter(_HUB_ROWS_AT_ONCE)
     number = 0
@@ -135,7 +136,7 @@ def _read_hub(spec: DatasetOptions, max_bytes: int, *, download: bool) -> Iterat
                 n_bytes = n_bytes_of(row)
                 is_large = n_bytes > max_bytes
                 yield Record({} if is_large else row, f"{spec.path}:{spec.split}:{number}", n_bytes * is_large)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{spec.path}:{spec.split}:{number + 1}: the hub does not return this row: {_first_line(error)}.",
             hint="Check the network, and resume.",

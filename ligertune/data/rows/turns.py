@@ -159,7 +159,7 @@ def _call(call: Any, text: str | None = None) -> ToolCall:
     plain = {"name": inner["name"], "arguments": arguments}
     try:
         return ToolCall(inner["name"], arguments, text or json.dumps(plain, ensure_ascii=False))
-    except (TypeError, ValueError) as error:  # bytes of a parquet file
+    except (TypeError, ValueError, RecursionError) as error:  # bytes of a parquet file, or too deep a value
         raise BadRow("call is not JSON", str(error)) from error
 
 
