@@ -202,6 +202,8 @@ class RowPipeline:
                 yield RenderedRow(sides, record.source, images, parsed.desirable, parsed.targets)
             except BadRow as bad:
                 self._refuse(bad, record.source, counts)
+            except RecursionError:
+                self._refuse(BadRow("nested too deeply"), record.source, counts)
             except UnicodeEncodeError as error:
                 self._refuse(BadRow("broken text", f"U+{ord(error.object[error.start]):04X}"), record.source, counts)
 

@@ -175,11 +175,11 @@ class DatasetSpec(Section):
     """A data set: where it is, its format, and how much of it to use."""
 
     path: FileOrHub
-    """Hub id, file, folder or glob; json, jsonl, parquet, csv or txt, also .gz."""
+    """Hub id, file, folder or glob; json, jsonl, parquet, arrow, csv, tsv or txt, also .gz or .zst."""
     name: Text | None = None
     """Configuration (subset) of a hub data set."""
     split: Text = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set, or of a folder whose files are named by splits."""
     format: Literal[
         "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava",
         "question_answer", "dialogue", "oasst",

@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from row_files import flip_a_bit, write_rows
@@ -81,6 +82,19 @@ def test_a_changed_byte_a_tokenizer_and_a_template_change_the_key(home, rows, pr
         assert is_cached(prepared(rows, prompt_template=str(file))) is expected
     write_rows(rows, [*ROWS[:-1], {"instruction": "No!", "output": ""}])
     assert not is_cached(prepared(rows, prompt_template="chat"))
+
+
+def test_the_files_of_a_split_decide_whether_a_folder_is_cached(home, prepared, tmp_path):
+    folder = tmp_path / "set"
+    for split in ("train", "test"):
+        datasets.Dataset.from_list(ROWS[:3]).save_to_disk(folder / split)
+    assert not is_cached(prepared(folder)) and is_cached(prepared(folder))
+    datasets.Dataset.from_list(ROWS[:5]).save_to_disk(folder / "test")
+    assert is_cached(prepared(folder))
+    assert len(prepared(folder, dataset={"split": "test"}).train) == 5
+    datasets.Dataset.from_list(ROWS[3:7]).save_to_disk(folder / "train")
+    changed = prepared(folder)
+    assert not is_cached(changed) and len(changed.train) == 4
 
 
 def test_data_of_a_template_with_a_date_is_cached_for_a_day(home, rows, prepared, monkeypatch, tmp_path):

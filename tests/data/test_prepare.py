@@ -274,3 +274,24 @@ def test_a_pickled_pipeline_makes_the_same_examples(many, stories, template):
     rows = RowPipeline(spec, Preparation(data, stories), records)
     here, there = (path.examples(records, RowCounts()) for path in (rows, pickle.loads(pickle.dumps(rows))))
     assert Examples(there).fingerprint == Examples(here).fingerprint
+
+
+CALLS = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
+)
+
+
+def test_a_row_that_is_nested_too_deeply_is_dropped(prepared, tmp_path):
+    """Python parses these lists; what walks through them afterwards needs more frames for each level."""
+    (tmp_path / "calls.jinja").write_text(CALLS)
+    rows = []
+    for depth in (700, 3):
+        deep = "[" * depth + "]" * depth
+        call = f'{{"function": {{"name": "f", "arguments": {{"a": {deep}}}}}}}'
+        turns = f'{{"role": "user", "content": "q"}}, {{"role": "assistant", "content": "a", "tool_calls": [{call}]}}'
+        rows.append(f'{{"messages": [{turns}]}}\n')
+    (tmp_path / "deep.jsonl").write_text("".join(rows))
+    report = prepared(tmp_path / "deep.jsonl", prompt_template=str(tmp_path / "calls.jinja")).report
+    assert report.dropped == {"nested too deeply": 1} and report.examples == 1
+    assert report.first_dropped["nested too deeply"].endswith("deep.jsonl:1")

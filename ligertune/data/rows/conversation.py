@@ -39,6 +39,7 @@ DROP_REASONS: dict[str, str] = {
     "call is not JSON": "a tool call that is not an object with a name and arguments",
     "tools are not JSON": "the list of tools cannot be read",
     "chat_template_kwargs are wrong": "the column is not an object of variables, or sets what ligertune sets itself",
+    "nested too deeply": "lists or objects within each other, hundreds of levels deep",
     "broken text": "half of a surrogate pair, which is no character and has no UTF-8",
     "control token in the text": "the tokenizer turns this text into a control token even with special tokens split",
     "the template refuses it": "the chat template raises an error for this conversation",

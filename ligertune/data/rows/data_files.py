@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,11 @@ from ligertune.errors import UserError
 MAX_RECORD_BYTES = 2**24  # default of data.max_record_bytes
 MAX_PASSED = 2**30  # bytes of a record that are read to find its end; compressed, they can be a small file
 CHUNK = 1 << 20  # bytes that are read at once
+COMPRESSED = (".gz", ".zst")
+
+
+class CompressionError(Exception):
+    """A compressed file that is damaged or cut off."""
 
 
 class Record(NamedTuple):
@@ -47,17 +53,33 @@ class DataFile:
             return self.row_share
         return self._raw.tell() / self.size * (1 - self.unparsed)
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the name says that the file is compressed."""
+        return self.path.suffix.lower() in COMPRESSED
+
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Open the file as bytes, decompressed."""
         with self.path.open("rb") as raw:
             self._raw = raw
-            if self.path.name.lower().endswith(".gz"):
+            kind = self.path.suffix.lower()
+            if kind == ".gz":
                 with gzip.GzipFile(fileobj=raw) as decompressed:
+                    yield decompressed
+            elif kind == ".zst":
+                with io.BufferedReader(_Zstandard(raw), CHUNK) as decompressed:
                     yield decompressed
             else:
                 yield raw
             self.row_share = 1.0
+
+    def first_bytes(self, count: int) -> bytes:
+        """Return the first bytes, decompressed, without a byte order mark. Nothing counts as read."""
+        with self.open() as stream:
+            content = stream.read(count)
+        self.row_share = 0.0
+        return content.removeprefix(codecs.BOM_UTF8)
 
     def lines(self, stream: BinaryIO) -> Iterator[tuple[str, int]]:
         """Yield (text of a line with its "\\n", bytes), without a byte order mark before the first.
@@ -106,6 +128,30 @@ class DataFile:
     def error(self, what: str, hint: str = "", *, line: int | None = None) -> UserError:
         """Return an error at `line`, or at the current line."""
         return UserError(f"{self.name}:{max(self.line if line is None else line, 1)}: {what}.", hint=hint)
+
+
+class _Zstandard(io.RawIOBase):
+    """The decompressed bytes of a Zstandard file, which pyarrow reads in bounded memory."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import pyarrow
+
+        self._stream = pyarrow.CompressedInputStream(raw, "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._stream.read(len(buffer))
+        except OSError as error:
+            if error.errno:  # of the disk
+                raise
+            is_cut = "Truncated" in str(error)
+            reason = "the zst file is cut off: its end is missing" if is_cut else f"not a valid zst file: {error}"
+            raise CompressionError(reason) from error
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def display_path(path: Path) -> str:

@@ -1,46 +1,162 @@
-"""Readers of data files: json, jsonl, csv, parquet and txt, each also gzip-compressed, record by record.
+"""Readers of data files: json, jsonl, csv, tsv, parquet, arrow and txt, each also compressed, record by record.
 
-Each record has its source, `file:line`, so that every error can name it. In a parquet file the line is the number of
-the row, from 1. A record of more bytes than `max_bytes` has no columns, and its row is dropped.
+Each record has its source, `file:line`, so that every error can name it. In a parquet or arrow file the line is the
+number of the row, from 1. A record of more bytes than `max_bytes` has no columns, and its row is dropped.
+
+JSON has four layouts, told apart by the content: a list of records; one record per line; records one after another,
+each over several lines; and one object that has the list of records under one of its keys.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import gzip
 import json
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ligertune.data.rows.data_files import CHUNK, MAX_PASSED, DataFile, Record, n_bytes_of
-from ligertune.errors import UserError
+from ligertune.data.rows.arrow_tables import read_arrow, read_parquet
+from ligertune.data.rows.data_files import CHUNK, COMPRESSED, MAX_PASSED, CompressionError, DataFile, Record
+from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES
+from ligertune.data.shapes.turn_lists import ROLE_KEYS
+from ligertune.errors import UserError, plural
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 _JSON_SIGN = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 _LONGEST_SIGN = 16  # characters of a JSON value that is neither string, list nor object, or of an escape
+# keys that one record has, and lists that are part of one: an object with them does not hold other records
+_RECORD_KEYS = {
+    *PROMPT_NAMES, *ANSWER_NAMES, "messages", "conversations", "conversation", "dialogue", "dialog", "chosen",
+    "rejected", "text", "thread",
+}  # fmt: skip
+_LISTS_IN_RECORDS = {"tools", "functions", "available_tools", "tool_calls", "history", "images", "chat", "turns"}
+_SNIFFED = 1 << 16  # bytes of a csv file by which its delimiter is found
+_DELIMITERS = (",", ";", "\t")
+_SIGNATURES = {
+    b"\x1f\x8b": "gzip (.gz)", b"\x28\xb5\x2f\xfd": "Zstandard (.zst)", b"PAR1": "parquet", b"ARROW1": "arrow",
+    b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz",
+}  # fmt: skip
 _DOCUMENT = 1 << 20  # bytes of a text file that make one record; it ends at the next line break
 
 
 def _read_json(file: DataFile) -> Iterator[Record]:
-    """Read a list of objects or one object per line. The content decides, not whether the name is .json or .jsonl."""
+    """Read records in any of the four layouts. The content decides, not whether the name is .json or .jsonl."""
+    layout, key = _json_layout(file)
+    file.line, file.unparsed, file.row_share = 0, 0.0, 0.0
     with file.open() as stream:
-        first = b""
-        while not first and (content := stream.read(CHUNK)):
-            first = content.removeprefix(codecs.BOM_UTF8).lstrip()
-        stream.seek(0)
-        yield from _read_list(_JsonText(file, stream)) if first.startswith(b"[") else _read_json_lines(file, stream)
+        if layout == "lines":
+            yield from _read_json_lines(file, stream)
+        elif layout == "list":
+            yield from _read_list(_JsonText(file, stream))
+        elif key is None:
+            yield from _read_objects(_JsonText(file, stream))
+        else:
+            yield from _read_member(_JsonText(file, stream), key)
+
+
+def _json_layout(file: DataFile) -> tuple[str, str | None]:
+    """Return the layout, "list", "lines" or "objects", and the key of the list of records in a single object."""
+    with file.open() as stream:
+        first = _next_line(stream, file).removeprefix(codecs.BOM_UTF8).lstrip()
+        following = _next_line(stream, file) if first.endswith(b"\n") else b""
+    if first.startswith(b"["):
+        return "list", None
+    if not first.startswith(b"{"):
+        return "lines", None
+    is_whole, rest = _parse_line(first)
+    if is_whole and (following or rest):
+        return "objects" if rest.startswith("{") else "lines", None
+    is_too_long = len(first) > file.max_bytes and not first.endswith(b"\n")
+    if not (is_whole or is_too_long or _is_beginning(first)):
+        return "lines", None
+    try:
+        with file.open() as stream:
+            key = _records_key(_JsonText(file, stream))
+    except UserError:
+        # The error of the other parser is better if the line after the broken one is a record.
+        is_lines = file_type(file.path) == ".jsonl" and (is_too_long or _parse_line(following)[0])
+        if not is_lines:
+            raise
+        return "lines", None
+    if (is_whole or is_too_long) and key is None:
+        return "lines", None
+    return "objects", key
+
+
+def _next_line(stream: BinaryIO, file: DataFile) -> bytes:
+    """Return the next line that is not blank, or its first `max_bytes` + 1 bytes."""
+    while content := stream.readline(file.max_bytes + 1):
+        if content.removeprefix(codecs.BOM_UTF8).strip():
+            return content
+    return b""
+
+
+def _parse_line(line: bytes) -> tuple[bool, str]:
+    """Return whether a line begins with a whole JSON object, and the text after it."""
+    try:
+        text = line.decode().strip()
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False, ""
+    return isinstance(value, dict), text[end:].strip()
+
+
+def _is_beginning(line: bytes) -> bool:
+    """Return whether a line is the beginning of JSON that goes on in the next line: nothing in it is wrong."""
+    text = line.decode("utf-8", "replace").rstrip()
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _records_key(text: _JsonText) -> str | None:
+    """Return the key of the list of records in a file that is one object; None if the object is itself a record."""
+    text.next_character()
+    firsts: dict[str, Any] = {}  # the first item of each list
+    for key in _members(text):
+        firsts[key] = None
+        if text.next_character() != "[":
+            text.value()
+            continue
+        for number, (value, _, _) in enumerate(_elements(text)):
+            if number == 0:
+                firsts[key] = value
+    lists = [key for key, first in firsts.items() if isinstance(first, dict) and key not in _LISTS_IN_RECORDS]
+    is_record = any(key in _RECORD_KEYS for key in firsts) or any(_is_turn(firsts[key]) for key in lists)
+    if is_record or not lists or text.next_character():
+        return None
+    if len(lists) > 1:
+        raise text.file.error(
+            f"one object with several lists of records: {', '.join(lists)}",
+            "Write each into a file of its own.",
+            line=1,
+        )
+    return lists[0]
+
+
+def _is_turn(value: dict[str, Any]) -> bool:
+    return any(isinstance(value.get(key), str) for key in ROLE_KEYS)
 
 
 def _read_json_lines(file: DataFile, stream: BinaryIO) -> Iterator[Record]:
+    n_blank = 0
     for line, n_bytes in file.lines(stream):
+        n_blank = file.passed(n_blank + n_bytes) if line.isspace() else 0
         if n_bytes > file.max_bytes:
             yield file.record({}, file.line, n_bytes)
-        elif not line.isspace():
+        elif not n_blank:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
@@ -80,10 +196,13 @@ class _JsonText:
     def next_character(self, *, skip: int = 0) -> str:
         """Skip `skip` characters and white space, and return the next character; "" at the end of the file."""
         self._advance(self._at + skip)
+        n_blank = 0
         while True:
+            start = self._at
             self._advance(_JSON_SPACE.match(self._text, self._at).end())
             if self._at < len(self._text) or self._ended:
                 return self._text[self._at : self._at + 1]
+            n_blank = self.file.passed(n_blank + self._at - start)
             self._read_more()
 
     def value(self) -> tuple[Any, int]:
@@ -137,20 +256,65 @@ class _JsonText:
 
 def _read_list(text: _JsonText) -> Iterator[Record]:
     """Read a JSON list element by element, so that each record has its line."""
-    file, skip = text.file, len("[")
     text.next_character()
+    for value, n_bytes, line in _elements(text):
+        yield _record(value, text.file, line, n_bytes)
+    if text.next_character():
+        raise text.file.error("there is text after the end of the list", "Write one record per line, or one list.")
+
+
+def _read_objects(text: _JsonText) -> Iterator[Record]:
+    """Read objects that follow each other."""
+    while text.next_character():
+        line = text.file.line
+        value, n_bytes = text.value()
+        yield _record(value, text.file, line, n_bytes)
+
+
+def _read_member(text: _JsonText, key: str) -> Iterator[Record]:
+    """Read the list under `key` of an object."""
+    text.next_character()
+    for found in _members(text):
+        if found != key:
+            text.value()
+            continue
+        for value, n_bytes, line in _elements(text):
+            yield _record(value, text.file, line, n_bytes)
+
+
+def _elements(text: _JsonText) -> Iterator[tuple[Any, int, int]]:
+    """Yield (value, bytes, line) of each element of the list that begins here."""
+    file, skip = text.file, len("[")
     while (following := text.next_character(skip=skip)) != "]":
         if not following:
             raise file.error("the list is not closed: the file is cut off")
         line = file.line
         value, n_bytes = text.value()
-        yield _record(value, file, line, n_bytes)
+        yield value, n_bytes, line
         following = text.next_character()
         if following not in (",", "]", ""):
             raise file.error("not JSON: no comma between two records")
         skip = int(following == ",")
-    if text.next_character(skip=len("]")):
-        raise file.error("there is text after the end of the list")
+    text.next_character(skip=len("]"))
+
+
+def _members(text: _JsonText) -> Iterator[str]:
+    """Yield the key of each member of the object that begins here. The caller reads the value before the next one."""
+    file, following = text.file, text.next_character(skip=len("{"))
+    while following != "}":
+        if not following:
+            raise file.error("the object is not closed: the file is cut off")
+        key, _ = text.value() if following == '"' else ("", 0)
+        if following != '"' or text.next_character() != ":":
+            raise file.error("not JSON: expecting a name and a colon")
+        text.next_character(skip=len(":"))
+        yield key
+        following = text.next_character()
+        if following not in (",", "}", ""):
+            raise file.error("not JSON: no comma between two members of the object")
+        if following == ",":
+            following = text.next_character(skip=1)
+    text.next_character(skip=len("}"))
 
 
 def _json_error(error: Exception) -> str:
@@ -172,20 +336,42 @@ def _record(value: Any, file: DataFile, line: int, n_bytes: int) -> Record:
 
 def _read_csv(file: DataFile) -> Iterator[Record]:
     csv.field_size_limit(file.max_bytes)  # the default, 131,072 characters, is less than one long conversation
+    delimiter = "\t" if file_type(file.path) == ".tsv" else _delimiter(file)
     with file.open() as stream:
-        rows, line = csv.reader(_csv_lines(file, stream), strict=True), 1
+        rows, line = csv.reader(_csv_lines(file, stream), strict=True, delimiter=delimiter), 1
         try:
             header = next(rows, [])
+            _check_header(header, file)
             line = rows.line_num + 1  # a quoted field may span lines: the source of a row is its first line
             for row in rows:
                 if row and len(row) != len(header):
-                    raise file.error(f"{len(row)} fields, but the header has {len(header)}", line=line)
+                    raise file.error(f"{plural(len(row), 'field')}, but the header has {len(header)}", line=line)
                 if row:
                     yield file.record(dict(zip(header, row, strict=True)), line, sum(map(len, row)))
                 line = rows.line_num + 1
         except csv.Error as error:
             too_large = "field limit" in str(error)  # most likely a quote that is not closed: name the row's first line
             raise file.error(f"not CSV: {error}", line=line if too_large else rows.line_num) from error
+
+
+def _check_header(header: Sequence[str], file: DataFile) -> None:
+    if header and header[0].lstrip().startswith(("{", "[")):
+        raise file.error("the header is JSON", "Name the file .jsonl.")
+    if len(set(header)) < len(header):
+        double = next(name for name in header if header.count(name) > 1)
+        raise file.error(f"two columns have the name `{double}`", "Rename one.")
+
+
+def _delimiter(file: DataFile) -> str:
+    """Return the delimiter that divides the header and the first rows into equally many fields, the most of them."""
+    content = file.first_bytes(_SNIFFED).decode("utf-8", "replace")
+    found = [((False, 1), _DELIMITERS[0])]
+    for delimiter in _DELIMITERS:
+        with contextlib.suppress(csv.Error):
+            rows = [row for row in islice(csv.reader(StringIO(content, newline=""), delimiter=delimiter), 20) if row]
+            widths = {len(row) for row in rows[:-1] or rows}  # the last one may be cut off
+            found += [((len(widths) == 1, len(row)), delimiter) for row in rows[:1] if len(row) > 1]
+    return max(found, key=lambda each: each[0])[1]
 
 
 def _csv_lines(file: DataFile, stream: BinaryIO) -> Iterator[str]:
@@ -209,46 +395,23 @@ def _read_text(file: DataFile) -> Iterator[Record]:
         yield file.record({"text": "".join(pieces)}, begin, length)
 
 
-def _read_parquet(file: DataFile) -> Iterator[Record]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        source = str(file.path)
-        if source.lower().endswith(".gz"):
-            with file.open() as stream:  # a parquet file is read from its end, so all of it is decompressed first
-                decompressed = stream.read(MAX_PASSED + 1)
-            if len(decompressed) > MAX_PASSED:
-                raise file.error(f"more than {MAX_PASSED:,} bytes when decompressed", "Decompress it: gunzip FILE.")
-            source = pyarrow.BufferReader(decompressed)
-            file.row_share = 0.0
-        content = parquet.ParquetFile(source)
-        stored = sum(content.metadata.row_group(i).total_byte_size for i in range(content.metadata.num_row_groups))
-        rows_at_once = max(1, min(1000, MAX_PASSED // 8 * content.metadata.num_rows // max(stored, 1)))
-        for batch in content.iter_batches(rows_at_once):
-            for row in batch.to_pylist():
-                file.line += 1
-                yield file.record(row, file.line, n_bytes_of(row))
-            file.row_share = file.line / max(content.metadata.num_rows, 1)
-    except gzip.BadGzipFile:
-        raise
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise file.error(f"not a valid parquet file: {str(error).partition(chr(10))[0].rstrip('.')}") from error
-
-
 _READERS: dict[str, Callable[[DataFile], Iterator[Record]]] = {
     ".json": _read_json,
     ".jsonl": _read_json,
-    ".parquet": _read_parquet,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
     ".csv": _read_csv,
+    ".tsv": _read_csv,
     ".txt": _read_text,
 }
-FILE_TYPES = f"{', '.join(_READERS)}, each also with .gz appended"
+FILE_TYPES = f"{', '.join(_READERS)}, each also with {' or '.join(COMPRESSED)} appended"
 
 
 def file_type(path: Path) -> str:
-    """Return the ending of a file's name without .gz: ".jsonl" for a.jsonl.gz."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    """Return the ending of a file's name without that of a compression: ".jsonl" for a.jsonl.gz."""
+    name = path.name.lower()
+    return Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix
 
 
 def reader_of(path: Path) -> Callable[[DataFile], Iterator[Record]] | None:
@@ -265,10 +428,22 @@ def read_records(file: DataFile) -> Iterator[Record]:
     if reader is None:
         raise UserError(f"{file.name}: this kind of data file is unknown.", hint=f"Known: {FILE_TYPES}.")
     try:
+        if reader not in (read_parquet, read_arrow):
+            _check_is_text(file)
         yield from reader(file)
     except (gzip.BadGzipFile, zlib.error) as error:
         raise file.error(f"not a valid gzip file: {error}") from error
     except EOFError as error:
         raise file.error("the gzip file is cut off: its end is missing") from error
+    except CompressionError as error:
+        raise file.error(str(error)) from error
     except OSError as error:
         raise UserError(f"{file.name} cannot be read: {error.strerror or error}.") from error
+
+
+def _check_is_text(file: DataFile) -> None:
+    """Raise UserError for a file of another type than its name says."""
+    content = file.first_bytes(CHUNK)  # so many, because a short compressed file that is cut off ends here
+    for signature, kind in _SIGNATURES.items():
+        if content.startswith(signature):
+            raise file.error(f"the content is {kind}, and the name says {file_type(file.path)}", "Rename the file.")

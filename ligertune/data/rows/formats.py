@@ -17,6 +17,7 @@ from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
 from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
+from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.errors import UserError
 
 
@@ -186,7 +187,8 @@ def _conversation(row: dict[str, Any], reader: RowReader, *, column: str) -> Con
 
 def _prompt_completion(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `prompt` and `completion`: two texts, or two lists of turns. Only the completion is trained."""
-    if isinstance(row.get("prompt"), list):
+    if isinstance(turns_in(row.get("prompt")), list):
+        row = {**row, "completion": turns_in(row.get("completion"))}
         prompt = [replace(turn, trained=False) for turn in reader.turns(row, "prompt")]
         completion = [Message("assistant", row["completion"])] if isinstance(row.get("completion"), str) else None
         completion = completion or reader.turns(row, "completion")

@@ -7,6 +7,8 @@ with images and no marks shows them at the beginning of its first question. Afte
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ import numpy as np
 
 from ligertune.data.cache import cache_home
 from ligertune.data.rows.conversation import ROLES, BadRow, Conversation, Role
+from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded
 from ligertune.vision.image_files import ImageFile, check_image, locate_image
@@ -32,6 +35,7 @@ _WRITTEN_MARK = re.compile(r"(?:<image>|<ImageHere>)\n?|\n(?:<image>|<ImageHere>
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _COLUMNS = ("images", "image")
 _TEXTS = ("conversations", "messages", "prompt", "completion", "instruction", "input", "question", "answer", "text")
+_TURNS = _TEXTS[:4]
 _FIRST_TEXTS = ("conversations", "messages", "prompt", "instruction", "question")
 
 
@@ -62,11 +66,15 @@ def extract_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     Raises BadRow if there are not as many marks as images.
     """
     given = next((row[key] for key in _COLUMNS if row.get(key)), [])
+    if isinstance(given, str) and given.lstrip().startswith("["):  # a cell of a csv file
+        with contextlib.suppress(ValueError, RecursionError):
+            given = json.loads(given)
     images = _RowImages(list(given) if isinstance(given, (list, tuple)) else [given])
     text_row = {key: value for key, value in row.items() if key not in _COLUMNS}
     for key in _TEXTS:
         if key in text_row:
-            text_row[key] = _marked(text_row[key], images)
+            value = turns_in(text_row[key]) if key in _TURNS else text_row[key]
+            text_row[key] = _marked(value, images)
     if images.column and not images.references:
         _mark_first_question(text_row, images)
     if images.n_taken != len(images.column):

@@ -19,6 +19,7 @@ from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, r
 from ligertune.data.rows.label_formats import LABEL_FORMATS
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.label_kinds import MAX_NUMBER, finite_number
+from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
@@ -85,10 +86,10 @@ def _margin(row: dict[str, Any]) -> tuple[float, ...]:
 
 def _answer(row: dict[str, Any], column: str, reader: RowReader) -> list[Message] | str:
     """Read an answer: a text, a turn, or a list of turns."""
-    value = row.get(column)
+    value = turns_in(row.get(column))
     if isinstance(value, dict):
         return [reader.message(value)]
-    return reader.turns(row, column) if isinstance(value, list) else reader.text(value, f"`{column}`")
+    return reader.turns({column: value}, column) if isinstance(value, list) else reader.text(value, f"`{column}`")
 
 
 def _split_prompt(
@@ -155,7 +156,7 @@ def _hh_turns(text: str) -> list[Message]:
 
 def _prompt(row: dict[str, Any], reader: RowReader, *, column: str | None, is_text: bool = False) -> Conversation:
     """Read the prompt in `column`, turns or with `is_text` also a text, and the optional `system` and `tools`."""
-    value, messages = row.get(column or ""), []
+    value, messages = turns_in(row.get(column or "")), []
     if is_text and isinstance(value, str):
         messages = [Message("user", value)]
     elif column and (value is not None or isinstance(row.get("chosen"), str)):
@@ -220,7 +221,7 @@ def recognise_preferences(
 
 
 def _first_value(column: str, first: Sequence[Record]) -> Any:
-    return next((record.row[column] for record in first if record.row.get(column) is not None), None)
+    return next((turns_in(record.row[column]) for record in first if record.row.get(column) is not None), None)
 
 
 # what rows are needed by, in messages

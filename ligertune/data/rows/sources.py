@@ -1,6 +1,6 @@
 """Record sources: the files, folders, globs or Hugging Face hub data set that a recipe names.
 
-The source of a hub record is `path:split:row`, with rows from 1.
+The source of a hub record is `path:split:row`, with rows from 1. The parts of a folder are in data_folders.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligertune.data.rows.arrow_tables import TableRows, arrow_schema
 from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
-from ligertune.data.rows.file_readers import FILE_TYPES, file_type, read_records, reader_of
+from ligertune.data.rows.data_folders import DEFAULT_SPLIT, files_in
+from ligertune.data.rows.file_readers import file_type, read_records, reader_of
 from ligertune.data.rows.label_formats import names_of_classes
 from ligertune.data.rows.preference_formats import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _UNKNOWN_SIZE = 10_000  # rows that a hub data set of unknown size is expected to have left
+_HUB_ROWS_AT_ONCE = 100  # fewer than of a file: they are held in memory, and may be images
 
 
 @dataclass
@@ -74,12 +77,11 @@ class RecordStream:
         return self._read / (self._read + _UNKNOWN_SIZE)
 
     def _all(self) -> Iterator[Record]:
-        paths = find_files(self.spec.path)
-        if paths and (self.spec.name is not None or self.spec.split != "train"):
+        paths = find_files(self.spec.path, self.spec.split)
+        if paths and self.spec.name is not None:
             raise UserError(
-                f"{self.spec.path} is on this machine: `name` and `split` choose among the parts of a data set "
-                "on the hub.",
-                hint="Leave them out and name the file you want in `path`.",
+                f"{self.spec.path} is on this machine: `name` chooses among the parts of a data set on the hub.",
+                hint="Leave it out and name the file or folder you want in `path`.",
             )
         if not paths:
             yield from _read_hub(self.spec, self.max_bytes, download=self.download)
@@ -98,51 +100,44 @@ def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
     return assemble_trees(records, row) if TREE_COLUMNS & row.keys() else records
 
 
-def find_files(path: str) -> list[Path]:
+def find_files(path: str, split: str = DEFAULT_SPLIT) -> list[Path]:
     """Return the data files that `path` names, sorted, or none if it can only be the id of a data set on the hub.
 
-    Raises UserError if nothing matches, or if a folder holds files of several types.
+    split: chooses among the parts of a folder. Raises UserError if nothing matches, if files that are no folder should
+    have splits, or if a folder holds files of several types.
     """
     place = Path(path).expanduser()
     if place.is_dir():
-        return _files_in(place)
-    if place.is_file():
-        return [place]
-    if glob.has_magic(path):
+        return files_in(place, split)
+    found = [place] if place.is_file() else []
+    if not found and glob.has_magic(path):
         found = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if os.path.isfile(name))
         if not found:
             raise UserError(f"No file matches {path}.")
-        return found
-    if _HUB_ID.fullmatch(path) and reader_of(place) is None:
-        return []
-    raise UserError(f"No such file or folder: {path}.")
-
-
-def _files_in(folder: Path) -> list[Path]:
-    found = sorted(file for file in folder.iterdir() if file.is_file() and reader_of(file) is not None)
-    files = [file for file in found if file_type(file) != ".txt"] or found  # a .txt next to data is a licence or note
-    if not files:
-        raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {FILE_TYPES}.")
-    types = sorted({file_type(file) for file in files})
-    if len(types) > 1:
+    if found and split != DEFAULT_SPLIT:
         raise UserError(
-            f"{folder}: the folder holds files of several types ({', '.join(types)}).",
-            hint=f"Choose one, for instance with {folder / ('*' + types[0])}.",
+            f"{path} is on this machine: `split` chooses among the parts of a folder, or of a data set on the hub.",
+            hint="Leave it out and name the file you want in `path`.",
         )
-    return files
+    if found or (_HUB_ID.fullmatch(path) and reader_of(place) is None):
+        return found
+    raise UserError(f"No such file or folder: {path}.")
 
 
 def _read_hub(spec: DatasetOptions, max_bytes: int, *, download: bool) -> Iterator[Record]:
     import datasets
+    import pyarrow
 
-    rows, number = hub_rows(spec, download=download), 0
+    tables = hub_rows(spec, download=download).with_format("arrow").iter(_HUB_ROWS_AT_ONCE)
+    number = 0
     try:
-        for row in rows:
-            number += 1
-            n_bytes = n_bytes_of(row)
-            is_large = n_bytes > max_bytes
-            yield Record({} if is_large else row, f"{spec.path}:{spec.split}:{number}", n_bytes * is_large)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        for table in tables:
+            for row in TableRows(table.schema).of(table):
+                number += 1
+                n_bytes = n_bytes_of(row)
+                is_large = n_bytes > max_bytes
+                yield Record({} if is_large else row, f"{spec.path}:{spec.split}:{number}", n_bytes * is_large)
+    except (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{spec.path}:{spec.split}:{number + 1}: the hub does not return this row: {_first_line(error)}.",
             hint="Check the network, and resume.",
@@ -166,16 +161,15 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
 
 
 def class_names(spec: DatasetOptions, column: str) -> tuple[str, ...]:
-    """Return the names of a ClassLabel column of `datasets`, on the hub or in a parquet file; else none."""
-    files, name = find_files(spec.path), spec.columns.get(column, column)
+    """Return the names of a ClassLabel column of `datasets`, on the hub or in a parquet or arrow file; else none."""
+    files, name = find_files(spec.path, spec.split), spec.columns.get(column, column)
     if not files:
         return names_of_classes(hub_rows(spec, download=True).features, name)
-    if files[0].suffix.lower() != ".parquet":
+    if file_type(files[0]) not in (".parquet", ".arrow", ".feather"):
         return ()
     import datasets
-    from pyarrow import parquet
 
-    return names_of_classes(datasets.Features.from_arrow_schema(parquet.read_schema(files[0])), name)
+    return names_of_classes(datasets.Features.from_arrow_schema(arrow_schema(DataFile(files[0]))), name)
 
 
 def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:

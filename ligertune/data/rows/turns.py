@@ -83,7 +83,7 @@ class RowReader:
         turns = row.get(column)
         if turns is None:
             raise BadRow("missing value", f"`{column}`")
-        if isinstance(turns, str):  # a cell of a CSV file
+        if isinstance(turns, str):  # a cell of a csv file
             turns = parse_json(turns, "not a list of turns")
         turns = as_turns(turns)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -147,22 +147,57 @@ def _calls(value: Any) -> tuple[ToolCall, ...]:
 
 
 def _call(call: Any, text: str | None = None) -> ToolCall:
+    call = parse_json(call, "call is not JSON") if isinstance(call, str) else call
     inner = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(inner, str) and inner.lstrip().startswith("{"):
+        inner = parse_json(inner, "call is not JSON")
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise BadRow("call is not JSON", f"{call!r:.40} has no name")
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):  # OpenAI's form
         arguments = parse_json(arguments, "call is not JSON")
     plain = {"name": inner["name"], "arguments": arguments}
-    return ToolCall(inner["name"], arguments, text or json.dumps(plain, ensure_ascii=False))
+    try:
+        return ToolCall(inner["name"], arguments, text or json.dumps(plain, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError) as error:  # bytes of a parquet file, or too deep a value
+        raise BadRow("call is not JSON", str(error)) from error
 
 
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return the declared tools as `{type: function, function: {...}}`, the form that chat templates read."""
-    parsed = parse_json(value, "tools are not JSON") if isinstance(value, str) and value.strip() else value or []
-    if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
+    """Return the declared tools as `{type: function, function: {...}}`, the form that chat templates read.
+
+    The list, each tool, its function and its parameters may be JSON text.
+    """
+    parsed = value or []
+    if isinstance(value, str):
+        parsed = (parse_json(value, "tools are not JSON") if value.strip() else None) or []
+    if not isinstance(parsed, list):
         raise BadRow("tools are not JSON", "not a list of objects")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in parsed)
+    return tuple(_tool(tool) for tool in parsed)
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    tool = _parsed_object(tool)
+    if "function" not in tool:
+        return {"type": "function", "function": _function(tool)}
+    function = _parsed_object(tool["function"])
+    return {**tool, "function": _function(function)}
+
+
+def _function(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a declared function with its parameters as an object, which templates expect."""
+    parameters = function.get("parameters")
+    if not isinstance(parameters, str):
+        return function
+    return {**function, "parameters": _parsed_object(parameters)}
+
+
+def _parsed_object(value: Any) -> dict[str, Any]:
+    """Return an object, or the object in a JSON text. Raise BadRow for anything else."""
+    parsed = parse_json(value, "tools are not JSON") if isinstance(value, str) else value
+    if not isinstance(parsed, dict):
+        raise BadRow("tools are not JSON", f"not an object: {value!r:.40}")
+    return parsed
 
 
 def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +225,8 @@ def parse_json(text: str, reason: str) -> Any:
 
 
 def list_of(value: Any, what: str) -> list[Any]:
-    """Return a list, or an empty one for null. Raise BadRow for anything else."""
-    if not isinstance(value or [], list):
+    """Return a list, or that in a JSON text, or an empty one for null. Raise BadRow for anything else."""
+    parsed = parse_json(value, "not a list of turns") if isinstance(value, str) and value.strip() else value
+    if not isinstance(parsed or [], list):
         raise BadRow("not a list of turns", f"{what} is {value!r:.40}")
-    return value or []
+    return parsed or []

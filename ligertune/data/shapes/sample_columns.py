@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,7 +10,7 @@ from ligertune.data.rows.conversation import ROLES
 from ligertune.data.rows.data_files import Record
 from ligertune.data.shapes.column_names import TURN_NAMES, value_of
 from ligertune.data.shapes.marked_texts import is_marked_text
-from ligertune.data.shapes.turn_lists import ROLE_KEYS, as_turns
+from ligertune.data.shapes.turn_lists import ROLE_KEYS, as_turns, turns_in
 
 _ROWS = 100  # rows whose values are looked at: as many as a stream has read when it begins
 _DEPTH = 3  # of nested names
@@ -52,9 +50,7 @@ class SampleColumns:
         return next((roles for roles in map(self._roles, self.values(name), [name] * _ROWS) if roles), set())
 
     def _roles(self, value: Any, name: str) -> set[str]:
-        if isinstance(value, str) and value.lstrip().startswith("[{"):
-            with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(value)
+        value = turns_in(value)
         if not isinstance(value, list | dict) or not value:
             return set()
         if isinstance(value, list) and not isinstance(value[0], dict) and name.lower() not in TURN_NAMES:

@@ -7,8 +7,12 @@ in turn (LIMA, UltraChat, DailyDialog), pairs of texts, exchanges such as {"huma
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from typing import Any
+
+from ligertune.data.rows.conversation import ROLES
 
 ROLE_KEYS = ("role", "from", "speaker", "author")
 TEXT_KEYS = ("content", "value", "text", "message", "utterance")
@@ -17,18 +21,57 @@ _EXCHANGES = (
     ("human", "assistant"), ("user", "assistant"), ("input", "output"), ("prompt", "response"),
     ("question", "answer"), ("instruction", "output"), ("query", "response"),
 )  # fmt: skip
+# the beginning of a turn that is written as JSON text
+_TURN_TEXT = re.compile(r"""\s*\{\s*["'](?:role|from)["']\s*:""")
+
+
+def turns_in(value: Any) -> Any:
+    """Return a turn or turns that are written as JSON text as objects, or the value unchanged.
+
+    A cell of a csv file is such a text, and so is each turn where a container stores JSON as text. Only objects with a
+    known role count: another text may be JSON that somebody wants to train.
+    """
+    if isinstance(value, list):
+        return [_turn_in(turn) for turn in value] if any(isinstance(turn, str) for turn in value) else value
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    parsed = _parsed(value)
+    if not isinstance(parsed, list):
+        return parsed if _has_role(parsed) else value
+    turns = turns_in(parsed)
+    turns = as_turns(turns) if all(isinstance(turn, dict) for turn in turns) else []
+    return turns if turns and all(map(_has_role, turns)) else value
+
+
+def _turn_in(turn: Any) -> Any:
+    parsed = _parsed(turn) if isinstance(turn, str) and turn.lstrip().startswith("{") else None
+    return parsed if _has_role(parsed) else turn
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _has_role(turn: Any) -> bool:
+    if not isinstance(turn, dict):
+        return False
+    names = [turn[key] for key in ROLE_KEYS if isinstance(turn.get(key), str)]
+    return bool(names) and names[0].strip().lower() in ROLES
 
 
 def as_turns(value: Any) -> Any:
     """Return the list as turns with `role` and `content`, or unchanged if it has none of the known forms."""
-    if isinstance(value, dict):
-        value = _table_rows(value)
+    value = _table_rows(value) if isinstance(value, dict) else turns_in(value)
     if not isinstance(value, list) or not value:
         return value
     if all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
         return value if all(_has_text(turn) for turn in value) else [_plain_turn(turn) for turn in value]
     if all(isinstance(turn, str) for turn in value) and len(value) % 2 == 0:
-        return _alternating(value)
+        # a turn that is written as JSON and cannot be read as one is no text to train
+        return value if any(map(_TURN_TEXT.match, value)) else _alternating(value)
     if all(_is_pair(turn) for turn in value):
         return _alternating(text for pair in value for text in pair)
     if all(isinstance(turn, dict) for turn in value):

@@ -110,6 +110,45 @@ def test_function_calls_observations_and_parts_of_a_turn():
     assert (message.content, message.reasoning, message.calls[0].name) == ("ab", "hm", "f")
 
 
+CALL = {"function": {"name": "f", "arguments": {"n": 1}}}
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+         {"role": "tool", "content": "3"}, {"role": "assistant", "content": "a"}]  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": json.dumps(TURNS), "tools": json.dumps([TOOL])},
+        {"messages": [json.dumps(turn) for turn in TURNS], "tools": [json.dumps(TOOL)]},
+        {"messages": json.dumps([json.dumps(turn) for turn in TURNS]), "tools": [TOOL["function"]]},
+        {"messages": json.dumps(json.dumps(TURNS)), "tools": [{**TOOL, "function": json.dumps(TOOL["function"])}]},
+        {"messages": [TURNS[0], {**TURNS[1], "tool_calls": json.dumps([CALL])}, *map(json.dumps, TURNS[2:])],
+         "tools": [{"name": "f", "parameters": '{"type": "object"}'}]},
+        {"messages": [TURNS[0], {**TURNS[1], "tool_calls": [json.dumps(CALL)]}, *TURNS[2:]], "tools": [TOOL]},
+        {"messages": [TURNS[0], {**TURNS[1], "tool_calls": [{"function": json.dumps(CALL["function"])}]}, *TURNS[2:]],
+         "tools": [TOOL]},
+        {"prompt": json.dumps(TURNS[:1]), "completion": json.dumps(TURNS[1:]), "tools": json.dumps([TOOL])},
+    ],
+    ids=["column", "turns", "turns in a column", "twice", "some turns", "calls", "function of a call", "prompt"],
+)  # fmt: skip
+def test_objects_that_are_written_as_text_are_read(row):
+    conversation = convert(row)
+    assert shape(conversation) == [("user", "q"), ("assistant", ""), ("tool", "3"), ("assistant", "a")]
+    assert [(call.name, call.arguments) for call in conversation.messages[1].calls] == [("f", {"n": 1})]
+    assert conversation.tools == (TOOL,)
+
+
+def test_json_that_somebody_wants_to_train_stays_text():
+    texts = ['{"city": "Oslo", "author": "x"}', '["a", "b"]']
+    expected = [("user", texts[0]), ("assistant", texts[1])]
+    assert shape(convert({"messages": texts})) == expected
+    assert shape(convert({"instruction": texts[0], "output": texts[1]})) == expected
+    assert shape(convert({"prompt": texts[0], "completion": texts[1]})) == expected
+    about_chats = json.dumps(TURNS)
+    assert shape(convert({"prompt": "Make up a chat.", "completion": about_chats}))[1] == ("assistant", about_chats)
+
+
 def weighted(role: int, key: str, weight: float | None) -> dict:
     row = chat(("user", "q"), ("assistant", "a"))
     row["messages"][role][key] = weight
@@ -139,6 +178,13 @@ BAD = [
     ("not a list of turns", {"conversations": {"from": "human", "value": "q"}}),
     ("not a list of turns", {"instruction": "i", "output": "o", "history": 3}),
     ("not a list of turns", {"messages": [{"role": "user", "content": "q", "tool_calls": 1}]}),
+    ("not a list of turns", {"messages": ['{"role": "user", "content": "q"}', "a"]}),
+    ("not a list of turns", {"messages": ['{"role": "user", "content": "q"}', '{"role": "assistant", "content": ']}),
+    (
+        "not a list of turns",
+        {"messages": ["{'role': 'user', 'content': 'q'}", "{'role': 'assistant', 'content': 'a'}"]},
+    ),
+    ("not a list of turns", {"messages": ['{"from": "critic", "value": "q"}', '{"from": "critic", "value": "a"}']}),
     ("unknown role", shared(("human", "q"), ("critic", "a"))),
     ("roles out of order", shared(("human", "q"), ("human", "q"), ("gpt", "a"))),
     ("roles out of order", shared(("gpt", "a"), ("human", "q"), ("gpt", "a"))),

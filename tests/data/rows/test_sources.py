@@ -20,10 +20,11 @@ ROWS = [
     {"instruction": "é", "output": "你好"},
     {"instruction": "c", "output": "d"},
 ]
+ZST = pyarrow.compress(b'{"a": 1}\n' * 99, codec="zstd", asbytes=True)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    kind, content = Path(path.name.removesuffix(".gz")).suffix, io.BytesIO()
+    kind, content = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix, io.BytesIO()
     if kind == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), content)
     elif kind == ".csv":
@@ -33,7 +34,12 @@ def write(path: Path, rows: list[dict]) -> Path:
         content.write(json.dumps(rows, ensure_ascii=False, indent=2).encode())
     else:
         content.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-    path.write_bytes(gzip.compress(content.getvalue()) if path.suffix == ".gz" else content.getvalue())
+    packed = content.getvalue()
+    if path.suffix == ".gz":
+        packed = gzip.compress(packed)
+    if path.suffix == ".zst":
+        packed = pyarrow.compress(packed, codec="zstd", asbytes=True)
+    path.write_bytes(packed)
     return path
 
 
@@ -45,9 +51,9 @@ LINES = {".json": [2, 6, 10], ".jsonl": [1, 2, 3], ".csv": [2, 4, 5], ".parquet"
 
 
 @pytest.mark.parametrize("ending", LINES)
-@pytest.mark.parametrize("gz", ["", ".gz"])
-def test_every_type_gives_the_same_rows_with_the_lines_they_begin_on(tmp_path, ending, gz):
-    path = write(tmp_path / f"rows{ending}{gz}", ROWS)
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_every_type_gives_the_same_rows_with_the_lines_they_begin_on(tmp_path, ending, compression):
+    path = write(tmp_path / f"rows{ending}{compression}", ROWS)
     records = read(path)
     assert [record.row for record in records] == ROWS
     assert [record.source for record in records] == [f"{path}:{line}" for line in LINES[ending]]
@@ -60,12 +66,83 @@ def test_every_type_gives_the_same_rows_with_the_lines_they_begin_on(tmp_path, e
         (b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\n', "rows.jsonl"),
         (b'[{"a": 1},\r\n {"a": 2}]\n', "rows.jsonl"),
         (b'\xef\xbb\xbf \n [ {"a": 1} , {"a": 2} ] \n', "rows.json"),
+        (b'{\n "a": 1\n}\n{\n "a": 2\n}\n', "rows.json"),
+        (b'\xef\xbb\xbf\r\n{\r\n"a":\r\n1}\r\n{"a": 2}', "rows.jsonl"),
+        (b'{"a": 1}{"a": 2}', "rows.json"),
+        (b'{"version": "1.0",\n"data": [{"a": 1},\n{"a": 2}]}', "rows.json"),
+        (b'{"data": [{"a": 1}, {"a": 2}], "tags": ["x"], "about": {"n": [{}]}}\n', "rows.json"),
+        (b'{"rows":\n[\n{"a": 1},\n{"a": 2}\n]\n}\n\n', "rows.jsonl"),
     ],
-    ids=["blank lines", "BOM and CRLF", "list", "BOM and list"],
+    ids=[
+        "blank lines",
+        "BOM and CRLF",
+        "list",
+        "BOM and list",
+        "objects",
+        "objects and CRLF",
+        "objects in a line",
+        "object with a list",
+        "object in a line",
+        "object over lines",
+    ],
 )
 def test_the_form_of_json_is_recognised_by_the_content(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)
     assert [record.row for record in read(tmp_path / name)] == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"conversation": [{"human": "a", "assistant": "b"}]},
+        {"dialog": [{"speaker": "user", "text": "a"}], "id": 1},
+        {"query": "q", "answers": [{"name": "f", "arguments": {}}], "tools": [{"name": "f"}]},
+        {"instruction": "i", "output": "o", "sources": [{"title": "t"}]},
+        {"data": []},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_file_with_one_row_holds_that_row_and_not_the_items_of_its_list(tmp_path, row, indent):
+    (tmp_path / "r.json").write_text(json.dumps(row, indent=indent))
+    assert [record.row for record in read(tmp_path / "r.json")] == [row]
+
+
+def test_records_of_an_object_have_their_lines_and_may_be_many(tmp_path):
+    """3 MB of records: more than a record may have, and more than is read at once."""
+    rows = [{"n": number, "text": "字" * 300} for number in range(3000)]
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    for text, first_line in (
+        (f'{{"about": "x",\n"data": [\n{lines}\n],\n"end": 1}}', 3),
+        (f'{{"data": [{lines}]}}', 1),
+    ):
+        (tmp_path / "r.json").write_text(text)
+        records = list(RecordStream(DatasetOptions(path=str(tmp_path / "r.json")), 2**16))
+        assert [record.row for record in records] == rows
+        assert records[-1].source.endswith(f":{first_line + 2999}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("r.csv", 'instruction;output\n"a;b";c, d\ne;"f\ng"\n'),
+        ("r.csv", '\ufeffinstruction\toutput\r\na;b\tc, d\r\ne\t"f\ng"\r\n'),
+        ("r.tsv", 'instruction\toutput\na;b\tc, d\ne\t"f\ng"\n'),
+        ("r.csv", 'instruction,output\na;b,"c, d"\ne,"f\ng"\n'),
+    ],
+)
+def test_the_delimiter_of_a_csv_is_found(tmp_path, name, text):
+    (tmp_path / name).write_bytes(text.encode())
+    assert [record.row for record in read(tmp_path / name)] == [
+        {"instruction": "a;b", "output": "c, d"},
+        {"instruction": "e", "output": "f\ng"},
+    ]
+
+
+def test_a_csv_of_one_column_with_commas_in_quotes_or_semicolons_is_read(tmp_path):
+    (tmp_path / "r.csv").write_text('text\n"a, b; c"\nd; e\n')
+    assert [record.row["text"] for record in read(tmp_path / "r.csv")] == ["a, b; c", "d; e"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +166,30 @@ def test_the_form_of_json_is_recognised_by_the_content(tmp_path, content, name):
         ("r.json", "[{}]".encode("utf-16"), 1, "is not UTF-8. Save the file as UTF-8; it looks like UTF-16"),
         ("r.jsonl", b'{"a": "caf\xe9"}', 1, "is not UTF-8. Save the file as UTF-8; it looks like Windows-1252"),
         ("r.parquet", b"PAR1 not really", 1, "not a valid parquet file"),
+        ("r.json", b'{"version": "1.0",\n"data": [{"a": 1},\n{"a" 2}]}', 3, "not JSON: expecting ':' delimiter"),
+        ("r.json", b'{"version": "1.0",\n"data": [{"a": 1},\n{"a": 2}', 3, "the list is not closed"),
+        ("r.json", b'{"version": "1.0",\n"data": [{"a": 1},\n7]}', 3, "found a number"),
+        ("r.json", b'{"version": "1.0",\n"data": [{"a": 1}]\n"more": 1}', 3, "no comma between two members"),
+        ("r.json", b'{\n"train": [{"a": 1}],\n"test": [{"a": 1}]}', 1, "several lists of records: train, test"),
+        ("r.json", b'{\n"a": 1,\n"b" 2\n}', 3, "not JSON"),
+        ("r.json", b'{\n"a": 1\n}\n{\n"a": 2,\n', 6, "not JSON"),
+        ("r.json", b'{\n"a": 1\n},\n{\n"a": 2}', 3, "not JSON"),
+        ("r.jsonl", b'{"a": 1,\n{"a": 2}\n{"a": 3}\n', 1, "not JSON"),
+        ("r.jsonl", b'{"a": "x\n{"a": 2}\n', 1, "not JSON"),
+        ("r.jsonl", b'{"a": 1}\n{"a": 2}\n{"a": [\n{"a": 4}\n', 3, "not JSON"),
+        ("r.json", b'{"data":\n[{"a":' + b"[" * 100_000, 2, "maximum recursion depth"),
+        ("r.jsonl", b'{"a":' * 100_000, 1, "maximum recursion depth"),
+        ("r.jsonl.zst", ZST[:-9], 1, "the zst file is cut off"),
+        ("r.jsonl.zst", b'{"a": 1}\n', 1, "not a valid zst file"),
+        ("r.csv.zst", ZST[:9] + b"garbage" + ZST[16:], 1, "not a valid zst file"),
+        ("r.jsonl", ZST, 1, "the content is Zstandard (.zst), and the name says .jsonl"),
+        ("r.jsonl", gzip.compress(b"{}"), 1, "the content is gzip (.gz)"),
+        ("r.csv", b"PAR1", 1, "the content is parquet"),
+        ("r.csv", b'{"a": 1, "b": 2}\n', 1, "the header is JSON. Name the file .jsonl"),
+        ("r.csv", b"a;b\n1;2\n1;2;3\n1;2\n", 3, "3 fields, but the header has 2"),
+        ("r.csv", b"a,a\n1,2\n", 1, "two columns have the name `a`"),
+        ("r.arrow", b"", 1, "not a valid arrow file"),
+        ("r.feather", b"garbage, and more of it", 1, "not a valid arrow file"),
     ],
 )
 def test_a_broken_file_is_an_error_with_its_line(tmp_path, name, content, line, says):
@@ -107,9 +208,9 @@ def test_a_folder_gives_its_data_files_in_order(tmp_path):
 
 
 def test_other_types_and_two_types_are_errors_and_a_glob_selects(tmp_path):
-    (tmp_path / "r.arrow").write_bytes(b"x")
+    (tmp_path / "r.orc").write_bytes(b"x")
     with pytest.raises(UserError, match="this kind of data file is unknown"):
-        read(tmp_path / "r.arrow")
+        read(tmp_path / "r.orc")
     write(tmp_path / "a.jsonl", ROWS[:1])
     write(tmp_path / "b.csv", ROWS[1:])
     with pytest.raises(UserError, match=r"several types \(\.csv, \.jsonl\)"):
@@ -239,6 +340,29 @@ def test_a_small_file_that_decompresses_to_one_long_line_needs_little_memory(tmp
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert record.too_large == 2**25 + 1 and peak < 2**23
+
+
+def test_a_small_zst_file_that_decompresses_to_one_long_line_needs_little_memory(tmp_path):
+    path = tmp_path / "bomb.jsonl.zst"
+    path.write_bytes(pyarrow.compress(b"{" + bytes(2**25), codec="zstd", asbytes=True))
+    assert path.stat().st_size < 10_000
+    before = pyarrow.total_allocated_bytes()
+    tracemalloc.start()
+    (record,) = RecordStream(DatasetOptions(path=str(path)), 2**18)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert record.too_large == 2**25 + 1 and peak < 2**23
+    assert pyarrow.total_allocated_bytes() - before < 2**23
+
+
+@pytest.mark.parametrize("name", ["r.jsonl.zst", "r.json.zst", "r.json.gz"])
+def test_a_file_that_decompresses_to_white_space_ends(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(data_files, "MAX_PASSED", 2**21)
+    content = (b"[" if ".json." in name else b"") + b" \n" * 2**21
+    packed = gzip.compress(content) if name.endswith(".gz") else pyarrow.compress(content, codec="zstd", asbytes=True)
+    (tmp_path / name).write_bytes(packed)
+    with pytest.raises(UserError, match=r"a record of more than 2,097,152 bytes"):
+        read(tmp_path / name)
 
 
 def test_a_file_without_an_end_of_its_record_is_an_error(tmp_path, monkeypatch):

@@ -1,0 +1,154 @@
+"""Folders of data files: the layouts of the hub, and what `datasets` writes with `save_to_disk`.
+
+The data files of a folder are those of its topmost level that has any: in the folder, in `data/`, or in a folder for
+each split. Splits have the names that the hub knows: `train.jsonl`, `data/train-00000-of-00002.parquet`, `test/a.csv`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ligertune.data.rows.data_files import display_path
+from ligertune.data.rows.file_readers import FILE_TYPES, file_type, reader_of
+from ligertune.errors import UserError
+
+DEFAULT_SPLIT = "train"
+# words in the names of files and folders, by split, as the hub reads them
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLITS = {word: split for split, words in _SPLIT_WORDS.items() for word in words}
+_WORD = re.compile(rf"(?<![^\W_])({'|'.join(_SPLITS)})(?![^\W\d_])", re.IGNORECASE)
+_SHARD = re.compile(r"(?:\A|[/-])([\w.]+)-\d{3,}-of-\d{3,}(?:-[0-9a-f]+)?\Z")  # the split of "train_sft-00000-of-00003"
+_NO_SPLITS = ("data", "part", "shard", "file", "chunk")  # other words before the number of a shard
+_METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+_NOTES = {"readme", "license", "licence", "notice", "changelog", "citation"}
+_MAX_DEPTH = 4  # of subfolders: a level for the configuration, one for the split, and two for the rest
+_MAX_FOLDERS = 10_000  # of one level, so that a search from / ends
+_MAX_METADATA = 1 << 24  # bytes of a file that `datasets` wrote about a data set
+
+
+def files_in(folder: Path, split: str) -> list[Path]:
+    """Return the data files of a folder, sorted, or those of `split` if their names say that they have splits."""
+    parts = _saved_parts(folder) or _parts(folder)
+    files = _chosen(parts, split, folder)
+    types = sorted({file_type(file) for file in files})
+    if len(types) > 1:
+        raise UserError(
+            f"{folder}: the folder holds files of several types ({', '.join(types)}).",
+            hint=f"Choose one, for instance with {folder / ('*' + types[0])}.",
+        )
+    return files
+
+
+def _chosen(parts: dict[str, list[Path]], split: str, folder: Path) -> list[Path]:
+    """Return the files of a split. parts: files by split, "" for those without one."""
+    names = ", ".join(name for name in sorted(parts) if name)
+    if list(parts) == [""]:
+        if split != DEFAULT_SPLIT:
+            raise UserError(
+                f"{folder}: the names of its files tell no splits apart, and `split` is {split}.",
+                hint="Leave `split` out, or name the file you want in `path`.",
+            )
+        return parts[""]
+    if "" in parts:
+        raise UserError(
+            f"{folder}: some files belong to a split ({names}), and {parts[''][0].name} to none.",
+            hint="Name the files you want in `path`, for instance with a glob.",
+        )
+    asked = split if split in parts else _SPLITS.get(split.lower(), split)
+    if asked in parts:
+        return parts[asked]
+    if len(parts) == 1 and split == DEFAULT_SPLIT:
+        return next(iter(parts.values()))
+    raise UserError(f"{folder} has no split {split}; it has {names}.", hint="Write data.datasets[].split.")
+
+
+def _parts(folder: Path) -> dict[str, list[Path]]:
+    """Return the data files of the topmost level that has any, by split."""
+    level = [folder]
+    for _ in range(_MAX_DEPTH):
+        found = sorted(file for place in level for file in _data_files(place))
+        files = [file for file in found if file_type(file) != ".txt"] or found  # a .txt next to data is a note
+        if files:
+            parts: dict[str, list[Path]] = {}
+            for file in files:
+                parts.setdefault(_split_of(file.relative_to(folder)), []).append(file)
+            return parts
+        level = [inner for place in level for inner in _visible(place) if inner.is_dir()][:_MAX_FOLDERS]
+    raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {FILE_TYPES}.")
+
+
+def _visible(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
+    except OSError as error:
+        raise UserError(f"{display_path(folder)} cannot be read: {error.strerror or error}.") from error
+
+
+def _data_files(folder: Path) -> list[Path]:
+    if all((folder / name).is_file() for name in ("state.json", "dataset_info.json")):
+        return _files_of_state(folder)
+    return [path for path in _visible(folder) if reader_of(path) and not _is_note(path) and path.is_file()]
+
+
+def _is_note(path: Path) -> bool:
+    return path.name.lower() in _METADATA or (file_type(path) == ".txt" and path.stem.lower() in _NOTES)
+
+
+def _split_of(path: Path) -> str:
+    """Return the split that a path names, that of a folder first; "" without one."""
+    name = path.as_posix()
+    name = name[: name.lower().rindex(file_type(path))]
+    shard = _SHARD.search(name)
+    if shard and shard[1].lower() not in _NO_SPLITS:
+        return _SPLITS.get(shard[1].lower(), shard[1])
+    word = _WORD.search(name)
+    return _SPLITS[word[1].lower()] if word else ""
+
+
+def _saved_parts(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of a DatasetDict that `save_to_disk` wrote, by split; nothing for another folder."""
+    if not (folder / "dataset_dict.json").is_file():
+        return {}
+    splits = _metadata(folder / "dataset_dict.json", "splits")
+    return {name: _files_of_state(folder / name) for name in map(_plain_name, splits)}
+
+
+def _files_of_state(folder: Path) -> list[Path]:
+    """Return the files of a Dataset that `save_to_disk` wrote, in the order of its rows."""
+    entries = _metadata(folder / "state.json", "_data_files")
+    names = [_plain_name(entry.get("filename") if isinstance(entry, dict) else None) for entry in entries]
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{display_path(folder / name)}: this file of the data set is missing.")
+    return [folder / name for name in names]
+
+
+def _metadata(file: Path, key: str) -> list[Any]:
+    """Return a list in a file that `save_to_disk` wrote."""
+    try:
+        with file.open("rb") as opened:
+            value = json.loads(opened.read(_MAX_METADATA))[key]
+    except OSError as error:
+        raise UserError(f"{display_path(file)} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, LookupError, TypeError, RecursionError):
+        value = None
+    if not isinstance(value, list) or not value:
+        raise UserError(
+            f"{display_path(file)}:1: no list `{key}`: the data set is damaged.",
+            hint="Save it again with save_to_disk.",
+        )
+    return value
+
+
+def _plain_name(name: Any) -> str:
+    """Return a name of a file or folder. Raise UserError for one that leads out of the data set."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise UserError(f"{name!r:.80} is no name of a file in a data set that save_to_disk wrote.")
+    return name

@@ -1,0 +1,122 @@
+"""Folders in the layouts of the hub and of save_to_disk: which files are data, and which split they belong to."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from row_files import write_rows
+
+from ligertune.data.rows.sources import RecordStream, find_files
+from ligertune.errors import UserError
+from ligertune.planning.options import DatasetOptions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """folder(names...): a folder with these files; each holds its name."""
+
+    def make(*names: str) -> Path:
+        for name in names:
+            (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+            write_rows(tmp_path / "set" / name, [{"text": name}])
+        return tmp_path / "set"
+
+    return make
+
+
+def texts(path: Path, **spec) -> list[str]:
+    return [record.row["text"] for record in RecordStream(DatasetOptions(path=str(path), **spec))]
+
+
+# files of a folder -> those of each split
+LAYOUTS = {
+    ("train.jsonl", "test.jsonl", "README.md", "LICENSE", "dataset_infos.json"):
+        {"train": ["train.jsonl"], "test": ["test.jsonl"]},
+    ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl"):
+        {"train": ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"],
+         "test": ["data/test-00000-of-00001.jsonl"]},
+    ("train/a.jsonl", "train/b.jsonl", "dev/a.jsonl", ".cache/c.jsonl", "train/.hidden.jsonl"):
+        {"train": ["train/a.jsonl", "train/b.jsonl"], "validation": ["dev/a.jsonl"], "dev": ["dev/a.jsonl"]},
+    ("data/train_sft-00000-of-00001-abc123.jsonl", "data/train_prefs-00000-of-00001.jsonl"):
+        {"train_sft": ["data/train_sft-00000-of-00001-abc123.jsonl"],
+         "train_prefs": ["data/train_prefs-00000-of-00001.jsonl"]},
+    ("my-set_training.2.jsonl", "my-set_eval.jsonl"):
+        {"train": ["my-set_training.2.jsonl"], "test": ["my-set_eval.jsonl"]},
+    ("math.jsonl", "latest.jsonl", "retrained.jsonl"): {"train": ["latest.jsonl", "math.jsonl", "retrained.jsonl"]},
+    ("part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl", "__pycache__/train.jsonl"):
+        {"train": ["part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl"]},
+    ("test.jsonl",): {"train": ["test.jsonl"], "test": ["test.jsonl"]},
+    ("deep/er/data/a.jsonl",): {"train": ["deep/er/data/a.jsonl"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", LAYOUTS, ids=lambda names: names[0])
+def test_the_split_chooses_the_files(names, folder):
+    place = folder(*names)
+    for split, expected in LAYOUTS[names].items():
+        assert texts(place, split=split) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "says"),
+    [
+        (("test.jsonl", "valid.jsonl"), "train", "has no split train; it has test, validation"),
+        (("data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl"), "train", "test_sft, train_sft"),
+        (("train.jsonl", "test.jsonl"), "validation", "has no split validation; it has test, train"),
+        (("train.jsonl", "test.jsonl"), "train[:10%]", r"has no split train\[:10%\]; it has test, train"),
+        (("train.jsonl", "more.jsonl"), "train", r"belong to a split \(train\), and more\.jsonl to none"),
+        (("a.jsonl", "b.jsonl"), "test", "tell no splits apart"),
+        (("README.md", "dataset_info.json", ".a.jsonl"), "train", "holds no data file"),
+        (("train/a.jsonl", "train/b.csv", "test/c.txt"), "train", r"several types \(\.csv, \.jsonl\)"),
+    ],
+)
+def test_a_folder_whose_split_is_not_clear_is_refused(names, split, says, folder):
+    with pytest.raises(UserError, match=says) as error:
+        find_files(str(folder(*names)), split)
+    assert error.value.exit_code == 2
+
+
+def test_a_plain_file_has_no_split(folder):
+    with pytest.raises(UserError, match="`split` chooses among the parts of a folder"):
+        texts(folder("train.jsonl") / "train.jsonl", split="test")
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A DatasetDict that save_to_disk wrote, with two shards, and a file that `map` left behind."""
+    train, test = (
+        datasets.Dataset.from_dict({"text": [f"{name} {n}" for n in range(4)]}) for name in ("train", "test")
+    )
+    datasets.DatasetDict(train=train, test_prefs=test).save_to_disk(
+        tmp_path / "saved", num_shards={"train": 2, "test_prefs": 1}
+    )
+    (tmp_path / "saved" / "train" / "cache-0123.arrow").write_bytes(b"left behind")
+    return tmp_path / "saved"
+
+
+def test_a_saved_data_set_is_read_in_its_order(saved):
+    assert texts(saved) == texts(saved / "train") == [f"train {n}" for n in range(4)]
+    assert texts(saved, split="test_prefs") == texts(saved / "test_prefs") == [f"test {n}" for n in range(4)]
+    with pytest.raises(UserError, match="has no split test; it has test_prefs, train"):
+        texts(saved, split="test")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("train/state.json", "[", r"state\.json:1: no list `_data_files`"),
+        ("train/state.json", "[" * 100_000, r"state\.json:1: no list `_data_files`"),
+        ("train/state.json", json.dumps({"_data_files": [{"filename": "../../d.arrow"}]}), "is no name of a file"),
+        ("train/state.json", json.dumps({"_data_files": [{"filename": "gone.arrow"}]}), r"gone\.arrow: this file"),
+        ("train/state.json", json.dumps({"_data_files": [7]}), "None is no name of a file"),
+        ("dataset_dict.json", json.dumps({"splits": ["../train"]}), "is no name of a file"),
+        ("dataset_dict.json", json.dumps({"splits": ["nowhere"]}), r"state\.json cannot be read"),
+        ("dataset_dict.json", json.dumps({"splits": []}), r"dataset_dict\.json:1: no list `splits`"),
+    ],
+)
+def test_a_damaged_saved_data_set_is_one_sentence(file, text, says, saved):
+    (saved / file).write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        texts(saved)
+    assert error.value.exit_code == 2
