@@ -66,7 +66,10 @@ def _chosen(parts: dict[str, list[Path]], split: str, folder: Path) -> list[Path
         return parts[asked]
     if len(parts) == 1 and split == DEFAULT_SPLIT:
         return next(iter(parts.values()))
-    raise UserError(f"{folder} has no split {split}; it has {names}.", hint="Write data.datasets[].split.")
+    raise UserError(
+        f"{folder} has no split {split}; it has {names}.",
+        hint=f"Write data.datasets[].split: {min(parts)}, or name the file in `path`.",
+    )
 
 
 def _parts(folder: Path) -> dict[str, list[Path]]:
