@@ -120,7 +120,6 @@ def make_report(
     lines = read_metrics(plan.output_dir / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval_loss" in line]
-    evaluated = [line for line in evaluations if line["step"] > 0][-1:]
     before_training = [line["eval_loss"] for line in evaluations if line["step"] == 0]
     before = [line["loss_before_training"] for line in lines if "loss_before_training" in line]
     return Report(
@@ -134,12 +133,7 @@ def make_report(
         loss_last=losses[-1] if losses else None,
         eval_loss=fitted.last_eval_loss,
         eval_loss_before_training=before_training[0] if before_training else None,
-        eval_measures={
-            name.removeprefix("eval_"): value
-            for line in evaluated
-            for name, value in line.items()
-            if name.startswith("eval_") and name != "eval_loss"
-        },
+        eval_measures=_eval_measures(evaluations),
         tokens=fitted.work.tokens,
         trained_tokens=fitted.work.trained_tokens,
         padded_tokens=fitted.work.padded_tokens,
@@ -166,6 +160,13 @@ def make_report(
         carried=dataclasses.asdict(plan.carried) if plan.carried is not None and plan.carried.names else None,
         experts=fitted.experts,
     )
+
+
+def _eval_measures(evaluations: list[dict]) -> dict[str, float]:
+    """Return the task's measures of the last evaluation after a step, without the prefix `eval_`."""
+    last = [line for line in evaluations if line["step"] > 0][-1:]
+    named = [(name, value) for line in last for name, value in line.items() if name.startswith("eval_")]
+    return {name.removeprefix("eval_"): value for name, value in named if name != "eval_loss"}
 
 
 def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) -> Throughput | None:
