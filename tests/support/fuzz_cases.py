@@ -1,4 +1,4 @@
-"""Random cases of bad input: recipes, model folders, data files, chat templates and checkpoints, from a seed."""
+"""Random cases of bad input, from a seed: recipes, models, adapters, teachers, runs, data, labels, imports."""
 
 import copy
 import gzip
@@ -42,6 +42,18 @@ SNIPPETS = (
 )  # fmt: skip
 
 
+HOSTILE_PATTERNS = ("^(([a-z._0-9])+.)+[A-Z]([a-z])+$", "(a|a)*b", "(", "(?:(\\w|.)+[!?])+", ".*", "q_proj", "")
+ADAPTER_KEYS = (
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters", "peft_type",
+    "task_type", "base_model_name_or_path", "revision", "use_dora", "use_rslora", "bias", "init_lora_weights",
+)  # fmt: skip
+IMPORTS = Path(__file__).resolve().parents[1] / "recipe" / "imports.yaml"
+TOOLS = ("axolotl", "llama_factory", "trl", "whole")
+# Folders of the base that only the cases of their kind copy.
+OWN_FOLDERS = ("runs", "adapter", "teacher")
+
+
 @dataclass(frozen=True)
 class FuzzCase:
     """A command in `folder`. outputs: names below it that the command may write to; None: any."""
@@ -52,11 +64,16 @@ class FuzzCase:
 
 
 class CaseMaker:
-    """Makes the cases of a seed. base: a folder with r.yaml, model, data.jsonl and an unfinished run, runs/one."""
+    """Makes the cases of a seed.
+
+    base: a folder with r.yaml, model, data.jsonl, adapter, teacher, and an unfinished run in runs/one.
+    """
 
     def __init__(self, base: Path, seed: int) -> None:
         self.base, self.seed = base, seed
         self.recipe = yaml.safe_load((base / "r.yaml").read_text())
+        cases = yaml.load(IMPORTS.read_text("utf-8"), Loader=yaml.CSafeLoader)
+        self.imports = [case[tool] for case in cases for tool in TOOLS if tool in case]
 
     def make(self, number: int, folder: Path) -> FuzzCase:
         """Fill the new folder, and return the case."""
@@ -70,10 +87,17 @@ class CaseMaker:
             self._model,
             self._template,
             self._checkpoint,
+            self._adapter,
+            self._teacher,
+            self._metrics,
+            self._labels,
+            self._table,
+            self._import,
         )
         kind = kinds[number % len(kinds)]
-        skipped = shutil.ignore_patterns(*([] if kind == self._checkpoint else ["runs"]))
-        shutil.copytree(self.base, folder, ignore=skipped)
+        kept = {self._checkpoint: "runs", self._metrics: "runs", self._adapter: "adapter", self._teacher: "teacher"}
+        skipped = [name for name in OWN_FOLDERS if name != kept.get(kind)]
+        shutil.copytree(self.base, folder, ignore=shutil.ignore_patterns(*skipped))
         return kind(rng, folder)
 
     def _recipe(self, rng: random.Random, folder: Path) -> FuzzCase:
@@ -157,6 +181,101 @@ class CaseMaker:
         else:
             arguments = ("export", "runs/one/checkpoints/step-2", "--out", "out")
         return FuzzCase(f"checkpoint: {', '.join(names)}: {arguments[0]}", arguments)
+
+    def _adapter(self, rng: random.Random, folder: Path) -> FuzzCase:
+        place = folder / "adapter"
+        if rng.random() < 0.6:
+            name = rng.choice(ADAPTER_KEYS)
+            config = json.loads((place / "adapter_config.json").read_text())
+            config[name] = rng.choice((*ODD, *HOSTILE_PATTERNS, [30_000_000], {"q_proj": 10**9}, {"(a|a)*b": 4}))
+            (place / "adapter_config.json").write_text(json.dumps(config))
+            changed = name
+        else:
+            file = rng.choice(sorted(path for path in place.iterdir() if path.is_file()))
+            changed = f"{file.name}: {mutate_file(rng, file)}"
+        arguments = rng.choice((
+            ("generate", "./adapter", "Hi.", "--max-new-tokens", "2"),
+            ("export", "./adapter", "--out", "out"),
+        ))  # fmt: skip
+        return FuzzCase(f"adapter: {changed}: {arguments[0]}", arguments)
+
+    def _teacher(self, rng: random.Random, folder: Path) -> FuzzCase:
+        file = rng.choice(sorted(path for path in (folder / "teacher").iterdir() if path.is_file()))
+        name = f"teacher: {file.name}: {mutate_file(rng, file)}"
+        settings = {"task": "distill", "distill.teacher_file": "teacher", "distill.loss": "forward_kl", **FIXED}
+        return FuzzCase(name, (rng.choice(("plan", "train")), "r.yaml", *sets(settings)), ("runs",))
+
+    def _metrics(self, rng: random.Random, folder: Path) -> FuzzCase:
+        """Lines of metrics.jsonl that pass as JSON, before a resume."""
+        path = folder / "runs" / "one" / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for _ in range(rng.choice((1, 2, 5))):
+            line = rng.choice(lines)
+            name = rng.choice((*line, "step", "eval_loss", "samples", "loss", "tokens"))
+            line[name] = rng.choice([odd for odd in ODD if odd == odd])
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return FuzzCase("metrics", ("train", "r.yaml", "--resume"), ("runs",))
+
+    def _labels(self, rng: random.Random, folder: Path) -> FuzzCase:
+        labels = rng.choice(([0, 1], [0.5, 1.5], ["yes", "no"], [[0], [0, 1]], [[0.0, 1.0], [1.0, 0.0]]))
+        rows = [{"text": f"a text of {number}", "label": labels[number % 2]} for number in range(24)]
+        for _ in range(rng.choice((1, 2, 12))):
+            rng.choice(rows)["label"] = rng.choice((*ODD, 10**9, 10**30, "NaN", [10**9], [math.nan, 1.0]))
+        (folder / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = {"task": "classification", "data.datasets[0].path": "l.jsonl", "data.max_dropped": 1, **FIXED}
+        if rng.random() < 0.3:
+            settings["classification.num_labels"] = rng.choice((0, 1, 2, 10**9, 10**30))
+        return FuzzCase("labels", (rng.choice(("data", "plan", "train")), "r.yaml", *sets(settings)), ("runs",))
+
+    def _table(self, rng: random.Random, folder: Path) -> FuzzCase:
+        rows = [json.loads(line) for line in (self.base / "data.jsonl").read_text().splitlines()]
+        ending = rng.choice((".parquet", ".arrow", ".feather", ".parquet.gz", ".arrow.zst"))
+        content = table_of(rng, rows, ending)
+        content = mutate_bytes(rng, content) if rng.random() < 0.7 else content
+        (folder / f"t{ending}").write_bytes(content)
+        settings = {"data.datasets[0].path": f"t{ending}", "data.max_dropped": 1, "data.streaming": rng.random() < 0.3}
+        return FuzzCase(f"table: {ending}", ("data", "r.yaml", *sets({**settings, **FIXED})), ())
+
+    def _import(self, rng: random.Random, folder: Path) -> FuzzCase:
+        text = rng.choice(self.imports)
+        if rng.random() < 0.5:
+            text = mutate_bytes(rng, text.encode()).decode("utf-8", "replace")
+        else:
+            values = yaml.load(text, Loader=yaml.CSafeLoader)
+            if isinstance(values, dict) and values:
+                values[rng.choice(list(values))] = rng.choice([odd for odd in ODD if odd == odd])
+                values |= {"base_model": "a/b"} if rng.random() < 0.5 else {}
+                text = yaml.safe_dump(values, allow_unicode=True)
+        (folder / "other.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+        return FuzzCase("import", ("recipe", "import", "other.yaml"), ())
+
+
+def table_of(rng: random.Random, rows: list[dict], ending: str) -> bytes:
+    """Return a parquet or Arrow file of the rows, some of whose columns have another type."""
+    written = pyarrow.array([rng.choice(("{", "[1]", "null"))] * len(rows))
+    columns: dict[str, object] = {name: [row[name] for row in rows] for name in ("instruction", "output")}
+    name = rng.choice(("instruction", "output", "messages", "other"))
+    column = rng.choice((
+        pyarrow.array([{"role": "user", "a": None}] * len(rows)),
+        pyarrow.array([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * len(rows)),
+        pyarrow.array(["a"] * len(rows)).dictionary_encode(),
+        pyarrow.array([b"\xff"] * len(rows)),
+        pyarrow.array([10**6] * len(rows), pyarrow.timestamp("us")),
+        pyarrow.ExtensionArray.from_storage(pyarrow.json_(), written),
+        pyarrow.nulls(len(rows)),
+    ))  # fmt: skip
+    table = pyarrow.table({**columns, name: column})
+    out = io.BytesIO()
+    if ".parquet" in ending:
+        parquet.write_table(table, out)
+    else:
+        make = pyarrow.ipc.new_stream if rng.random() < 0.5 else pyarrow.ipc.new_file
+        with make(out, table.schema) as writer:
+            writer.write_table(table)
+    content = out.getvalue()
+    if ending.endswith(".gz"):
+        return gzip.compress(content)
+    return pyarrow.compress(content, "zstd", asbytes=True) if ending.endswith(".zst") else content
 
 
 def put(recipe: dict, key: str, value: object) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from command_line import ROOT, run_here
-from fuzz_cases import CaseMaker, FuzzCase
+from fuzz_cases import CaseMaker, FuzzCase, sets
 
 MAX_SECONDS, MAX_BYTES = 20, 2 << 30  # of processor time, and of memory beyond this process's
 MAX_WAIT = 120  # seconds until a case counts as hanging: other processes may use the cores
@@ -58,9 +58,18 @@ def prepare_base(folder: Path) -> Path:
     rows = (quickstart / "dolly_short.jsonl").read_text().splitlines(keepends=True)[:12]
     (base / "data.jsonl").write_text("".join(rows))
     (base / "r.yaml").write_text(RECIPE)
-    for arguments in (("train", "r.yaml"), ("data", "r.yaml"), ("generate", "./model", "Hi.", "--max-new-tokens", "1")):
+    lora = {"method.type": "lora", "train.max_steps": 1, "checkpoint.output_dir": "runs/lora"}
+    for arguments in (
+        ("train", "r.yaml"),
+        ("train", "r.yaml", *sets(lora)),
+        ("distill", "r.yaml", "--write", "teacher", *sets({"distill.teacher": "./model", "distill.top_k": 4})),
+        ("data", "r.yaml"),
+        ("generate", "./model", "Hi.", "--max-new-tokens", "1"),
+    ):
         done = run_here(*arguments, cwd=base)
         assert done.code == 0, done.err
+    (base / "runs" / "lora" / "model").rename(base / "adapter")
+    shutil.rmtree(base / "runs" / "lora")
     for name in ("report.json", "report.html", "model", "curves.png"):  # as if it had been killed
         path = base / "runs" / "one" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
