@@ -126,7 +126,10 @@ def import_(
 
 
 def _show_import(found: Import, file: Path) -> None:
-    """Print what an import translated, which defaults differ, and what is lost."""
+    """Print what became of each key of the file: keys whose loss changes what is trained are the loudest."""
+    from ligertune.errors import plural
+    from ligertune.recipe.importers.reasons import HARMLESS, SPEED, TRAINING
+
     render.text(f"{file} is a file of {found.peer.name}. Translated:")
     for line in found.translated:
         render.text(f"  {line}")
@@ -136,9 +139,16 @@ def _show_import(found: Import, file: Path) -> None:
             render.text(f"  {line}")
     for note in found.notes:
         render.note(note)
-    for item in found.left:
-        where = f"{file}:{item.line}" if item.line else str(file)
-        render.text(f"{where}: not imported: {item.key}: {item.value} ({item.why})")
+    for harm, title in ((TRAINING, "NOT IMPORTED"), (SPEED, "Not imported")):
+        items = [item for item in found.left if item.harm == harm]
+        if items:
+            render.text(f"{title}, {harm} ({plural(len(items), 'key')}):")
+        for item in items:
+            render.text(f"  {file}:{item.line}: {item}" if item.line else f"  {item}")
+    if found.harmless:
+        render.text(f"Not imported, {HARMLESS}: {', '.join(found.harmless)}")
+    if found.off:
+        render.text(f"Empty or off: {', '.join(found.off)}")
 
 
 def init(

@@ -125,5 +125,7 @@ IMPORTED = (
     Alias("parallel.cp_size", ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree")),
     Alias("model.tokenizer.add_tokens", ("add_tokens",), _names),
     Alias("model.tokenizer.add_special_tokens", ("add_special_tokens",), _names),
+    Alias("data.streaming", ("dataset_streaming",)),
+    Alias("data.image_dir", ("media_dir",)),
     Alias("data.chat_template_kwargs", ("enable_thinking",), lambda value: {"enable_thinking": value}),
 )  # fmt: skip
