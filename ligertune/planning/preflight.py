@@ -12,7 +12,7 @@ from ligertune.errors import UserError
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
-from ligertune.storage import check_replaceable, damaged_lines, name_kind, newest_checkpoint, read_metrics
+from ligertune.storage import check_replaceable, damaged_lines, name_kind, newest_checkpoint, read_metrics, write_text
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
@@ -206,13 +206,21 @@ def _check_names(path: Path, option: str) -> None:
             )
 
 
-def write_new(path: Path, text: str) -> None:
-    """Write a new text file. Raises UserError if it exists or cannot be written."""
+def write_new(path: Path, text: str, *, overwrite: bool = False) -> None:
+    """Write a new text file, or with `overwrite` replace one: of a link, the link and not the file that it names.
+
+    Raises UserError if the file exists and is not to be replaced, or if it cannot be written.
+    """
     hint = "Name a file that does not exist yet, in a folder that does."
     try:
+        if overwrite:
+            write_text(path, text)
+            return
         file = path.open("x", encoding="utf-8")
     except FileExistsError:
-        raise UserError(f"--out: {path} exists already, and nothing is written over it.", hint=hint) from None
+        raise UserError(
+            f"--out: {path} exists already.", hint="Name another file, or replace it with --overwrite."
+        ) from None
     except OSError as problem:
         raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
     try:
