@@ -40,6 +40,7 @@ CONVERTED = set(" ".join(peer.signs for peer in TOOLS).split()) | {
     "max_samples", "freeze_trainable_modules", "freeze_extra_modules", "pissa_iter", "dataset_splits",
     "dataset_configs", "test_split_size", "embedding_lr", "chat_template",
 }  # fmt: skip
+MAX_DEPTH = 4  # of sections whose keys are named one by one
 # Of two keys that exclude each other, one of these is left out: without it the same is trained.
 SPEED_KEYS = (
     "parallel", "kernels", "report", "logging", "train.torch_compile", "train.cuda_graphs", "train.fp8",
@@ -56,6 +57,7 @@ def import_recipe(path: Path) -> Import:
     unread = list(document.complaints)  # keys that are given twice
     work = Import(peer_of(document), document, path.absolute().parent)
     document.data = _without_nulls(document.data)
+    _other_sections(work)
     if is_v1(document.data):
         flatten_v1(work)
     refuse_other_objectives(work)
@@ -88,6 +90,14 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value if item is not None]
     return value
+
+
+def _other_sections(work: Import) -> None:
+    """Remove keys with the name of a section here and another type, such as `eval: true`; `model: a/b` is an alias."""
+    for name, value in list(work.data.items()):
+        is_section = "properties" in keys().get(name, {})
+        if is_section and not isinstance(value, dict) and not (name == "model" and isinstance(value, str)):
+            _leave_unknown(work, (name,))
 
 
 def peer_of(document: Document) -> Peer:
@@ -148,8 +158,6 @@ def _unknown_keys(work: Import) -> None:
     for name in list(document.data):
         if name not in keys():
             _leave_unknown(work, (name,))
-        elif not isinstance(document.data[name], dict) and "properties" in keys()[name]:
-            _leave_unknown(work, (name,))  # a name of another tool that is a section here, such as `eval: true`
     for which in ("datasets", "eval_datasets"):
         items = document.get(("data", which)) if document.has(("data", which)) else []
         for index, item in enumerate(items if isinstance(items, list) else []):
@@ -160,8 +168,13 @@ def _unknown_keys(work: Import) -> None:
 
 
 def _leave_unknown(work: Import, path: KeyPath) -> None:
-    name = str(path[-1])
+    name, value = str(path[-1]), work.document.get(path)
     reason = REASONS.get(name)
+    if reason is None and isinstance(value, dict) and value and len(path) < MAX_DEPTH:
+        for inner in list(value):  # a section of which some keys are converted, or have reasons of their own
+            _leave_unknown(work, (*path, inner))
+        work.document.remove(path)
+        return
     if reason is None:
         close = _similar(name)
         why = f"{UNKNOWN}; did you mean {close[0]}?" if close else UNKNOWN
@@ -289,7 +302,8 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
         path = path[:2]  # the others would move up to the place of a data set that is removed
     placeholder = dict(REQUIRED).get(path)
     if placeholder is None and not (key in OBJECTIVE_KEYS and not is_off(value)):
-        work.leave(path, why, (SPEED, TRAINING, TRAINING)[_importance(path)])
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)  # 0 is refused, not off
+        work.leave(path, why, (SPEED, TRAINING, TRAINING)[_importance(path)], even_off=is_number)
         return
     work.refusals.append((place.line, UserError(f"{place}: {why}", hint=KEEP_THE_TOOL)))
     document.remove(path)

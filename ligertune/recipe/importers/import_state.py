@@ -129,8 +129,8 @@ class Import:
             line = self.lines.get(self.path_of(written), 0)
             self.document.put(split(key), value, Place("", line, self.document.file, written))
 
-    def leave(self, path: KeyPath, why: str, harm: str = TRAINING) -> None:
-        """Remove a key of the document and record the reason, unless its value switches nothing on."""
+    def leave(self, path: KeyPath, why: str, harm: str = TRAINING, *, even_off: bool = False) -> None:
+        """Remove a key of the document and record the reason; without `even_off`, not for a value that is off."""
         value, key = self.document.get(path), dotted(path)
         sources = [at for at, fate in self.fates.items() if fate.state == IMPORTED and _is_for(key, fate.into)]
         self.document.remove(path)
@@ -140,7 +140,7 @@ class Import:
             return
         ours = key if sources else ""
         for at in sources or [self._source_of(path)]:
-            matters = at[-1] in FALSE_MATTERS and value is not None
+            matters = even_off or (at[-1] in FALSE_MATTERS and value is not None)
             self.fates[at] = Fate(OFF) if is_off(value) and not matters else Fate(LEFT, (ours,) * bool(ours), why, harm)
 
     def _source_of(self, path: KeyPath) -> KeyPath:

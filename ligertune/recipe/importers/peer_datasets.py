@@ -12,7 +12,7 @@ from typing import Any
 from ligertune.checked_files import DamagedFileError, read_json_value
 from ligertune.errors import UserError
 from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
-from ligertune.recipe.importers.import_state import Import, Left, leaves
+from ligertune.recipe.importers.import_state import LEFT, Fate, Import, Left, leaves
 from ligertune.recipe.importers.peer_templates import TEMPLATES
 from ligertune.recipe.importers.peers import AXOLOTL, LLAMA_FACTORY, TRL
 from ligertune.recipe.importers.reasons import HARMLESS, TRAINING
@@ -309,6 +309,8 @@ def _trl_mixture(work: Import) -> None:
         for index, item in enumerate(given):
             _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])
         return
+    if given is not None:
+        work.fates[source] = Fate(LEFT, (), "it is not a list of data sets", TRAINING)
     mixer = data.get("dataset_mixer")
     if not isinstance(mixer, Mapping):
         return
