@@ -20,7 +20,17 @@ from ligertune.recipe.importers.objectives import refuse_other_objectives
 from ligertune.recipe.importers.peer_datasets import convert_datasets
 from ligertune.recipe.importers.peers import IMPORTED, TOOLS, TWICE_THE_RANK, Peer, likely_peer
 from ligertune.recipe.importers.preferences import PREFERENCE_ALIASES, convert_preferences
-from ligertune.recipe.importers.reasons import HARMLESS, HARMS, REASONS, SAME_HERE, SPEED, TRAINING, VALUES, Reason
+from ligertune.recipe.importers.reasons import (
+    HARMLESS,
+    HARMS,
+    REASONS,
+    SAME_HERE,
+    SPEED,
+    TRAINING,
+    USUAL_ROLES,
+    VALUES,
+    Reason,
+)
 from ligertune.recipe.importers.run_keys import convert_run
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
@@ -314,8 +324,14 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
 def _same_here(work: Import) -> None:
     """Call a key harmless whose value says what is done here, too."""
     for path, value, fate in list(work.accounts()):
-        if fate.state == LEFT and value in SAME_HERE.get(str(path[-1]), ()):
+        is_usual_role = "roles" in path[:-1] and set(value_names(value)) <= USUAL_ROLES.get(str(path[-1]), set())
+        if fate.state == LEFT and (is_usual_role or value in SAME_HERE.get(str(path[-1]), ())):
             work.fates[path] = Fate(LEFT, (), f"{abbreviated(value)} is what is done here", HARMLESS)
+
+
+def value_names(value: Any) -> list[str]:
+    """Return the names in a list, or the one name."""
+    return [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _header(path: Path, work: Import) -> str:

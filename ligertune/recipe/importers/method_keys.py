@@ -14,6 +14,7 @@ from ligertune.recipe.importers.reasons import SPEED, TRAINING
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
 MAX_LAYERS = 4096  # as in the sizes of a configuration
+LAYER_NUMBERS = ("peft_layers_to_transform", "lora_layers_to_transform", "layers_to_transform")
 LR_GROUP = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 _WRITE_IT = "Write a recipe with method.type: freeze and method.trainable, a list of regular expressions."
 
@@ -164,7 +165,8 @@ def _convert_targets(work: Import) -> None:
         targets = None
     if isinstance(targets, str) and "," in targets:  # of LLaMA-Factory's new trainer
         data["lora_target_modules"] = targets = _listed(targets)
-    layers = data.get("peft_layers_to_transform", data.get("lora_layers_to_transform"))
+    named = next((name for name in LAYER_NUMBERS if name in data), "")
+    layers = data.get(named)
     layers = [layers] if type(layers) is int else layers
     if isinstance(targets, list) and len(targets) == 1 and targets[0] == "all-linear":
         data["lora_target_modules"] = targets = "all-linear"
@@ -176,9 +178,10 @@ def _convert_targets(work: Import) -> None:
         work.trace(work.path_of("lora_target_modules"), "method.lora_target_modules", "method.lora_target_parameters")
         data["lora_target_modules"] = targets = [name for name in targets if name not in experts]
     if isinstance(layers, list) and layers:
-        names, numbers = "|".join(map(str, targets)), "|".join(map(str, layers))
+        names = "|".join(re.escape(str(target)) for target in targets)
+        numbers = "|".join(map(str, layers))
         data["lora_target_modules"] = rf".*\.({numbers})\.(?:.*\.)?({names})"
-        for name in ("peft_layers_to_transform", "lora_layers_to_transform", "peft_layers_pattern"):
+        for name in (named, "peft_layers_pattern", "layers_pattern"):
             work.take(name, "method.lora_target_modules")
 
 

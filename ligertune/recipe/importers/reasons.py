@@ -59,12 +59,13 @@ _TRAINING: dict[str, tuple[str, ...]] = {
                  "max_source_length"),
     BEST: ("metric_for_best_model", "greater_is_better"),
     MIXED_BATCHES: ("shuffle_merged_datasets", "shuffle_dataset", "disable_shuffling", "curriculum_sampling",
-                    "sample_packing_sequentially", "shuffle_before_merging_datasets", "train_sampling_strategy"),
+                    "sample_packing_sequentially", "shuffle_before_merging_datasets", "train_sampling_strategy",
+                    "shuffle"),
     IN_THE_CONFIG: ("rope_scaling", "rope_theta", "overrides_of_model_config", "overrides_of_model_kwargs",
                     "attention_dropout", "image_size", "image_resize_algorithm", "config_overrides",
-                    "freeze_mm_modules"),
+                    "cls_model_config", "reinit_weights", "freeze_mm_modules"),
     "data.train_on decides which turns are trained": (
-        "roles_to_train", "message_field_training", "message_field_training_detail", "train_on_split"),
+        "roles_to_train", "message_field_training", "message_field_training_detail"),
     "the usual names of roles are known; rename others in the data": ("roles",),
     "the usual names of fields are known; rename others in the data": (
         "message_property_mappings", "message_field_role", "message_field_content", "field_tools", "field_thinking",
@@ -91,6 +92,23 @@ _TRAINING: dict[str, tuple[str, ...]] = {
     "GaLore projects the matrices inside the layers": ("optim_target_modules", "galore_target", "galore_layerwise"),
     "train.galore has rank, update_proj_gap and scale": ("galore_proj_type", "galore_update_interval",
                                                          "galore_rank", "galore_scale"),
+    "images are resized as the model's processor does; videos and audio are not read": (
+        "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen", "use_audio_in_video",
+        "audio_sampling_rate", "image_do_pan_and_scan", "crop_to_patches"),
+    "it is part of an optimizer that ligertune does not have": (
+        "use_apollo", "apollo_target", "apollo_rank", "apollo_update_interval", "apollo_scale", "apollo_layerwise",
+        "apollo_proj_type", "apollo_scale_type", "torchao_target_modules", "use_onebitllms"),
+    "it is part of a method that ligertune does not have": (
+        "module_dropout", "oft_rank", "oft_block_size", "oft_target", "use_pose", "pose_split_on_token_ids",
+        "pose_max_context_len", "pose_num_chunks", "relora_prune_ratio", "jagged_restart_steps", "badam_mode",
+        "jagged_restart_warmup_steps", "peft_layer_replication", "reward_model", "reward_model_adapters",
+        "ppo_buffer_size", "ppo_score_norm", "trl", "llmcompressor"),
+    "the schedule has other options: train.lr_scheduler_kwargs": ("lr_div_factor", "log_sweep_min_lr",
+                                                                   "log_sweep_max_lr"),
+    "data.max_length is the length of training and evaluation rows": ("eval_sequence_len", "max_prompt_len",
+                                                                      "truncation_side"),
+    "untrained tokens keep their rows": ("fix_untrained_tokens",),
+    "tools come with each row": ("tools",),
     "short examples are kept": ("min_sample_len", "sample_packing_min_len"),
     "the prompt of such a format is Stanford's; write a Jinja file in data.prompt_template": (
         "type.format", "type.no_input_format", "type.system_prompt", "type.system_format"),
@@ -141,6 +159,10 @@ _SPEED: dict[str, tuple[str, ...]] = {
     "model.attn_implementation: auto chooses an exact attention": ("xformers_attention", "sage_attention"),
     "method.type: qlora quantises the experts, too": ("quantize_moe_experts",),
     "ligertune has no such callback": ("gc_steps", "torch_empty_cache_steps", "profiler_steps", "profiler_steps_start"),
+    "processes and kernels are chosen by parallel and kernels": (
+        "use_kernels", "use_v1_kernels", "deepcompile", "ddp", "sp_degree", "flex_attn_compile_kwargs", "fp8_backend",
+        "better_transformer", "peft_autocast_adapter_dtype", "qlora_sharded_model_loading", "quantization_device_map",
+        "mp_parameters", "tpu_num_cores", "use_mps_device"),
     "layers are not swapped out": ("layer_offloading", "embeddings_skip_upcast", "lora_on_cpu"),
     "it is chosen by kernels.lora: auto": ("lora_mlp_kernel", "lora_o_kernel", "lora_qkv_kernel",
                                            "lora_embedding_kernel"),
@@ -164,9 +186,11 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
     PREPARED: ("dataset_prepared_path", "overwrite_cache", "tokenized_path", "dataset_keep_in_memory",
                "skip_prepare_dataset", "push_dataset_to_hub", "dataset_num_shards", "preprocessing_batch_size",
                "streaming_multipack_buffer_size", "pretrain_multipack_buffer_size", "dataset_exact_deduplication",
-               "data_shared_file_system", "dataset_shard_num", "dataset_shard_idx", "buffer_size", "cache_dir"),
+               "data_shared_file_system", "dataset_shard_num", "dataset_shard_idx", "buffer_size", "cache_dir",
+               "dataset_shards", "dataset_batch_size", "num_of_sequences", "chars_per_token"),
     NO_HUB: ("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "push_to_hub", "hub_model_revision",
-             "hub_always_push", "hub_revision", "push_to_hub_revision", "export_dir", "export_size", "export_device",
+             "hub_always_push", "hub_revision", "push_to_hub_revision", "overwrite_hub_revision",
+             "push_to_hub_model_id", "push_to_hub_organization", "export_dir", "export_size", "export_device",
              "export_legacy_format", "export_quantization_bit", "export_hub_model_id"),
     FOUND_IN_THE_MODEL: (
         "model_type", "tokenizer_type", "is_falcon_derived_model", "is_llama_derived_model", "is_mistral_derived_model",
@@ -184,20 +208,26 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "eval_delay", "eval_on_each_dataset", "eval_do_concat_batches", "eval_use_gather_object"),
     METRICS: ("logging_strategy", "logging_dir", "logging_nan_inf_filter", "log_level", "log_level_replica",
               "disable_tqdm", "include_num_input_tokens_seen", "include_tokens_per_second", "log_on_each_node",
-              "plot_loss", "include_tkps", "debug", "skip_memory_metrics", "trackio_space_id", "project",
-              "save_predictions", "dataset_stats", "log_completions", "log_unique_prompts"),
+              "plot_loss", "include_tkps", "debug", "skip_memory_metrics", "use_otel_metrics",
+              "include_effective_tokens_per_second", "hf_mlflow_log_artifacts", "tpu_metrics_debug",
+              "trackio_space_id", "project", "save_predictions", "dataset_stats", "log_completions",
+              "log_unique_prompts"),
     TRACKERS: ("swanlab_project", "swanlab_run_name", "swanlab_workspace", "swanlab_mode", "use_swanlab", "use_comet",
-               "comet_project_name", "comet_api_key", "comet_workspace", "use_trackio", "trackio_project_name"),
+               "comet_project_name", "comet_api_key", "comet_workspace",
+               "comet_experiment_key", "comet_mode", "comet_online", "comet_experiment_config", "swanlab_api_key",
+               "swanlab_logdir", "use_trackio", "trackio_project_name"),
     "set variables in the shell": ("env",),
     LAUNCHER: ("accelerator_config", "local_rank", "use_ray", "ray_num_workers", "ray_run_name", "resources_per_worker",
-               "world_size", "ray_storage_path", "placement_strategy", "num_machines", "compute_environment",
+               "world_size", "ray_storage_path", "ray_scope", "placement_strategy", "num_machines",
+               "compute_environment",
                "distributed_type", "main_process_port", "ddp_backend", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
     "`ligertune train` trains": ("do_train",),
     "eval.eval_strategy switches evaluations on": ("do_eval",),
     "`ligertune generate RUN PROMPT` answers prompts": ("do_predict",),
     "the ending of a file says its type": ("ds_type", "converter"),
     "evaluations pack rows as training does; the loss does not depend on it": ("eval_sample_packing", "eval_packing"),
-    "checkpointing is always non-reentrant": ("gradient_checkpointing_kwargs", "use_reentrant_gc"),
+    "checkpointing is always non-reentrant": (
+        "gradient_checkpointing_kwargs", "use_reentrant_gc", "gradient_checkpointing_use_reentrant"),
     "train.seed decides on the order of the data, too": ("data_seed", "shuffle_seed"),
     "parallel.timeout is the timeout within a step, in seconds; saves and evaluations have a longer one": (
         "ddp_timeout",),
@@ -206,8 +236,13 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "bf16_full_eval", "fp16_full_eval", "eval_accumulation_steps", "prediction_loss_only", "half_precision_backend",
         "fp16_opt_level", "fp16_backend"),
     "training has no cache of keys and values": ("use_cache",),
-    "log in with `hf auth login`": ("hf_use_auth_token", "hf_hub_token", "use_auth_token", "ms_hub_token"),
+    "log in with `hf auth login`": ("hf_use_auth_token", "hf_hub_token", "use_auth_token", "ms_hub_token",
+                                    "om_hub_token", "push_to_hub_token"),
     "the loss before training is in the report": ("logging_first_step",),
+    "the adapter and its reference have no other names": ("model_adapter_name", "ref_adapter_name"),
+    "batches and models need no such hint": (
+        "label_pad_token_id", "padding_value", "is_encoder_decoder", "force_use_ref_model", "base_model_attribute_name",
+        "ignore_bias_buffers", "use_fast_processor"),
     "the adapter is saved as PEFT's": ("pissa_convert",),
     "pairs are recognised by their columns": ("ranking", "formatting", "chat_template_kwarg"),
     "it chooses kernels of the other tool; ligertune's run wherever a layer is recognised": ("plugins",),
@@ -229,6 +264,10 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
     "export MLFLOW_TRACKING_URI": ("mlflow_tracking_uri",),
     "export MLFLOW_EXPERIMENT_NAME": ("mlflow_experiment_name",),
     "it belongs to another command of the tool": (
+        "vllm", "vllm_gpu_util", "vllm_enforce_eager", "sglang_maxlen", "do_sample", "top_p", "num_beams",
+        "max_new_tokens", "repetition_penalty", "length_penalty", "skip_special_tokens", "merge_lora", "use_kv_cache",
+        "export_quantization_dataset", "decontaminate", "num_completions_per_prompt", "bench_split", "total_num_tokens",
+        "total_supervised_tokens", "use_legacy_prediction_loop", "adapter_folder",
         "infer_backend", "infer_dtype", "vllm_maxlen", "print_param_status", "callbacks", "benchmarks", "seed_dataset",
         "use_cpu", "no_cuda", "past_index", "jit_mode_eval", "use_ipex"),
     f"{REFERENCE}; preference.reference says how it is computed": (
@@ -272,6 +311,14 @@ SAME_HERE: dict[str, tuple[object, ...]] = {
     "quantize_moe_experts": (True,),
     "create_new_adapter": (True,),
     "disable_dropout": (True,),
+}
+
+# roles of messages that are known here, too (ligertune/data/rows/conversation.py)
+USUAL_ROLES = {
+    "system": {"system"},
+    "user": {"user", "human"},
+    "assistant": {"assistant", "gpt", "model"},
+    "tool": {"tool"},
 }
 
 # A value of false switches nothing on, except for these keys, of which it is the choice.
