@@ -171,13 +171,14 @@ def init(
     Example: ligertune init Qwen/Qwen2.5-0.5B my_answers.jsonl --set train.learning_rate=1e-5
     """
     from ligertune.cli.render import run_report
-    from ligertune.planning.preflight import check_paths, write_new
+    from ligertune.planning.preflight import check_new_file, check_paths, write_new
     from ligertune.recipe.describe import commented_recipe, new_recipe
 
     render.people_on_stderr(json)
     changes = list(set_ or [])
     loaded = _draft(model, data, changes)
     check_paths(loaded)
+    check_new_file(out, overwrite=overwrite)
     _keep_inputs(out, [Path(dataset.path) for dataset in loaded.data.datasets])
     remarks = _fit_task(loaded, changes)
     loaded = _draft(model, data, changes)

@@ -206,29 +206,45 @@ def _check_names(path: Path, option: str) -> None:
             )
 
 
+_NEW_FILE = "Name a file that does not exist yet, in a folder that does."
+
+
+def check_new_file(path: Path, *, overwrite: bool = False) -> None:
+    """Raise UserError if a file cannot be written at `path`, before the work whose result it will hold."""
+    _check_names(path, "--out")
+    if os.path.lexists(path):
+        if not overwrite:
+            hint = "Name another file, or replace it with --overwrite."
+            raise UserError(f"--out: {path} exists already.", hint=hint)
+        check_replaceable(path)
+    elif not os.path.isdir(path.parent):  # unlike Path.is_dir, without an error for a path that is too long
+        raise UserError(f"--out: {path} cannot be written: its folder does not exist.", hint=_NEW_FILE)
+
+
 def write_new(path: Path, text: str, *, overwrite: bool = False) -> None:
     """Write a new text file, or with `overwrite` replace one: of a link, the link and not the file that it names.
 
     Raises UserError if the file exists and is not to be replaced, or if it cannot be written.
     """
-    hint = "Name a file that does not exist yet, in a folder that does."
+    check_new_file(path, overwrite=overwrite)
     try:
         if overwrite:
             write_text(path, text)
-            return
-        file = path.open("x", encoding="utf-8")
-    except FileExistsError:
-        raise UserError(
-            f"--out: {path} exists already.", hint="Name another file, or replace it with --overwrite."
-        ) from None
-    except OSError as problem:
-        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
-    try:
-        with file:
+        else:
+            _write_exclusively(path, text)
+    except OSError as problem:  # a full disk, or a folder without permission
+        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=_NEW_FILE) from None
+
+
+def _write_exclusively(path: Path, text: str) -> None:
+    """Write a file that does not exist, and leave no part of it if the disk is full."""
+    with path.open("x", encoding="utf-8") as file:
+        try:
             file.write(text)
-    except OSError as problem:  # a full disk
-        path.unlink()
-        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
 
 
 def looks_local(name: str) -> bool:

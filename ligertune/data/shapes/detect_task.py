@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ligertune.data.rows.conversation import ROLES
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.label_formats import LABEL_COLUMNS, TEXT_COLUMNS, LabelFormat, recognise_labels
 from ligertune.data.rows.preference_formats import recognise_preferences
@@ -24,11 +25,13 @@ _ROWS = 100  # first rows that are read
 # names that published data sets give to a column of labels, and to the text
 _LABEL_NAMES = (
     "label", "labels", "sentiment", "class", "category", "intent", "emotion", "toxicity", "toxic", "stars", "rating",
-    "score", "topic", "target", "polarity", "airline_sentiment", "spam", "language", "type",
+    "score", "topic", "target", "polarity", "airline_sentiment", "spam", "is_spam", "is_duplicate", "class index",
+    "class_index", "label_text", "language", "type",
 )  # fmt: skip
 _VOTE_NAMES = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up", "is_good", "good", "preferred", "accepted")
 _TEXT_NAMES = (*(names[0] for names in TEXT_COLUMNS if len(names) == 1), "body", "comment", "message", "document",
-               "description", "sms", "statement", "utterance", "headline")  # fmt: skip
+               "description", "sms", "statement", "utterance", "headline",
+               "comment_text", "review_text", "review_body", "sentence_text", "tweet_text", "full_text")  # fmt: skip
 # A column that is not called `label` is one of labels only if its values repeat: a score of 100 rows does not.
 _MOST_LABELS, _MOST_DISTINCT = 20, 0.5
 _PROBLEMS = {"names": "single_label_classification", "ids": "single_label_classification", "values": "regression"}
@@ -60,7 +63,7 @@ def detect_task(spec: DatasetOptions) -> DetectedTask | None:
         return None
     sample = SampleColumns(first)
     found = _pairs(sample, first, spec.path) or _votes(spec, sample, first)
-    if found is None and not _is_fine_tuning(spec, first):
+    if found is None and not _is_fine_tuning(spec, sample, first):
         found = _labels(sample, first, spec.path)
     return found or DetectedTask("sft", "has rows to fine-tune on")
 
@@ -104,8 +107,14 @@ def _votes(spec: DatasetOptions, sample: SampleColumns, first: Sequence[Record])
     return None
 
 
-def _is_fine_tuning(spec: DatasetOptions, first: Sequence[Record]) -> bool:
+def _is_fine_tuning(spec: DatasetOptions, sample: SampleColumns, first: Sequence[Record]) -> bool:
     """Return whether the rows hold answers, next to which a label is not what is learned."""
+    if "completions" in sample and "labels" in sample:
+        return True  # labels of steps: no task trains on them, and the reader says so
+    for name in ("messages", "conversations"):
+        roles = {ROLES.get(role) for role in sample.roles(name)}
+        if roles and "assistant" not in roles:
+            return False  # questions without answers
     try:
         return not recognise_shape(spec, "conversations", first, spec.path).format.raw
     except UserError:
