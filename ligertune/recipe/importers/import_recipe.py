@@ -129,12 +129,13 @@ def _apply(work: Import, rows: Sequence[Alias]) -> None:
     apply_aliases(document, rows)
     for notice in document.notices[read:]:
         name, _, key = notice.sentence.rstrip(".").partition(" is read as ")
-        if key and work.path_of(name)[0] in work.source:
-            work.trace(work.path_of(name), key)
+        source = work.source_of(split(name))
+        if key and source[0] in work.source:
+            work.trace(source, key)
     for remark in document.complaints[before:]:
         name = remark.sentence.partition(" and ")[0]
         kept = remark.sentence.partition(" and ")[2].partition(" are two names")[0]
-        work.fates[work.path_of(name)] = Fate(LEFT, (), f"{kept} has another value, and counts", TRAINING)
+        work.fates[work.source_of(split(name))] = Fate(LEFT, (), f"{kept} has another value, and counts", TRAINING)
     del document.complaints[before:]
 
 

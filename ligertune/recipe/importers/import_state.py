@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -139,11 +140,11 @@ class Import:
             self.notes.append(f"{self.peer.name}'s default of {key} is left out: {why}")
             return
         ours = key if sources else ""
-        for at in sources or [self._source_of(path)]:
+        for at in sources or [self.source_of(path)]:
             matters = even_off or (at[-1] in FALSE_MATTERS and value is not None)
             self.fates[at] = Fate(OFF) if is_off(value) and not matters else Fate(LEFT, (ours,) * bool(ours), why, harm)
 
-    def _source_of(self, path: KeyPath) -> KeyPath:
+    def source_of(self, path: KeyPath) -> KeyPath:
         """Return where a key of the document stood in the file."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.items:
@@ -230,11 +231,16 @@ class Import:
         """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""
         keys = [
             {
-                "key": printable(dotted(path)), "line": self.line_of(path), "value": value, "state": fate.state,
-                "into": list(fate.into), "why": fate.why, "harm": fate.harm,
+                "key": printable(dotted(path)),
+                "line": self.line_of(path),
+                "value": _json_value(value),
+                "state": fate.state,
+                "into": list(fate.into),
+                "why": fate.why,
+                "harm": fate.harm,
             }
             for path, value, fate in self.accounts()
-        ]  # fmt: skip
+        ]
         notices = [str(notice) for notice in sorted(self.document.notices)]
         return {
             "peer": self.peer.name, "text": self.text, "keys": keys, "translated": self.translated,
@@ -258,6 +264,11 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from leaves(inner, (*path, index))
     else:
         yield path, value
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value with words for numbers that JSON does not have: NaN, Infinity."""
+    return json.loads(json.dumps(value), parse_constant=str)
 
 
 def _value_at(value: Any, path: KeyPath) -> Any:

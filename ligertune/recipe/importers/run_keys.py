@@ -263,6 +263,8 @@ def _held_out_by(data: dict[str, Any]) -> str:
 def _processes(work: Import) -> None:
     """Convert FSDP and DeepSpeed to `parallel.strategy`, where the file says which one it is."""
     data = work.data
+    if "fsdp_config" in data and not isinstance(data["fsdp_config"], dict):  # the name of a file
+        work.leave(("fsdp_config",), FSDP_OPTIONS.why, FSDP_OPTIONS.harm)
     fsdp, config = data.get("fsdp"), nested(data.get("fsdp_config"))
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
     if config or (words and words != "no_shard") or data.get("fsdp_version"):
