@@ -13,9 +13,14 @@ from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
+    from ligertune.recipe import Recipe
     from ligertune.recipe.importers.import_state import Import
 
-ADAPTER_RATE = 2e-4  # as the bundled LoRA recipes
+# learning rates as in the bundled recipes: of LoRA, and of preference pairs
+ADAPTER_RATE = 2e-4
+DPO_ADAPTER_RATE = 5e-6
+DPO_RATE = 5e-7
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file that --out names.")]
 
 recipe_app = typer.Typer(
     help="Check or print a recipe, describe its keys, list the bundled recipes, or import another tool's file."
@@ -102,6 +107,7 @@ def import_(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="RECIPE", help="Recipe file to write. Default: stdout.")
     ] = None,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Convert a YAML file of Axolotl, LLaMA-Factory or TRL into a recipe, and list the keys that have no counterpart.
@@ -115,7 +121,8 @@ def import_(
     render.people_on_stderr(json or out is None)
     found = import_recipe(file)
     if out is not None:
-        write_new(out, found.text)
+        _keep_inputs(out, [file])
+        write_new(out, found.text, overwrite=overwrite)
     elif not json:
         render.document(found.text)
     _show_import(found, file)
@@ -127,7 +134,10 @@ def import_(
 
 
 def _show_import(found: Import, file: Path) -> None:
-    """Print what an import translated, which defaults differ, and what is lost."""
+    """Print what became of each key of the file: keys whose loss changes what is trained are the loudest."""
+    from ligertune.errors import plural
+    from ligertune.recipe.importers.reasons import HARMLESS, SPEED, TRAINING
+
     render.text(f"{file} is a file of {found.peer.name}. Translated:")
     for line in found.translated:
         render.sentence(line, indent="  ")
@@ -137,42 +147,115 @@ def _show_import(found: Import, file: Path) -> None:
             render.sentence(line, indent="  ")
     for note in found.notes:
         render.note(note)
-    for item in found.left:
-        where = f"{file}:{item.line}" if item.line else str(file)
-        render.sentence(f"{where}: not imported: {item.key}: {item.value} ({item.why})")
+    for harm, title in ((TRAINING, "NOT IMPORTED"), (SPEED, "Not imported")):
+        items = [item for item in found.left if item.harm == harm]
+        if items:
+            render.text(f"{title}, {harm} ({plural(len(items), 'key')}):")
+        for item in items:
+            render.sentence(f"{file}:{item.line}: {item}" if item.line else str(item), indent="  ")
+    if found.harmless:
+        render.sentence(f"Not imported, {HARMLESS}: {', '.join(found.harmless)}")
+    if found.off:
+        render.sentence(f"Empty or off: {', '.join(found.off)}")
 
 
 def init(
     model: Annotated[str, typer.Argument(help="Hub id or folder of the model.", show_default=False)],
     data: Annotated[list[str], typer.Argument(help="Data sets: hub ids, files, folders or globs.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recipe file to write.")] = Path("recipe.yaml"),
+    overwrite: Overwrite = False,
     set_: Overrides = None,
     json: Json = False,
 ) -> None:
-    """Write a recipe for a model and data sets, with every key, its description and its default.
+    """Write a recipe for a model and data sets, with the task that fits the data, and every key and its default.
 
     Example: ligertune init Qwen/Qwen2.5-0.5B my_answers.jsonl --set train.learning_rate=1e-5
     """
     from ligertune.cli.render import run_report
-    from ligertune.planning.preflight import check_paths, write_new
-    from ligertune.recipe import load_recipe
+    from ligertune.planning.preflight import check_new_file, check_paths, write_new
     from ligertune.recipe.describe import commented_recipe, new_recipe
-    from ligertune.recipe.plain_yaml import dump
 
     render.people_on_stderr(json)
-    # validate the short recipe first, so that nothing is written if an override is wrong
-    with tempfile.TemporaryDirectory(prefix="ligertune-init-") as folder:
-        draft = Path(folder) / "recipe.yaml"
-        draft.write_text(dump(new_recipe(model, data)), encoding="utf-8")
-        loaded = load_recipe(draft, set_ or [])
-    check_paths(loaded)
     changes = list(set_ or [])
+    loaded = _draft(model, data, changes)
+    check_paths(loaded)
+    check_new_file(out, overwrite=overwrite)
+    _keep_inputs(out, [Path(dataset.path) for dataset in loaded.data.datasets])
+    remarks = _fit_task(loaded, changes)
+    loaded = _draft(model, data, changes)
     if loaded.method.type in ("lora", "qlora") and "learning_rate" not in loaded.train.model_fields_set:
-        changes.append(f"train.learning_rate={ADAPTER_RATE}")
-        render.note(f"train.learning_rate is {ADAPTER_RATE} for an adapter (2e-5 in full fine-tuning).")
-    write_new(out, commented_recipe(new_recipe(model, data), changes))
+        rate = DPO_ADAPTER_RATE if loaded.task == "dpo" else ADAPTER_RATE
+        changes.append(f"train.learning_rate={rate}")
+        render.note(f"train.learning_rate is {rate} for an adapter ({loaded.train.learning_rate} in full fine-tuning).")
+    write_new(out, commented_recipe(new_recipe(model, data), changes, remarks), overwrite=overwrite)
     command, recipe = run_report.command(), shlex.quote(str(out))
+    for remark in remarks:
+        render.text(remark)
     render.text(f"Wrote {out}")
     render.text(f"\nInspect the data:  {command} data {recipe}\nTrain:             {command} train {recipe}")
     if json:
-        render.json_report({"recipe": str(out), "output_dir": loaded.checkpoint.output_dir})
+        render.json_report({
+            "recipe": str(out), "output_dir": loaded.checkpoint.output_dir, "task": loaded.task, "remarks": remarks,
+        })  # fmt: skip
+
+
+def _draft(model: str, data: list[str], changes: list[str]) -> Recipe:
+    """Load the short recipe with overrides, so that nothing is written if one of them is wrong."""
+    from ligertune.recipe import load_recipe
+    from ligertune.recipe.describe import new_recipe
+    from ligertune.recipe.plain_yaml import dump
+
+    with tempfile.TemporaryDirectory(prefix="ligertune-init-") as folder:
+        draft = Path(folder) / "recipe.yaml"
+        draft.write_text(dump(new_recipe(model, data)), encoding="utf-8")
+        return load_recipe(draft, changes)
+
+
+def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
+    """Append the overrides for the task that fits the data, unless the user names it; return the reasons."""
+    from ligertune.data.rows.data_files import display_path
+    from ligertune.data.shapes.detect_task import detect_task
+    from ligertune.errors import UserError
+    from ligertune.recipe.importers.import_state import printable
+
+    if "task" in recipe.model_fields_set:
+        return []
+    found = [(display_path(Path(spec.path)), spec, detect_task(spec)) for spec in recipe.data.datasets]
+    known = [(name, detected) for name, _, detected in found if detected is not None]
+    kinds = {(detected.task, tuple(detected.settings.items())): name for name, detected in known}
+    if len(kinds) > 1:
+        tasks = " and ".join(f"{name} is data of task: {kind[0]}" for kind, name in kinds.items())
+        raise UserError(f"{tasks}.", hint="Write a recipe for each of them.")
+    if not known or known[0][1].task == "sft":
+        return []
+    detected, given = known[0][1], recipe.model_dump(exclude_unset=True)
+    changes.insert(0, f"task={detected.task}")
+    for key, value in detected.settings.items():
+        section, _, name = key.partition(".")
+        if name not in given.get(section, {}):
+            changes.insert(1, f"{key}={value}")
+    if detected.task == "dpo" and recipe.method.type == "full" and "learning_rate" not in recipe.train.model_fields_set:
+        changes.append(f"train.learning_rate={DPO_RATE}")
+    for index, (_, spec, one) in enumerate(found):
+        if one is not None and one.columns and not spec.columns:
+            names = ", ".join(f"{ours}: {name!r}" for ours, name in one.columns.items())
+            changes.append(f"data.datasets.{index}.columns={{{names}}}")
+    kto = detected.settings.get("preference.loss_type") == "kto"
+    choice = f"task: {detected.task}" + (" with preference.loss_type: kto" if kto else "")
+    reasons = [f"{choice}, because {name} {one.why}." for name, one in known]
+    return [printable(reason) for reason in reasons] + _OTHER_TASKS[choice]
+
+
+_OTHER_TASKS = {
+    "task: dpo": ["task: reward trains a reward model on the same pairs."],
+    "task: dpo with preference.loss_type: kto": [],
+    "task: classification": ["task: sft trains a language model on the text instead, without the labels."],
+}
+
+
+def _keep_inputs(out: Path, inputs: list[Path]) -> None:
+    """Raise UserError if the file to write is one of those that are read."""
+    from ligertune.errors import UserError
+
+    if out.exists() and any(path.exists() and path.samefile(out) for path in inputs):
+        raise UserError(f"--out: {out} is the file that is read.", hint="Name another file.")

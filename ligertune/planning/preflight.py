@@ -13,7 +13,7 @@ from ligertune.planning.hub import TOKENIZER_FILES, check_hub_dataset, check_hub
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
-from ligertune.storage import check_replaceable, damaged_lines, name_kind, newest_checkpoint, read_metrics
+from ligertune.storage import check_replaceable, damaged_lines, name_kind, newest_checkpoint, read_metrics, write_text
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
@@ -233,21 +233,45 @@ def _check_names(path: Path, option: str) -> None:
             )
 
 
-def write_new(path: Path, text: str) -> None:
-    """Write a new text file. Raises UserError if it exists or cannot be written."""
-    hint = "Name a file that does not exist yet, in a folder that does."
+_NEW_FILE = "Name a file that does not exist yet, in a folder that does."
+
+
+def check_new_file(path: Path, *, overwrite: bool = False) -> None:
+    """Raise UserError if a file cannot be written at `path`, before the work whose result it will hold."""
+    _check_names(path, "--out")
+    if os.path.lexists(path):
+        if not overwrite:
+            hint = "Name another file, or replace it with --overwrite."
+            raise UserError(f"--out: {path} exists already.", hint=hint)
+        check_replaceable(path)
+    elif not os.path.isdir(path.parent):  # unlike Path.is_dir, without an error for a path that is too long
+        raise UserError(f"--out: {path} cannot be written: its folder does not exist.", hint=_NEW_FILE)
+
+
+def write_new(path: Path, text: str, *, overwrite: bool = False) -> None:
+    """Write a new text file, or with `overwrite` replace one: of a link, the link and not the file that it names.
+
+    Raises UserError if the file exists and is not to be replaced, or if it cannot be written.
+    """
+    check_new_file(path, overwrite=overwrite)
     try:
-        file = path.open("x", encoding="utf-8")
-    except FileExistsError:
-        raise UserError(f"--out: {path} exists already, and nothing is written over it.", hint=hint) from None
-    except OSError as problem:
-        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
-    try:
-        with file:
+        if overwrite:
+            write_text(path, text)
+        else:
+            _write_exclusively(path, text)
+    except OSError as problem:  # a full disk, or a folder without permission
+        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=_NEW_FILE) from None
+
+
+def _write_exclusively(path: Path, text: str) -> None:
+    """Write a file that does not exist, and leave no part of it if the disk is full."""
+    with path.open("x", encoding="utf-8") as file:
+        try:
             file.write(text)
-    except OSError as problem:  # a full disk
-        path.unlink()
-        raise UserError(f"--out: {path} cannot be written: {problem.strerror}.", hint=hint) from None
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
 
 
 def looks_local(name: str) -> bool:

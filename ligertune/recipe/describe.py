@@ -43,10 +43,10 @@ def run_folder(model: str, dataset: str) -> str:
     return "runs/" + "-".join(filter(None, (Path(model).name.lower(), data.lower())))
 
 
-def commented_recipe(data: dict[str, Any], overrides: Sequence[str] = ()) -> str:
+def commented_recipe(data: dict[str, Any], overrides: Sequence[str] = (), remarks: Sequence[str] = ()) -> str:
     """Return YAML with every key, its value and description; keys that are not given are comments.
 
-    The overrides must be valid: `load_recipe` has read them before.
+    The overrides must be valid: `load_recipe` has read them before. remarks: lines of comments at the top.
     """
     document = Document("the new recipe", data)
     apply_overrides(document, overrides)
@@ -54,6 +54,7 @@ def commented_recipe(data: dict[str, Any], overrides: Sequence[str] = ()) -> str
     lines = [
         "# A recipe of ligertune. Commented keys show their default: remove the # to set another value.",
         "# `ligertune recipe check FILE` validates the recipe, `ligertune data FILE` shows its training data.",
+        *(f"# {remark}" for remark in remarks),
     ]
     for key in _children(""):
         lines += _written(key, document, depth=0)

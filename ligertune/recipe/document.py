@@ -116,8 +116,10 @@ class Document:
         if path not in self.places:
             return dotted(path)
         place = self.places[path]
-        written = f"written as {place.written}, " if place.written else ""
-        return f"{dotted(path)} ({written}{place.override or f'line {place.line}'})"
+        written = f"written as {place.written}" if place.written else ""
+        where = place.override or (f"line {place.line}" if place.line else "")  # no line: a default of another tool
+        about = ", ".join(filter(None, (written, where)))
+        return f"{dotted(path)} ({about})" if about else dotted(path)
 
     def complain(self, path: KeyPath, sentence: str) -> None:
         self.complain_at(self.place(path), sentence)

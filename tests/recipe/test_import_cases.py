@@ -1,5 +1,6 @@
 """`ligertune recipe import`: a table of files in other tools' styles, and what each becomes (imports.yaml)."""
 
+import json
 import re
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from ligertune.errors import UserError
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.recipe.aliases import ALIASES
 from ligertune.recipe.document import keys, leaf
-from ligertune.recipe.importers.import_recipe import import_recipe
-from ligertune.recipe.importers.import_state import Import
+from ligertune.recipe.importers.import_recipe import import_recipe, peer_of
+from ligertune.recipe.importers.import_state import UNTRACED, Import
 from ligertune.recipe.importers.peer_templates import TEMPLATES
 from ligertune.recipe.importers.peers import IMPORTED, TOOLS
-from ligertune.recipe.importers.reasons import REASONS
+from ligertune.recipe.importers.reasons import HARMS, REASONS
 from ligertune.recipe.read import read_document
 
 CASES = yaml.load(Path(__file__).with_name("imports.yaml").read_text("utf-8"), Loader=yaml.CSafeLoader)
@@ -27,16 +28,12 @@ BASES = {
     "trl": {"model_name_or_path": "a/b", "dataset_name": "x/y", "output_dir": "out"},
 }
 
-# keys of the cases that leave no trace of their own: what they say is in other keys of the recipe, or is the default
-IN_OTHER_KEYS = """
-    dataset_splits num_labels test_split_size dataset_text_field peft_config dist_config kernel_config fp16
-    special_tokens
-    use_peft adapter finetuning_type
-    disable_gradient_checkpointing activation_offloading load_in_4bit quantization_bit use_galore fsdp_config
-    fsdp_version freeze_trainable_layers freeze_trainable_modules freeze_extra_modules peft_layers_to_transform
-    reward_model wandb_project output_dir evaluation_strategy evals_per_epoch loss_type max_steps
-    chat_template_jinja
-"""
+# keys whose values in the cases are defaults of the recipe, which it does not hold
+SAYS_A_DEFAULT = (
+    "disable_gradient_checkpointing", "stage", "loss_type", "save_total_limit", "test_split_size", "max_steps",
+    "num_train_epochs", "adapter", "fsdp_config", "dataset_text_field", "finetuning_type", "peft_config", "bf16",
+    "template", "chat_template",
+)  # fmt: skip
 
 
 def text_of(case: dict) -> str:
@@ -53,11 +50,36 @@ def value_of(recipe: Recipe, key: str) -> object:
     return value
 
 
-def keys_without_trace(found: Import) -> set[str]:
-    """Return the keys of the file that the import names nowhere."""
-    named = {line.split(" -> ")[0] for line in found.translated} | {item.key for item in found.left}
-    shown = " ".join([*named, *found.notes, *map(str, found.document.notices)])
-    return {key for key in read_document(Path("tool.yml")).data if key not in re.findall(r"\w+", shown)}
+def flattened(value: object, path: str = "") -> dict[str, object]:
+    """Return every key of a file that holds no other keys: {"datasets[0].path": "x/y"}."""
+    if isinstance(value, dict) and value:
+        rows = {f"{path}.{name}".lstrip("."): item for name, item in value.items()}
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        rows = {f"{path}[{index}]": item for index, item in enumerate(value)}
+    else:
+        return {path: value}
+    return {key: inner for name, item in rows.items() for key, inner in flattened(item, name).items()}
+
+
+def check_accounts(found: Import, text: str) -> None:
+    """Every key of the file is reported once, with a reason if it was not imported, and none is unaccounted for."""
+    report = found.as_dict()
+    file = flattened(yaml.safe_load(text))
+    assert sorted(row["key"] for row in report["keys"]) == sorted(file)
+    recipe = flattened(yaml.safe_load(found.text))
+    for row in report["keys"]:
+        assert row["why"] != UNTRACED, row["key"]
+        if row["state"] == "not imported":
+            assert row["why"] and row["harm"] in HARMS, row
+        elif row["state"] == "off":
+            assert file[row["key"]] in (None, False, "", "none", "no", [], {}), row
+        else:  # the keys that it became are in the recipe, or are its defaults
+            written = [key for key in recipe for into in row["into"] if key.startswith(into)]
+            assert written or row["key"].partition(".")[0].partition("[")[0] in SAYS_A_DEFAULT, row
+    named = {line.split(" -> ")[0] for line in report["translated"]} | set(report["off"])
+    named |= {row["key"] for row in report["left"]}
+    shown = [key for key in file if any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in named)]
+    assert sorted(shown) == sorted(file)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
@@ -78,11 +100,15 @@ def test_a_file_of_another_tool(case, tmp_path, monkeypatch):
     assert {key: value_of(recipe, key) for key in expected} == {
         key: pytest.approx(value) if isinstance(value, float) else value for key, value in expected.items()
     }
-    reasons = {item.key: item.why for item in found.left}
+    check_accounts(found, Path("tool.yml").read_text())
+    reasons = {name: item.why for item in found.left for name in (item.key, item.ours) if name}
     for key, words in case.get("left", {}).items():
         assert words in reasons[key]
+    harms = {item.key: item.harm for item in found.left}
+    for key, words in case.get("harms", {}).items():
+        assert words in harms[key], key
+    assert [item.harm for item in found.left] == sorted((item.harm for item in found.left), key=HARMS.index)
     assert case.get("says", "") in found.text
-    assert keys_without_trace(found) <= set(IN_OTHER_KEYS.split())
     assert not [name for name in case.get("without", ()) if f"  {name}: " in found.text.rpartition("\n# ")[2]]
 
 
@@ -91,13 +117,110 @@ def test_the_cases_are_many_and_of_every_tool():
     assert all(sum(tool in case for case in CASES) >= 15 for tool in BASES)
 
 
+def test_a_key_that_no_converter_reads_is_loud_and_an_empty_one_is_not(tmp_path):
+    file = tmp_path / "tool.yml"
+    file.write_text("base_model: a/b\nsequence_len: 9\nadapter:\nlora_r: 0\nfsdp_config: {}\nplugins: [x]\n")
+    document = read_document(file)
+    found = Import(peer_of(document), document, tmp_path)  # before any conversion
+    assert [(item.key, item.why, item.harm) for item in found.left] == [
+        (key, UNTRACED, "changes what is trained") for key in ("base_model", "sequence_len", "plugins")
+    ]
+    assert found.off == ["adapter", "lora_r", "fsdp_config"]
+
+
+SMALL = "base_model: a/b\nsequence_len: 9\ndatasets: [{path: x/y}]\n"
+# (file, words of the one sentence)
+BAD_FILES = [
+    ("", "is empty"),
+    ("# nothing\n", "is empty"),
+    ("- base_model: a\n", "is a mapping"),
+    ("base_model\n", "is a mapping"),
+    ("a: 1\n---\nb: 2\n", "expected a single document"),
+    ("base_model: !!python/object/apply:os.system [ls]\n", "cannot hold"),
+    ("base_model: !!binary aGk=\n", "cannot hold"),
+    ("base_model: a\x07b\n", "U+0007 is not allowed"),
+    ("base_model: " + "[" * 5000, "nested too deeply"),
+    ("base_model: &a [*a]\n", "contains itself"),
+    ("base_model: a\nx: {" + ", ".join(f"k{i}: 1" for i in range(11_000)) + "}\n", "more than 10,000"),
+    (f"{SMALL}micro_batch_size: 99999999999999999\n", "at most 15 digits"),
+    (f"{SMALL}output_dir: one\noutput_dir: two\n", "given twice, at lines 4 and 5"),
+    (f"{SMALL}lora: {{r: 1, r: 2}}\n", "lora.r is given twice"),
+    ("base_model: a\n\tsequence_len: 1\n", "does not allow a tab"),
+    (f"{SMALL}? [a]\n: 1\n", "single scalar"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_FILES, ids=[words for _, words in BAD_FILES])
+def test_a_bad_file_ends_in_one_sentence(text, words, tmp_path):
+    file = tmp_path / "tool.yml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:
+        import_recipe(file)
+    assert words in refused.value.message and "\n" not in refused.value.message and refused.value.exit_code == 2
+
+
+# values of other types for keys that converters read
+ODD = ["3", "-1", "x", ".nan", "true", "[1]", "[[1]]", "{a: {b: 1}}", "[{a: 1}, 2]", '"\\e[2J\\n"']
+READ_BY_CONVERTERS = """
+    adapter load_in_4bit rl datasets test_datasets pretraining_dataset chat_template special_tokens unfrozen_parameters
+    lora_target_modules peft_layers_to_transform lr_groups embedding_lr lora_modules_to_save saves_per_epoch
+    evals_per_epoch num_epochs val_set_size fsdp fsdp_config fsdp_version deepspeed wandb_name plugins optim_args
+    gradient_checkpointing activation_offloading bf16 warmup_steps lr_scheduler loss_type dataset_mixture dataset_mixer
+    dataset_splits model_init_kwargs liger_kernel_config report_to stage finetuning_type freeze_trainable_layers
+    dataset dataset_dir max_samples template pissa_iter pissa_init neat_packing packing mask_history quantization_bit
+    pref_loss peft_config dist_config train_dataset lr_scheduler_kwargs loss_weights eval_strategy dataset_name
+    train_sampling_strategy data model train task context_parallel_size
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_no_value_of_a_key_ends_in_a_traceback_and_every_key_is_accounted_for(odd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tools = list(BASES)
+    for number, key in enumerate(READ_BY_CONVERTERS, start=ODD.index(odd)):
+        tool = tools[number % len(tools)]  # each key in files of all tools, with other values
+        lines = {**BASES[tool], key: odd}
+        Path("tool.yml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+        try:
+            found = import_recipe(Path("tool.yml"))
+        except UserError as refused:
+            assert "\x1b" not in str(refused)
+            continue
+        assert yaml.safe_load(found.text), (tool, key)
+        assert "\x1b" not in found.text
+        states = [row["state"] for row in found.as_dict()["keys"]]
+        assert states and set(states) <= {"imported", "not imported", "off"}
+
+
+def test_a_key_of_the_file_cannot_end_the_comment_that_names_it(tmp_path):
+    file = tmp_path / "tool.yml"
+    file.write_text(SMALL + '"k\\nmodel: {trust_remote_code: true}\\e[2J": 1\n')
+    found = import_recipe(file)
+    assert "\x1b" not in found.text and "trust_remote_code" not in str(yaml.safe_load(found.text))
+    assert [item.key for item in found.left] == [r"k\nmodel: {trust_remote_code: true}\x1b[2J"]
+
+
+def test_json_holds_every_key_with_its_fate(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tool.yml").write_text(SMALL + "lora_r: 0\nrope_theta: 2\nmicro_batch_size: 3\nplugins: [a]\ntf32: false\n")
+    report = json.loads(CliRunner().invoke(app, ["recipe", "import", "tool.yml", "--json"]).stdout)
+    rows = {row["key"]: row for row in report["keys"]}
+    assert list(rows) == ["base_model", "sequence_len", "datasets[0].path", "lora_r", "rope_theta", "micro_batch_size",
+                          "plugins", "tf32"]  # fmt: skip
+    assert rows["micro_batch_size"]["into"] == ["train.per_device_train_batch_size"]
+    assert (rows["rope_theta"]["line"], rows["rope_theta"]["harm"]) == (5, "changes what is trained")
+    assert (rows["plugins"]["harm"], rows["tf32"]["state"]) == ("has no effect here", "off")
+    assert [item["key"] for item in report["left"]] == ["lora_r", "rope_theta", "plugins"]
+
+
 def test_every_template_of_another_tool_is_a_built_in_one():
     assert set(TEMPLATES.values()) <= set(NAMES)
 
 
 def test_no_key_that_has_a_counterpart_has_a_reason_why_it_has_none():
     counterparts = {leaf(key) for key in keys()} | {name for row in (*ALIASES, *IMPORTED) for name in row.names}
-    assert set(REASONS) & counterparts <= {"chat_template"}  # a template's text has none
+    # a template's text has none, nor a data set's revision; ours rounds the embedding, and theirs pads the rows
+    assert set(REASONS) & counterparts <= {"chat_template", "revision", "pad_to_multiple_of"}
 
 
 def test_no_default_of_a_tool_is_a_default_of_ours():
@@ -119,5 +242,6 @@ def test_a_refusal_of_the_command_ends_with_exit_code_2_and_an_import_names_the_
     lines = done.output.splitlines()
     assert "  num_epochs -> train.num_train_epochs: 2" in lines
     assert any(line.startswith("Defaults of Axolotl that differ") for line in lines)
-    assert any(line.startswith("axolotl.yml:3: not imported: train.lr_scheduler_type") for line in lines)
+    loud = lines.index("NOT IMPORTED, changes what is trained (1 key):")
+    assert lines[loud + 1].startswith('  axolotl.yml:3: lr_scheduler (train.lr_scheduler_type): "rex"')
     assert lines[-1] == "Run it: ligertune train new.yaml"

@@ -106,6 +106,93 @@ def test_init_refuses_invalid_input_and_writes_nothing(init, arguments, words):
     assert Path("held.yaml").read_text() == "mine" and not Path("recipe.yaml").exists()
 
 
+PAIRS = '{"prompt": "q", "chosen": "a", "rejected": "b"}\n' * 3
+# (name of the file, its text, values of the recipe, words of its comment); truth by hand
+DATA = [
+    ("pairs.jsonl", PAIRS, {"task": "dpo", "preference.loss_type": "sigmoid"}, "the columns chosen and rejected"),
+    ("turns.json", json.dumps([{side: [{"role": "user", "content": "q"}, {"role": "assistant", "content": side}]
+                                for side in ("chosen", "rejected")}] * 3), {"task": "dpo"}, "pairs"),
+    ("stack.jsonl", '{"question": "q", "response_j": "a", "response_k": "b"}\n',
+     {"task": "dpo", "data.datasets.0.columns": {"chosen": "response_j", "rejected": "response_k"}}, "response_j"),
+    ("inputs.jsonl", '{"input": "q", "chosen": "a", "rejected": "b"}\n',
+     {"task": "dpo", "data.datasets.0.columns": {"question": "input"}}, "pairs"),
+    ("kto.jsonl", "".join(f'{{"prompt": "q", "completion": "a", "label": {vote}}}\n' for vote in ("true", "false")),
+     {"task": "dpo", "preference.loss_type": "kto"}, "a column label that says which are good"),
+    ("thumbs.jsonl", "".join(f'{{"instruction": "q", "output": "a", "thumbs_up": {vote}}}\n' for vote in (1, 0)),
+     {"preference.loss_type": "kto", "data.datasets.0.columns": {"label": "thumbs_up"}}, "thumbs_up"),
+    ("spam.csv", "text,label\nbuy,spam\nhello,ham\nbye,ham\n",
+     {"task": "classification", "classification.problem_type": "single_label_classification"}, "a text (text)"),
+    ("reviews.csv", "id,review,sentiment\n1,good,pos\n2,bad,neg\n3,fine,pos\n4,no,neg\n",
+     {"task": "classification", "data.datasets.0.columns": {"label": "sentiment"}}, "a label (sentiment)"),
+    ("scores.csv", "body,label\none,0.5\ntwo,1.5\n",
+     {"classification.problem_type": "regression", "data.datasets.0.columns": {"text": "body"}}, "a text (body)"),
+    ("tags.jsonl", '{"text": "a", "labels": ["x", "y"]}\n{"text": "b", "labels": ["x"]}\n',
+     {"classification.problem_type": "multi_label_classification"}, "a label (labels)"),
+    ("nli.jsonl", '{"premise": "a", "hypothesis": "b", "label": 2}\n', {"task": "classification"},
+     "premise and hypothesis"),
+    ("tickets.jsonl", '{"messages": [{"role": "user", "content": "q"}], "label": "billing"}\n',
+     {"task": "classification"}, "a conversation"),
+    ("steps.jsonl", '{"prompt": "q", "completions": ["a", "b"], "labels": [true, false]}\n', {"task": "sft"}, ""),
+    ("alpaca.jsonl", '{"instruction": "q", "input": "", "output": "a", "category": "x"}\n' * 9, {"task": "sft"}, ""),
+    ("graded.jsonl", '{"question": "q", "answer": "a", "label": "easy"}\n', {"task": "sft"}, ""),
+    ("words.jsonl", '{"text": "a"}\n{"text": "b"}\n', {"task": "sft"}, ""),
+    ("articles.jsonl", "".join(f'{{"text": "{i}", "score": {i}}}\n' for i in range(30)), {"task": "sft"}, ""),
+    ("empty.jsonl", "", {"task": "sft"}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected", "words"), DATA, ids=[row[0] for row in DATA])
+def test_init_writes_the_task_that_fits_the_data_and_why(init, name, text, expected, words):
+    Path(name).write_text(text)
+    done = init("some/model", name)
+    assert done.exit_code == 0, done.exception
+    written = load_recipe(Path("recipe.yaml")).model_dump()
+    for key, value in expected.items():
+        found = written
+        for part in key.split("."):
+            found = found[int(part) if part.isdecimal() else part]
+        assert found == value, key
+    lines = Path("recipe.yaml").read_text().splitlines()
+    comments = [line for line in lines if line.startswith("# task: ") and ", because " in line]
+    assert (words in comments[0] and comments[0][2:] in done.output) if words else not comments
+
+
+def test_init_keeps_a_task_that_the_user_names_and_refuses_data_of_two_tasks(init):
+    Path("pairs.jsonl").write_text(PAIRS)
+    Path("spam.csv").write_text("text,label\nbuy,spam\nhello,ham\n")
+    assert init("some/model", "pairs.jsonl", "--set", "task=reward").exit_code == 0
+    assert load_recipe(Path("recipe.yaml")).task == "reward"
+    refused = init("some/model", "pairs.jsonl", "spam.csv", "--out", "two.yaml").exception
+    assert isinstance(refused, UserError) and "pairs.jsonl is data of task: dpo" in str(refused)
+    assert not Path("two.yaml").exists()
+
+
+def test_init_writes_the_learning_rate_of_preference_pairs(init):
+    Path("pairs.jsonl").write_text(PAIRS)
+    for method, rate in (("full", 5e-7), ("lora", 5e-6)):
+        init("some/model", "pairs.jsonl", "--set", f"method.type={method}", "--out", f"{method}.yaml")
+        assert load_recipe(Path(f"{method}.yaml")).train.learning_rate == rate
+
+
+def test_a_second_init_names_overwrite_which_replaces_a_file_and_never_the_target_of_a_link(init):
+    assert init("some/model", "some/data").exit_code == 0
+    refused = init("other/model", "some/data").exception
+    assert isinstance(refused, UserError) and "--overwrite" in str(refused)
+    assert load_recipe(Path("recipe.yaml")).model.model_name_or_path == "some/model"
+    assert init("other/model", "some/data", "--overwrite").exit_code == 0
+    assert load_recipe(Path("recipe.yaml")).model.model_name_or_path == "other/model"
+    Path("mine.txt").write_text("mine")
+    Path("link.yaml").symlink_to("mine.txt")
+    assert init("some/model", "some/data", "--out", "link.yaml", "--overwrite").exit_code == 0
+    assert Path("mine.txt").read_text() == "mine" and not Path("link.yaml").is_symlink()
+    Path("rows.jsonl").write_text(PAIRS)
+    Path("folder").mkdir()
+    for out in ("rows.jsonl", "folder", "no/recipe.yaml"):
+        refused = init("some/model", "rows.jsonl", "--out", out, "--overwrite").exception
+        assert isinstance(refused, UserError) and refused.exit_code == 2, out
+    assert Path("rows.jsonl").read_text() == PAIRS
+
+
 @pytest.mark.parametrize(
     ("model", "data", "name"),
     [

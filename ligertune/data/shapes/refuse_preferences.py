@@ -12,7 +12,7 @@ from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.errors import UserError
 
 # names of the preferred and of the other answer
-_PAIRS = (
+PAIR_NAMES = (
     ("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"),
     ("preferred_output", "non_preferred_output"), ("preferred", "dispreferred"), ("accepted", "rejected"),
     ("better", "worse"), ("response_j", "response_k"), ("better_response", "worse_response"),
@@ -23,7 +23,7 @@ _SIDE = re.compile(
     r"(conversation|response|answer|output|completion|generation|human_ref|summary|candidate)s?_?([ab]|[0-3])\Z",
     re.IGNORECASE,
 )
-_LABEL_VALUES = {"true", "false", "1", "0", "1.0", "0.0"}
+YES_NO = {"true", "false", "1", "0", "1.0", "0.0"}
 _DPO = "Write task: dpo to train on the pairs"
 
 
@@ -36,7 +36,7 @@ def refuse_pairs(sample: SampleColumns, path: str) -> None:
         )
     if "messages" in sample or "thread" in sample:
         return
-    for names in _PAIRS:
+    for names in PAIR_NAMES:
         if set(names) <= sample.names:
             _refuse_pair(sample, path, *names)
     for first, second in combinations(sorted(sample.names), 2):
@@ -90,7 +90,7 @@ def refuse_labels(sample: SampleColumns, path: str, format: Format, columns: dic
     """Raise UserError for answers with a label that says whether they are good (KTO)."""
     for label in LABEL_COLUMNS:
         values = {str(value).strip().lower() for value in sample.values(label)}
-        if format.raw or not values or not values <= _LABEL_VALUES:
+        if format.raw or not values or not values <= YES_NO:
             continue
         renames = f" and {columns_line(columns)}" if columns else ""
         raise UserError(

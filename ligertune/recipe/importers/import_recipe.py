@@ -2,57 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from ligertune.errors import UserError
-from ligertune.recipe.aliases import apply_aliases
+from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS, Alias, apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
-from ligertune.recipe.document import ITEM, Document, Place, dotted, keys, leaf, split
-from ligertune.recipe.importers.import_state import NOTHING, Import
+from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, parent, split
+from ligertune.recipe.importers.import_state import KEEP_THE_TOOL, LEFT, Fate, Import, is_off, printable
 from ligertune.recipe.importers.llama_factory_v1 import flatten_v1, is_v1
 from ligertune.recipe.importers.method_keys import convert_method
 from ligertune.recipe.importers.objectives import refuse_other_objectives
 from ligertune.recipe.importers.peer_datasets import convert_datasets
 from ligertune.recipe.importers.peers import IMPORTED, TOOLS, TWICE_THE_RANK, Peer, likely_peer
-from ligertune.recipe.importers.preferences import PREFERENCE_ALIASES, REFERENCE_KEYS, convert_preferences
-from ligertune.recipe.importers.reasons import REASONS, VALUES
+from ligertune.recipe.importers.preferences import PREFERENCE_ALIASES, convert_preferences
+from ligertune.recipe.importers.reasons import (
+    HARMLESS,
+    HARMS,
+    REASONS,
+    SAME_HERE,
+    SPEED,
+    TRAINING,
+    USUAL_ROLES,
+    VALUES,
+    Reason,
+)
 from ligertune.recipe.importers.run_keys import convert_run
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
-from ligertune.recipe.rules.check_rules import check_rules
+from ligertune.recipe.rules.check_rules import broken_rules
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR
 
 NOT_FLAT = ("chat_template",)  # in the tools it is a template's name or text, which is converted before
-UNKNOWN = "ligertune has no such key"
+FLAT_SECTIONS = (
+    "model", "model.tokenizer", "method", "data", "train", "eval", "checkpoint", "logging", "parallel", "vision",
+    "preference", "classification", "reward",
+)  # fmt: skip
+UNKNOWN = "neither ligertune nor a tool that it knows has such a key"
+NO_MEANING = "with this value, or next to the other keys, it means nothing that ligertune knows"
+# keys that converters read, and leave where they mean nothing to them
+CONVERTED = set(" ".join(peer.signs for peer in TOOLS).split()) | {
+    "max_samples", "freeze_trainable_modules", "freeze_extra_modules", "pissa_iter", "dataset_splits",
+    "dataset_configs", "test_split_size", "embedding_lr", "chat_template",
+}  # fmt: skip
+MAX_DEPTH = 4  # of sections whose keys are named one by one
+# Of two keys that exclude each other, one of these is left out: without it the same is trained.
+SPEED_KEYS = (
+    "parallel", "kernels", "report", "logging", "train.torch_compile", "train.cuda_graphs", "train.fp8",
+    "train.tiled_mlp", "train.optim_in_backward", "train.optim_offload", "train.gradient_checkpointing",
+    "train.gradient_checkpointing_layers", "data.padding_free", "checkpoint.async_save",
+)  # fmt: skip
+OBJECTIVE_KEYS = ("task", "method.type", "preference.loss_type")
 
 
 def import_recipe(path: Path) -> Import:
-    """Convert the file at `path`. Raises UserError if no known tool wrote it, or if it names no model or data."""
+    """Convert the file at `path`. Raises UserError if no known tool wrote it, or with all reasons to refuse it."""
     path = Path(path)
     document = read_document(path)
-    document.data = _without_nulls(document.data)
+    unread = list(document.complaints)  # keys that are given twice
     work = Import(peer_of(document), document, path.absolute().parent)
+    document.data = _without_nulls(document.data)
+    _other_sections(work)
     if is_v1(document.data):
         flatten_v1(work)
     refuse_other_objectives(work)
-    convert_preferences(document)
+    convert_preferences(work)
     convert_datasets(work)
     convert_run(work)
     convert_method(work)
     # the importer's aliases first: they are more specific than those of recipes
-    apply_aliases(document, (*IMPORTED, *PREFERENCE_ALIASES))
-    apply_aliases(document)
+    for rows in ((*IMPORTED, *PREFERENCE_ALIASES), ALIASES):
+        _apply(work, rows)
     _flat_keys(work)
+    _trace_places(work)
     _unknown_keys(work)
     _replaced_keys(work)
     _tool_defaults(work)
+    document.complaints[:] = unread
     _values(work)
-    document.raise_complaints()
-    work.left.sort()
+    work.refusals += [(remark.place.line, UserError(printable(str(remark)))) for remark in document.complaints]
+    work.raise_refusals()
+    _same_here(work)
     ordered = {name: document.data[name] for name in Recipe.model_fields if document.data.get(name)}
     work.text = _header(path, work) + dump(ordered)
     return work
@@ -67,6 +102,14 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+def _other_sections(work: Import) -> None:
+    """Remove keys with the name of a section here and another type, such as `eval: true`; `model: a/b` is an alias."""
+    for name, value in list(work.data.items()):
+        is_section = "properties" in keys().get(name, {})
+        if is_section and not isinstance(value, dict) and not (name == "model" and isinstance(value, str)):
+            _leave_unknown(work, (name,))
+
+
 def peer_of(document: Document) -> Peer:
     """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
     best, signs = likely_peer(document.data)
@@ -79,11 +122,28 @@ def peer_of(document: Document) -> Peer:
     return best
 
 
+def _apply(work: Import, rows: Sequence[Alias]) -> None:
+    """Apply aliases; of two names of one key with different values, the first one counts."""
+    document = work.document
+    before, read = len(document.complaints), len(document.notices)
+    apply_aliases(document, rows)
+    for notice in document.notices[read:]:
+        name, _, key = notice.sentence.rstrip(".").partition(" is read as ")
+        source = work.source_of(split(name))
+        if key and source[0] in work.source:
+            work.trace(source, key)
+    for remark in document.complaints[before:]:
+        name = remark.sentence.partition(" and ")[0]
+        kept = remark.sentence.partition(" and ")[2].partition(" are two names")[0]
+        work.fates[work.source_of(split(name))] = Fate(LEFT, (), f"{kept} has another value, and counts", TRAINING)
+    del document.complaints[before:]
+
+
 def _flat_keys(work: Import) -> None:
     """Move top-level keys with the name of a recipe key into the first section that has it."""
     homes: dict[str, str] = {}
     for key in keys():
-        if "." in key and ITEM not in key:
+        if parent(key) in FLAT_SECTIONS:
             homes.setdefault(leaf(key), key)
     document = work.document
     for name in list(document.data):
@@ -94,19 +154,52 @@ def _flat_keys(work: Import) -> None:
             document.put(split(homes[name]), value, Place("", place.line, place.file, name))
 
 
+def _trace_places(work: Import) -> None:
+    """Record the keys that aliases and flat names became."""
+    for path, place in work.document.places.items():
+        if place.written and work.document.has(path):
+            source = work.path_of(place.written)
+            if source[0] in work.source:
+                work.trace(source, dotted(path))
+
+
 def _unknown_keys(work: Import) -> None:
     """Remove unknown keys at the top level and in data sets, each with the reason."""
-    document, reasons = work.document, REASONS | REFERENCE_KEYS
+    document = work.document
     for name in list(document.data):
         if name not in keys():
-            work.leave((name,), reasons.get(name, UNKNOWN))
+            _leave_unknown(work, (name,))
     for which in ("datasets", "eval_datasets"):
         items = document.get(("data", which)) if document.has(("data", which)) else []
         for index, item in enumerate(items if isinstance(items, list) else []):
             if not isinstance(item, dict):
                 continue  # validation reports it
             for name in [name for name in item if f"data.{which}{ITEM}.{name}" not in keys()]:
-                work.leave(("data", which, index, name), REASONS.get(name, UNKNOWN))
+                _leave_unknown(work, ("data", which, index, name))
+
+
+def _leave_unknown(work: Import, path: KeyPath) -> None:
+    name, value = str(path[-1]), work.document.get(path)
+    reason = REASONS.get(name)
+    if reason is None and isinstance(value, dict) and value and len(path) < MAX_DEPTH:
+        for inner in list(value):  # a section of which some keys are converted, or have reasons of their own
+            _leave_unknown(work, (*path, inner))
+        work.document.remove(path)
+        return
+    if reason is None:
+        close = _similar(name)
+        why = f"{UNKNOWN}; did you mean {close[0]}?" if close else UNKNOWN
+        why = NO_MEANING if name in CONVERTED or close == [name] else why
+        reason = Reason(why, TRAINING)
+    work.leave(path, reason.why, reason.harm)
+
+
+def _similar(name: str) -> list[str]:
+    """Return the known key that is spelled most similarly, if one is."""
+    # a comparison costs 20 us; a file of 10,000 unknown keys would take minutes without a cheap filter
+    known = [*REASONS, *KEY_OF_ALIAS, *map(leaf, keys())]
+    candidates = [other for other in known if other[:2] == name[:2] and abs(len(other) - len(name)) <= 3]
+    return get_close_matches(name, candidates, n=1, cutoff=0.85)
 
 
 def _replaced_keys(work: Import) -> None:
@@ -119,7 +212,7 @@ def _replaced_keys(work: Import) -> None:
         if isinstance(steps, int | float) and steps <= 0:  # -1 and 0 mean "not given"
             work.document.remove(other)
         elif work.document.has(path):
-            work.leave(path, f"train.{rival} replaces it")
+            work.leave(path, f"train.{rival} replaces it, as in the tool", HARMLESS)
 
 
 def _tool_defaults(work: Import) -> None:
@@ -161,27 +254,85 @@ def _values(work: Import) -> None:
     document = work.document
     for section, _ in REQUIRED:
         document.data.setdefault(section, {})  # so that missing keys are named, not the missing section
+    unread = len(document.complaints)
     # removing one value can make another valid or invalid, so validate again after each round
     while True:
         try:
             recipe = Recipe.model_validate(document.data, context=work.folder)
-            refused = check_rules(recipe, document, ())
+            refused = _contradictions(recipe, document)
         except ValidationError as error:
-            refused = complain_about(error, document)
-        messages = {remark.sentence: remark.place for remark in document.complaints}
-        removable = [path for path in refused if document.has(path)]
+            refused = _invalid_values(error, document)
+        removable = {path: why for path, why in refused.items() if document.has(path)}
         if not removable:
             return  # valid, or a required key is missing: the complaints say which
-        for path in removable:
-            about = [text for text in messages if dotted(path) in text]
-            about += [text for text, place in messages.items() if place == document.place(path)]
-            why = next(iter(about), UNKNOWN)
-            why = VALUES.get((dotted(path), str(document.get(path))), why)
-            is_objective = path in (("task",), ("method", "type"), ("preference", "loss_type"))
-            if is_objective and document.get(path) not in NOTHING:  # without it the run would train something else
-                raise UserError(f"{document.place(path)}: {why}", hint="Keep the other tool for this file.")
-            work.leave(path, why)
-        document.complaints.clear()
+        for path, why in removable.items():
+            if document.has(path):  # not so if the section around it went before
+                _drop(work, path, why)
+        del document.complaints[unread:]
+
+
+def _contradictions(recipe: Recipe, document: Document) -> dict[KeyPath, str]:
+    """Return one key of each broken rule, the least important one that is given, with the reason."""
+    found: dict[KeyPath, str] = {}
+    for broken in broken_rules(recipe, document, ()):
+        given = [path for path in broken.paths if document.has(path)]
+        if not given:
+            document.complain(broken.lead, broken.sentence)
+        elif not any(path in found for path in given):
+            # the rest of the complaint recommends what the import does
+            found[min(given, key=_importance)] = broken.sentence.partition(". ")[0].rstrip(".")
+    return found
+
+
+def _importance(path: KeyPath) -> int:
+    key = dotted(path)
+    if key in OBJECTIVE_KEYS:
+        return 2
+    return 0 if any(key == name or key.startswith(f"{name}.") for name in SPEED_KEYS) else 1
+
+
+def _invalid_values(error: ValidationError, document: Document) -> dict[KeyPath, str]:
+    """Return the keys whose values are invalid, each with the complaint."""
+    before = len(document.complaints)
+    paths = complain_about(error, document)
+    remarks = document.complaints[before:]
+    found: dict[KeyPath, str] = {}
+    for path in paths:
+        about = [row.sentence for row in remarks if row.sentence.startswith(dotted(path))]
+        about += [row.sentence for row in remarks if row.place == document.place(path)]
+        found[path] = next(iter(about), UNKNOWN)
+    return found
+
+
+def _drop(work: Import, path: KeyPath, why: str) -> None:
+    """Leave a value out; if it is the objective, refuse the file: the run would train something else."""
+    document, key = work.document, dotted(path)
+    value, place = document.get(path), document.place(path)
+    why = VALUES.get((key, str(value)), why)
+    if path[:1] == ("data",) and len(path) == 3 and path[1] in ("datasets", "eval_datasets"):
+        path = path[:2]  # the others would move up to the place of a data set that is removed
+    placeholder = dict(REQUIRED).get(path)
+    if placeholder is None and not (key in OBJECTIVE_KEYS and not is_off(value)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)  # 0 is refused, not off
+        work.leave(path, why, (SPEED, TRAINING, TRAINING)[_importance(path)], even_off=is_number)
+        return
+    work.refusals.append((place.line, UserError(f"{place}: {why}", hint=KEEP_THE_TOOL)))
+    document.remove(path)
+    if placeholder is not None:  # so that it is not reported as missing, too
+        document.put(path, placeholder, place)
+
+
+def _same_here(work: Import) -> None:
+    """Call a key harmless whose value says what is done here, too."""
+    for path, value, fate in list(work.accounts()):
+        is_usual_role = "roles" in path[:-1] and set(value_names(value)) <= USUAL_ROLES.get(str(path[-1]), set())
+        if fate.state == LEFT and (is_usual_role or value in SAME_HERE.get(str(path[-1]), ())):
+            work.fates[path] = Fate(LEFT, (), f"{abbreviated(value)} is what is done here", HARMLESS)
+
+
+def value_names(value: Any) -> list[str]:
+    """Return the names in a list, or the one name."""
+    return [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _header(path: Path, work: Import) -> str:
@@ -189,6 +340,13 @@ def _header(path: Path, work: Import) -> str:
     if work.defaults:
         lines += [f"Defaults of {work.peer.name}: {', '.join(work.defaults)}."]
     lines += [f"Note: {note}." for note in work.notes]
-    if work.left:
-        lines += ["Not imported:", *(f"  {item.key}: {item.value}  ({item.why})" for item in work.left)]
-    return "".join(f"# {line}\n" for line in lines)
+    for harm in HARMS:
+        items = [item for item in work.left if item.harm == harm]
+        if items and harm == HARMLESS:
+            lines += [f"Not imported, {harm}: {', '.join(item.key for item in items)}"]
+        elif items:
+            lines += [f"NOT IMPORTED, {harm}:" if harm == TRAINING else f"Not imported, {harm}:"]
+            lines += [f"  {item}" for item in items]
+    if work.off:
+        lines += [f"Empty or off: {', '.join(work.off)}"]
+    return "".join(f"# {printable(line)}\n" for line in lines)

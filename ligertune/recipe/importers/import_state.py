@@ -1,7 +1,10 @@
-"""The state of an import: the other tool's document while it becomes a recipe, and what was left of it."""
+"""The state of an import: the other tool's document while it becomes a recipe, and what became of each of its keys."""
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,73 +13,275 @@ from ligertune.errors import UserError
 from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
 from ligertune.recipe.importers.peers import Peer
-from ligertune.recipe.importers.reasons import FALSE_MATTERS
+from ligertune.recipe.importers.reasons import FALSE_MATTERS, HARMLESS, HARMS, TRAINING
 
 NOTHING = (None, False, "", "none", "no")  # an unknown key with one of these values switches nothing on
+KEEP_THE_TOOL = "Keep the other tool for this file."
+IMPORTED, LEFT, OFF = "imported", "not imported", "off"
+UNTRACED = "ligertune does not read it with the other keys of this file"
 
 
-@dataclass(frozen=True, order=True)
+def is_off(value: Any) -> bool:
+    """Report whether an unknown key with this value switches nothing on."""
+    return value in ([], {}) or (not isinstance(value, list | dict) and value in NOTHING)
+
+
+def printable(text: str) -> str:
+    """Return one line without control characters: a key may hold escapes of a terminal, or the end of a comment."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of a key of the file. into: keys of the recipe; why, harm: of a key that was not imported."""
+
+    state: str
+    into: tuple[str, ...] = ()
+    why: str = ""
+    harm: str = ""
+
+
+@dataclass(frozen=True)
 class Left:
-    """A key that was not imported: its line, name and value, and the reason."""
+    """A key that was not imported: its line, name and value, the recipe's key, the reason and the harm."""
 
     line: int
     key: str
     value: str
     why: str
+    harm: str = TRAINING
+    ours: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Keys that change what is trained are first."""
+        return HARMS.index(self.harm), self.line, self.key
+
+    def __str__(self) -> str:
+        name = f"{self.key} ({self.ours})" if self.ours and self.ours != self.key else self.key
+        return f"{name}: {self.value} ({self.why})"
 
 
 @dataclass
 class Import:
     """An import. text: the recipe at the end; its comments list the keys that were not imported.
 
-    left: keys that were not imported; defaults: the other tool's, where ours differ; notes: on what to check.
+    defaults: the other tool's, where ours differ; notes: on what to check; refusals: reasons not to import the file.
+    fates: by the path in the file; a list or a section has one if all that it holds shares it.
     """
 
     peer: Peer
     document: Document
     folder: Path
-    left: list[Left] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refusals: list[tuple[int, UserError]] = field(default_factory=list)
+    fates: dict[KeyPath, Fate] = field(default_factory=dict)
+    more_left: list[Left] = field(default_factory=list)
     text: str = ""
+    names: dict[str, KeyPath] = field(default_factory=dict)  # flat names of keys that stood in a section of the file
+    items: dict[KeyPath, KeyPath] = field(default_factory=dict)  # data.datasets[0] -> where it stood in the file
+    source: dict[str, Any] = field(init=False)
+    lines: dict[KeyPath, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source = copy.deepcopy(self.document.data)
+        self.lines = {path: place.line for path, place in self.document.places.items()}
 
     @property
     def data(self) -> dict[str, Any]:
         return self.document.data
 
-    @property
-    def translated(self) -> list[str]:
-        """One line per key of the file that the recipe has under another name: "lr -> train.learning_rate: 0.1"."""
-        rows = [
-            (place.line, f"{place.written} -> {dotted(path)}: {abbreviated(self.document.get(path))}")
-            for path, place in self.document.places.items()
-            if place.written and self.document.has(path)
-        ]
-        return [text for _, text in sorted(rows)]
+    # ---- what converters do with a key
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the import as plain values, for `--json`."""
-        notices = [str(notice) for notice in sorted(self.document.notices)]
-        left = [asdict(item) for item in self.left]
-        return {
-            "peer": self.peer.name, "text": self.text, "translated": self.translated, "left": left,
-            "defaults": self.defaults, "notes": self.notes, "notices": notices,
-        }  # fmt: skip
+    def path_of(self, written: str) -> KeyPath:
+        """Return the path in the file of a top-level key, or of one that stood in a section."""
+        return self.names.get(written, (written,))
 
-    def leave(self, path: KeyPath, why: str) -> None:
-        """Remove a key and record the reason, unless its value switches nothing on."""
-        value = self.document.get(path)
-        matters = path[-1] in FALSE_MATTERS and value is not None
-        if matters or (value not in NOTHING and value not in ([], {})):
-            self.left.append(Left(self.document.place(path).line, dotted(path), abbreviated(value), why))
-        self.document.remove(path)
+    def trace(self, path: KeyPath, *into: str) -> None:
+        """Record that a key of the file became these keys of the recipe."""
+        before = self.fates.get(path)
+        earlier = before.into if before and before.state == IMPORTED else ()
+        self.fates[path] = Fate(IMPORTED, tuple(dict.fromkeys((*earlier, *into))))
+
+    def take(self, name: str, *into: str, default: Any = None) -> Any:
+        """Remove a top-level key that is converted to these keys of the recipe, and return its value."""
+        if name not in self.data:
+            return default
+        self.trace(self.path_of(name), *into)
+        return self.data.pop(name)
+
+    def hoist(self, section: str, *names: tuple[str, str]) -> None:
+        """Move (key of a section, flat name) to the top level; what stays in the section is left there."""
+        values = self.data.get(section)
+        if not isinstance(values, dict):
+            return
+        for name, flat in names:
+            if name in values and flat not in self.data:
+                self.names[flat] = (*self.path_of(section), name)
+                self.data[flat] = values.pop(name)
+        if not values:
+            del self.data[section]
 
     def put(self, key: str, value: Any, written: str) -> None:
         """Set a recipe key from the tool's key `written`, unless the recipe has it already."""
+        self.trace(self.path_of(written), key)
         if not self.document.has(split(key)):
-            line = self.document.place((written,)).line
+            line = self.lines.get(self.path_of(written), 0)
             self.document.put(split(key), value, Place("", line, self.document.file, written))
 
-    def refusal(self, name: str, what: str, hint: str = "Keep the other tool for this file.") -> UserError:
-        """Return the error for a file with an objective or a method that cannot be kept."""
-        return UserError(f"{self.document.place((name,))}: {name}{what}", hint=hint)
+    def leave(self, path: KeyPath, why: str, harm: str = TRAINING, *, even_off: bool = False) -> None:
+        """Remove a key of the document and record the reason; without `even_off`, not for a value that is off."""
+        value, key = self.document.get(path), dotted(path)
+        sources = [at for at, fate in self.fates.items() if fate.state == IMPORTED and _is_for(key, fate.into)]
+        self.document.remove(path)
+        if not sources and key in (name.partition(": ")[0] for name in self.defaults):
+            self.defaults = [text for text in self.defaults if not text.startswith(f"{key}: ")]
+            self.notes.append(f"{self.peer.name}'s default of {key} is left out: {why}")
+            return
+        ours = key if sources else ""
+        for at in sources or [self.source_of(path)]:
+            matters = even_off or (at[-1] in FALSE_MATTERS and value is not None)
+            self.fates[at] = Fate(OFF) if is_off(value) and not matters else Fate(LEFT, (ours,) * bool(ours), why, harm)
+
+    def source_of(self, path: KeyPath) -> KeyPath:
+        """Return where a key of the document stood in the file."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.items:
+                return (*self.items[path[:length]], *(p for step in path[length:] for p in _steps(step)))
+        return (*self.path_of(str(path[0])), *path[1:])
+
+    def refuse(self, name: str, what: str, hint: str = KEEP_THE_TOOL) -> None:
+        """Record that an objective or a method cannot be kept. The import goes on, to find all reasons."""
+        line = self.lines.get(self.path_of(name), 0)
+        place = Place("", line, self.document.file)
+        shown = printable(dotted(self.path_of(name)))
+        self.refusals.append((line, UserError(f"{place}: {shown}{printable(what)}", hint=hint)))
+
+    def raise_refusals(self) -> None:
+        """Raise UserError with all reasons, each with what to do about it."""
+        if not self.refusals:
+            return
+        found = sorted(self.refusals, key=lambda row: row[0])
+        hints = list(dict.fromkeys(error.hint for _, error in found))
+        if len(hints) == 1:
+            raise UserError("\n".join(dict.fromkeys(error.message for _, error in found)), hint=hints[0])
+        lines = [error.message if error.hint == KEEP_THE_TOOL else str(error) for _, error in found]
+        hint = KEEP_THE_TOOL if KEEP_THE_TOOL in hints else ""
+        raise UserError("\n".join(dict.fromkeys(lines)), hint=hint)
+
+    # ---- what became of the keys of the file
+
+    def accounts(self) -> Iterator[tuple[KeyPath, Any, Fate]]:
+        """Yield (path, value, fate) of every key of the file that holds no other keys."""
+        for path, value in leaves(self.source):
+            yield path, value, self._fate_of(path, value)
+
+    def _fate_of(self, path: KeyPath, value: Any) -> Fate:
+        for length in range(len(path), 0, -1):
+            fate = self.fates.get(path[:length])
+            if fate is not None:
+                return Fate(OFF) if value is None else fate
+        return Fate(OFF) if is_off(value) else Fate(LEFT, (), UNTRACED, TRAINING)
+
+    @property
+    def left(self) -> list[Left]:
+        """The keys that were not imported, those that change what is trained first."""
+        rows: dict[str, Left] = {}
+        for path, value, fate in self.accounts():
+            if fate.state != LEFT:
+                continue
+            # a section that is left as a whole is one row
+            whole = next((path[:n] for n in range(1, len(path)) if self.fates.get(path[:n]) == fate), path)
+            shown = abbreviated(_value_at(self.source, whole) if whole != path else value)
+            key = printable(dotted(whole))
+            ours = fate.into[0] if fate.into else ""
+            rows.setdefault(key, Left(self.line_of(whole), key, printable(shown), printable(fate.why), fate.harm, ours))
+        return sorted([*rows.values(), *self.more_left], key=lambda item: item.order)
+
+    def line_of(self, path: KeyPath) -> int:
+        """Return the line of a key in the file, or of the section around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 0)
+
+    @property
+    def translated(self) -> list[str]:
+        """One line per imported key: "lr -> train.learning_rate: 0.1"."""
+        rows: dict[KeyPath, str] = {}
+        for path, _, fate in self.accounts():
+            if fate.state == IMPORTED:
+                owner = next(path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates)
+                rows[owner] = f"{printable(dotted(owner))} -> {self._shown_target(fate)}"
+        return list(rows.values())
+
+    def _shown_target(self, fate: Fate) -> str:
+        """Return the first of the recipe's keys that is in the recipe, with its value."""
+        for key in fate.into:
+            if self.document.has(split(key)):
+                return f"{key}: {printable(abbreviated(self.document.get(split(key))))}"
+        return f"{fate.into[0]}, whose default says the same" if fate.into else "the default"
+
+    @property
+    def off(self) -> list[str]:
+        """Names of the keys that are empty, or switch nothing on."""
+        return [printable(dotted(path)) for path, _, fate in self.accounts() if fate.state == OFF]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""
+        keys = [
+            {
+                "key": printable(dotted(path)),
+                "line": self.line_of(path),
+                "value": _json_value(value),
+                "state": fate.state,
+                "into": list(fate.into),
+                "why": fate.why,
+                "harm": fate.harm,
+            }
+            for path, value, fate in self.accounts()
+        ]
+        notices = [str(notice) for notice in sorted(self.document.notices)]
+        return {
+            "peer": self.peer.name, "text": self.text, "keys": keys, "translated": self.translated,
+            "left": [asdict(item) for item in self.left], "off": self.off,
+            "defaults": self.defaults, "notes": self.notes, "notices": notices,
+        }  # fmt: skip
+
+    @property
+    def harmless(self) -> list[str]:
+        """Names of the keys that have no effect on training, speed or memory here."""
+        return [item.key for item in self.left if item.harm == HARMLESS]
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) of every key that holds no other keys; a list counts as one value if it holds no mapping."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, (*path, name))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, (*path, index))
+    else:
+        yield path, value
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value with words for numbers that JSON does not have: NaN, Infinity."""
+    return json.loads(json.dumps(value), parse_constant=str)
+
+
+def _value_at(value: Any, path: KeyPath) -> Any:
+    for step in path:
+        value = value[step]
+    return value
+
+
+def _is_for(key: str, targets: tuple[str, ...]) -> bool:
+    """Report whether a key of the recipe, or one inside it, is among the targets."""
+    return any(target == key or target.startswith((f"{key}.", f"{key}[")) for target in targets)
+
+
+def _steps(step: str | int) -> tuple[str | int, ...]:
+    """Split a flattened name of a data set's key: "type.format" stood in the section `type`."""
+    return tuple(step.split(".")) if isinstance(step, str) else (step,)

@@ -21,21 +21,19 @@ def is_v1(data: dict[str, Any]) -> bool:
 def flatten_v1(work: Import) -> None:
     """Replace the sections of the new trainer by the keys of LLaMA-Factory's other files."""
     data = work.data
-    peft = dict(nested(data.pop("peft_config", None)))
-    data["finetuning_type"] = peft.pop("name", "full")
-    data |= {_PEFT.get(name, name): value for name, value in peft.items()}
-    quant = nested(data.pop("quant_config", None))
-    if quant.get("quantization_bit"):
-        data["quantization_bit"] = quant["quantization_bit"]
-    dist = nested(data.pop("dist_config", None))
+    peft = nested(data.get("peft_config"))
+    work.hoist("peft_config", ("name", "finetuning_type"), *((name, _PEFT.get(name, name)) for name in list(peft)))
+    data.setdefault("finetuning_type", "full")
+    work.hoist("quant_config", ("quantization_bit", "quantization_bit"))
+    dist = nested(data.get("dist_config"))
     if "fsdp" in str(dist.get("name")):
-        data["fsdp"] = dist["name"]
+        work.hoist("dist_config", ("name", "fsdp"))
     elif dist.get("name") == "deepspeed":
-        data["deepspeed"] = dist.get("config_file", "deepspeed")
-    for name in ("init_config", "kernel_config"):
-        data.pop(name, None)
+        work.hoist("dist_config", ("config_file", "deepspeed"), ("name", "deepspeed"))
+        work.trace(("dist_config",), "parallel.strategy")
+        data.pop("dist_config", None)
     for name, key in (("train_dataset", "datasets"), ("eval_dataset", "eval_datasets")):
-        if given := data.pop(name, None):
+        if given := work.take(name, f"data.{key}"):
             work.put(f"data.{key}", _datasets(given, work.folder), name)
 
 

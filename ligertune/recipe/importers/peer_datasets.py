@@ -11,9 +11,11 @@ from typing import Any
 
 from ligertune.checked_files import DamagedFileError, read_json_value
 from ligertune.errors import UserError
-from ligertune.recipe.importers.import_state import Import, Left
+from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
+from ligertune.recipe.importers.import_state import LEFT, Fate, Import, Left, leaves
 from ligertune.recipe.importers.peer_templates import TEMPLATES
 from ligertune.recipe.importers.peers import AXOLOTL, LLAMA_FACTORY, TRL
+from ligertune.recipe.importers.reasons import HARMLESS, TRAINING
 
 TRL_DATASETS = ("datasets", "dataset_mixture", "dataset_mixer", "dataset_name")  # the first one counts
 FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # instead of a path; `data_files` then names the files
@@ -29,49 +31,112 @@ LLAMA_FACTORY_COLUMNS = {"prompt": "instruction", "query": "input", "response": 
 AXOLOTL_FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text", "pretraining": "text"}
 
 
+# key of a tool's data set -> our key, where both differ; a key that stays in a converted item has the same name here
+ITEM_KEYS = {
+    "type": "format",
+    "data_files": "path",
+    "ds_type": "path",
+    "field_messages": "columns",
+    "message_property_mappings": "format",
+    "message_field_role": "format",
+    "message_field_content": "format",
+    "id": "path",
+    "config": "name",
+    "fraction": "weight",
+    **dict.fromkeys(AXOLOTL_COLUMNS, "columns"),
+}
+
+
 def convert_datasets(work: Import) -> None:
     """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
     convert = {AXOLOTL.name: _axolotl_datasets, LLAMA_FACTORY.name: _llama_factory_datasets, TRL.name: _trl_datasets}
     convert[work.peer.name](work)
 
 
+def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted: list[Any]) -> None:
+    """Add the data sets that one item of the file became, and record what became of the item's keys."""
+    section = work.data.setdefault("data", {})
+    items = section.setdefault(which, []) if isinstance(section, dict) else []
+    for new in converted:
+        path = ("data", which, len(items))
+        place = Place("", work.line_of(source), work.document.file)
+        work.document.places[path] = place
+        work.items[path] = source
+        items.append(new)
+        if not isinstance(given, Mapping):
+            work.trace(source, dotted(path))
+            continue
+        for at, _ in leaves(given):
+            written, kept = str(at[0]), new if isinstance(new, Mapping) else {}
+            is_flattened = len(at) > 1 and ".".join(map(str, at)) in kept
+            if is_flattened or (written in kept and (written in UNCONVERTED or written not in OWN_KEYS)):
+                continue  # without a counterpart: the import reports it later
+            name = ITEM_KEYS.get(str(at[-1]), ITEM_KEYS.get(written, written))
+            if name in kept:
+                work.trace((*source, *at), f"{dotted(path)}.{name}")
+            elif name != written or name == "columns":  # pairs have no format, and a list of columns only selects them
+                work.trace((*source, *at), dotted(path))
+
+
 def _axolotl_datasets(work: Import) -> None:
     data = work.data
     # `pretraining_dataset` counts only in a file without `datasets`
     names = {"datasets": "datasets", "test_datasets": "eval_datasets", "pretraining_dataset": "datasets"}
-    for tool_name, name in names.items():
-        given = data.pop(tool_name, None)
-        if given and (tool_name != "pretraining_dataset" or name not in data.get("data", {})):
-            items = given if isinstance(given, list) else [given]
-            if data.get("task") in ("dpo", "reward"):
-                items = [_pairs(item, data) for item in items]
-            work.put(f"data.{name}", [new for item in items for new in axolotl(item)], tool_name)
+    for tool_name, which in names.items():
+        given = data.get(tool_name)
+        if tool_name == "pretraining_dataset" and given and which in data.get("data", {}):
+            work.leave((tool_name,), "datasets replaces it")
+            continue
+        data.pop(tool_name, None)
+        is_list = isinstance(given, list)
+        for index, item in enumerate(given if is_list else [given] if given else []):
+            source = (tool_name, index) if is_list else (tool_name,)
+            plain = _pairs(item, data) if data.get("task") in ("dpo", "reward") else item
+            _add_items(work, which, source, item, axolotl(plain))
 
 
 def _llama_factory_datasets(work: Import) -> None:
     data = work.data
-    folder = str(data.pop("dataset_dir", None) or "data")
-    for tool_name, name in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+    folder = str(work.take("dataset_dir", "data.datasets") or "data")
+    for tool_name, which in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        given = data.get(tool_name)
+        if isinstance(given, list) and any(isinstance(item, dict) for item in given):
+            continue  # of the new trainer; validation reports what it does not know
         if given := data.pop(tool_name, None):
-            found, unknown = llama_factory(given, work.folder, folder)
+            try:
+                found, unknown = llama_factory(given, work.folder, folder)
+            except UserError as problem:
+                work.refusals.append((work.line_of((tool_name,)), problem))
+                continue
             found = [as_raw_text(item) for item in found] if data.get("stage") == "pt" else found
-            work.put(f"data.{name}", found, tool_name)
-            why = f"{folder}/dataset_info.json does not describe it: write a file or a hub id under data.{name}"
-            work.left += [Left(0, tool_name, value, why) for value in unknown]
-    if isinstance(most := data.pop("max_samples", None), int):
-        for item in data.get("data", {}).get("datasets", []):
-            item.setdefault("max_samples", most)
+            work.put(f"data.{which}", found, tool_name)
+            why = f"{folder}/dataset_info.json does not describe it, so it is read as a file or a hub id"
+            line = work.line_of((tool_name,))
+            work.more_left += [
+                Left(line, tool_name, value, why, TRAINING, f"data.{which}") for value in unknown if "/" not in value
+            ]
+    most = data.get("max_samples")
+    if isinstance(most, int) and not isinstance(most, bool):
+        work.take("max_samples", "data.datasets")
+        for which in ("datasets", "eval_datasets"):  # the tool cuts each data set
+            for item in data.get("data", {}).get(which, []):
+                item.setdefault("max_samples", most)
 
 
 def _trl_datasets(work: Import) -> None:
-    data = work.data
-    written = next((name for name in TRL_DATASETS if name in data), None)
-    if written is None:
-        return
-    train, evaluated = trl(data) if written == "dataset_name" else trl_mixture(data)
-    work.put("data.datasets", train, written)
-    if evaluated:
-        work.put("data.eval_datasets", evaluated, written)
+    written = next((name for name in TRL_DATASETS if name in work.data), None)
+    if written == "dataset_name":
+        _one_trl_dataset(work)
+    elif written is not None:
+        _trl_mixture(work)
+
+
+# names of a message's fields that the formats messages and sharegpt have
+FIELD_KEYS = ("message_property_mappings", "message_field_role", "message_field_content")
+KNOWN_FIELDS = [(role, content) for role in ("role", None) for content in ("content", None)]
+KNOWN_FIELDS += [("from", content) for content in ("value", None)]
+OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
+UNCONVERTED = (*FIELD_KEYS, "roles", "type")
 
 
 def _pairs(item: Any, data: dict[str, Any]) -> Any:
@@ -130,10 +195,15 @@ def _per_file(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _role_key(item: dict[str, Any]) -> str | None:
     """Remove the keys that describe messages, and return the field that holds a message's role."""
-    named = item.pop("message_property_mappings", None)
-    of_mapping = named.get("role") if isinstance(named, Mapping) else None
-    item.pop("message_field_content", None)
-    return item.pop("message_field_role", None) or of_mapping
+    mapping = item.get("message_property_mappings")
+    mapping = dict(mapping) if isinstance(mapping, Mapping) else {}
+    role = item.get("message_field_role") or mapping.pop("role", None)
+    content = item.get("message_field_content") or mapping.pop("content", None)
+    # only these pairs of names are formats here; other names stay in the item, and are reported
+    if (role, content) in KNOWN_FIELDS and not mapping:
+        for name in FIELD_KEYS:
+            item.pop(name, None)
+    return role
 
 
 def _conversation(item: dict[str, Any], columns: dict[str, str], messages: str | None, role_key: str | None) -> None:
@@ -199,17 +269,27 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     return _with_columns(item, columns)
 
 
-def trl(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Remove TRL's flat data keys from `data`. Returns (training data sets, evaluation data sets)."""
-    common = {"path": data.pop("dataset_name")}
+def _one_trl_dataset(work: Import) -> None:
+    """Convert TRL's flat keys of one data set."""
+    data, trained, tested = work.data, "data.datasets[0]", "data.eval_datasets[0]"
+    common = {"path": work.take("dataset_name", f"{trained}.path")}
     if data.get("dataset_config"):
-        common["name"] = data.pop("dataset_config")
-    text = data.pop("dataset_text_field", None)
+        common["name"] = work.take("dataset_config", f"{trained}.name")
+    text = work.take("dataset_text_field", f"{trained}.format")
     if text and text != "text":
         common |= {"format": "text", "columns": {"text": text}}
-    train = {**common, **({"split": data.pop("dataset_train_split")} if data.get("dataset_train_split") else {})}
-    test = data.pop("dataset_test_split", "test")
-    return [train], [{**common, "split": test}] if evaluates(data) else []
+    split = work.take("dataset_train_split", f"{trained}.split")
+    _put_items(work, "datasets", "dataset_name", [{**common, **({"split": split} if split else {})}])
+    if evaluates(data):
+        split = work.take("dataset_test_split", f"{tested}.split", default="test")
+        _put_items(work, "eval_datasets", "dataset_name", [{**common, "split": split}])
+    elif "dataset_test_split" in data:
+        work.leave(("dataset_test_split",), "the file evaluates nothing", HARMLESS)
+
+
+def _put_items(work: Import, which: str, written: str, items: list[Any]) -> None:
+    place = Place("", work.line_of(work.path_of(written)), work.document.file)
+    work.document.put(("data", which), items, place)
 
 
 def evaluates(data: Mapping[str, Any]) -> bool:
@@ -217,34 +297,37 @@ def evaluates(data: Mapping[str, Any]) -> bool:
     return data.get("eval_strategy", data.get("evaluation_strategy", "no")) not in ("no", False, None)
 
 
-def trl_mixture(data: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Remove the keys of a mixture of data sets from `data`: TRL's `datasets`, or those of alignment-handbook.
-
-    Returns (training data sets, evaluation data sets).
-    """
-    mixture = data.pop("dataset_mixture", None)
-    if isinstance(mixture, Mapping):
-        data |= {name: mixture[name] for name in ("datasets", "test_split_size") if name in mixture}
-    share = data.pop("test_split_size", None)
-    if share is not None:
-        data["val_set_size"] = share
-    given = data.pop("datasets", None)
+def _trl_mixture(work: Import) -> None:
+    """Convert a mixture of data sets: TRL's `datasets`, or those of alignment-handbook."""
+    data = work.data
+    work.hoist("dataset_mixture", ("datasets", "datasets"), ("test_split_size", "test_split_size"), ("seed", "seed"))
+    if "test_split_size" in data:
+        work.names["val_set_size"] = work.path_of("test_split_size")
+        data["val_set_size"] = data.pop("test_split_size")
+    given, source = data.pop("datasets", None), work.path_of("datasets")
     if isinstance(given, list):
-        return [_trl_item(item) for item in given], []
-    mixer = data.pop("dataset_mixer", None)
+        for index, item in enumerate(given):
+            _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])
+        return
+    if given is not None:
+        work.fates[source] = Fate(LEFT, (), "it is not a list of data sets", TRAINING)
+    mixer = data.get("dataset_mixer")
     if not isinstance(mixer, Mapping):
-        return [], []
-    splits, configs = (data.pop(name, None) for name in ("dataset_splits", "dataset_configs"))
+        return
+    work.take("dataset_mixer")
+    splits = work.take("dataset_splits", "data.datasets")
+    configs = work.take("dataset_configs", "data.datasets")
     splits = [str(split) for split in splits] if isinstance(splits, list) else ["train", "test"]
     named = dict(zip(mixer, configs, strict=False)) if isinstance(configs, list) else {}
-    items = [
-        {"path": path, "split": split, **({"name": named[path]} if path in named else {}), "weight": weight}
-        for path, weight in mixer.items()
-        for split in splits
-    ]
-    trained = [_trl_item(item) for item in items if "test" not in item["split"]]
-    tested = [_trl_item({**item, "weight": 1}) for item in items if "test" in item["split"]]
-    return trained, tested if evaluates(data) else []
+    for path, weight in mixer.items():
+        for split in splits:
+            is_test = "test" in split
+            if is_test and not evaluates(data):
+                continue
+            name = {"name": named[path]} if path in named else {}
+            item = {"path": path, "split": split, **name, "weight": 1 if is_test else weight}
+            _add_items(work, "eval_datasets" if is_test else "datasets", ("dataset_mixer", path), weight,
+                       [_trl_item(item)])  # fmt: skip
 
 
 def _trl_item(item: Any) -> Any:
@@ -255,6 +338,4 @@ def _trl_item(item: Any) -> Any:
     found = {names.get(name, name): value for name, value in item.items() if value is not None}
     if isinstance(found.get("columns"), list):
         del found["columns"]
-    if found.get("weight") == 1:
-        del found["weight"]
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ligertune.recipe.aliases import OPTIMIZER_NAMES, Alias
+from ligertune.recipe.aliases import OPTIMIZER_NAMES, UNSET, Alias
 from ligertune.recipe.section import convert_by
 
 
@@ -125,5 +125,12 @@ IMPORTED = (
     Alias("parallel.cp_size", ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree")),
     Alias("model.tokenizer.add_tokens", ("add_tokens",), _names),
     Alias("model.tokenizer.add_special_tokens", ("add_special_tokens",), _names),
+    Alias("data.streaming", ("dataset_streaming",)),
+    Alias("data.padding_free", ("dpo_padding_free",)),
+    Alias("data.system_prompt", ("default_system_message",)),
+    Alias("model.init", ("train_from_scratch",), convert_by({True: "random", False: UNSET})),
+    Alias("train.optim", ("use_muon",), convert_by({True: "muon", False: UNSET})),
+    Alias("train.optim", ("adafactor",), convert_by({True: "adafactor", False: UNSET})),
+    Alias("data.image_dir", ("media_dir",)),
     Alias("data.chat_template_kwargs", ("enable_thinking",), lambda value: {"enable_thinking": value}),
 )  # fmt: skip

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ligertune.recipe.aliases import UNSET, Alias
-from ligertune.recipe.document import Document
+from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.section import convert_by
 
 # `rl` of Axolotl -> preference.loss_type
@@ -20,12 +19,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 DPO_SIGNS = ("precompute_ref_log_probs", "ld_alpha", "beta", "sync_ref_model", "desirable_weight", "undesirable_weight")
 TRL_RATE = 1e-6  # default of DPOConfig and KTOConfig
 REWARD_RATE = 1e-4  # default of RewardConfig
-SAME_REFERENCE = "the reference is the model before training; preference.reference says how it is computed"
-REFERENCE_KEYS = dict.fromkeys(
-    ("ref_model", "ref_model_adapters", "ref_model_quantization_bit", "sync_ref_model", "ref_model_sync_steps",
-     "ref_model_mixup_alpha", "precompute_ref_batch_size", "reference_free", "ref_model_init_kwargs"),
-    SAME_REFERENCE,
-)  # fmt: skip
 PREFERENCE_ALIASES = (
     Alias("preference.beta", ("rl_beta", "dpo_beta", "pref_beta")),
     Alias("preference.sft_weight", ("rpo_alpha", "pref_ftx")),
@@ -37,41 +30,43 @@ PREFERENCE_ALIASES = (
 )
 
 
-def convert_preferences(document: Document) -> None:
+def convert_preferences(work: Import) -> None:
     """Replace the keys that choose preference optimisation by `task: dpo` and `preference.loss_type`, if it is one.
 
     A reward model is `task: reward`.
     """
-    if _convert_rewards(document):
+    if _convert_rewards(work):
         return
-    data, name = document.data, next((name for name in ("rl", "stage") if document.data.get(name)), "loss_type")
-    place = document.place((name,))
-    found = _loss_of(data)
+    data = work.data
+    name = next((name for name in ("rl", "stage") if data.get(name)), "loss_type")
+    sign = next((sign for sign in (name, *DPO_SIGNS) if sign in data), name)
+    found = _loss_of(work)
     if found is None:
         return
-    document.put(("task",), "dpo", replace(place, written=name))
+    work.put("task", "dpo", sign)
+    named = next((loss for loss in ("pref_loss", "loss_type", name) if loss in work.source), sign)
     for key, value in found.items():
-        document.put(("preference", key), value, place)
+        work.put(f"preference.{key}", value, named)
+    if found.get("loss_type") == "simpo" and "cpo_alpha" in data:  # CPOConfig's weight of the cross-entropy
+        work.put("preference.sft_weight", data.pop("cpo_alpha"), "cpo_alpha")
     if found.get("loss_type") == "orpo":  # TRL and LLaMA-Factory call the weight of the odds ratio beta
         for other in ("beta", "pref_beta"):
             if other in data:
-                document.put(
-                    ("preference", "orpo_alpha"), data.pop(other), replace(document.place((other,)), written=other)
-                )
+                work.put("preference.orpo_alpha", data.pop(other), other)
 
 
-def _convert_rewards(document: Document) -> bool:
+def _convert_rewards(work: Import) -> bool:
     """Replace the keys that train a reward model by `task: reward`; return whether there are any."""
-    data = document.data
+    data = work.data
     name = "stage" if data.get("stage") == "rm" else "reward_model"
     if data.get(name) not in ("rm", True):
         name = "center_rewards_coefficient"  # of RewardConfig
         if name not in data:
             return False
         data.setdefault("learning_rate", REWARD_RATE)
-    document.put(("task",), "reward", replace(document.place((name,)), written=name))
+    work.put("task", "reward", name)
     for other in ("stage", "reward_model", "num_labels"):
-        data.pop(other, None)
+        work.take(other, "task")
     return True
 
 
@@ -79,26 +74,30 @@ def is_preference_file(data: dict[str, Any]) -> bool:
     """Report whether a file of TRL has keys of DPOConfig or KTOConfig, or names one of their losses."""
     losses = data.get("loss_type")
     named = losses if isinstance(losses, list) else [losses]
-    return any(name in data for name in DPO_SIGNS) or any(loss in (*LOSSES, "kto") for loss in named)
+    return any(name in data for name in DPO_SIGNS) or any(str(loss) in (*LOSSES, "kto") for loss in named)
 
 
-def _loss_of(data: dict[str, Any]) -> dict[str, Any] | None:
+def _loss_of(work: Import) -> dict[str, Any] | None:
     """Return the keys of `preference` that choose the loss, and remove the tool's; None for another objective."""
-    if data.get("rl") in RL:
-        return {"loss_type": RL[data.pop("rl")]}
+    data = work.data
+    if isinstance(data.get("rl"), str) and data["rl"] in RL:
+        return {"loss_type": RL[work.take("rl", "task")]}
     if data.get("stage") == "kto":
-        del data["stage"]
+        work.take("stage", "task")
         return {"loss_type": "kto"}
     if data.get("stage") == "dpo":
-        del data["stage"]
-        return _named(data.pop("pref_loss", "sigmoid"))
-    if "stage" in data or not is_preference_file(data):
+        work.take("stage", "task")
+        return _named(work.take("pref_loss", "preference.loss_type", default="sigmoid"))
+    if "stage" in data or "rl" in work.source or not is_preference_file(data):
         return None
     data.setdefault("learning_rate", TRL_RATE)
     if data.get("loss_type") == "kto" or ("loss_type" not in data and "desirable_weight" in data):
-        data.pop("loss_type", None)
+        work.take("loss_type", "preference.loss_type")
         return {"loss_type": "kto"}
-    return _named(data.pop("loss_type", "sigmoid"), data.pop("loss_weights", None))
+    loss = work.take("loss_type", "preference.loss_type", default="sigmoid")
+    named = loss if isinstance(loss, list) else [loss]
+    has_sft = len(named) == 2 and named[1] == "sft"
+    return _named(loss, work.take("loss_weights", "preference.sft_weight") if has_sft else None)
 
 
 def _named(loss: Any, weights: Any = None) -> dict[str, Any]:

@@ -6,27 +6,29 @@ import re
 from typing import Any
 
 from ligertune.checked_files import DamagedFileError, parse_json_text
-from ligertune.recipe.importers.import_state import Import
+from ligertune.recipe.document import Place
+from ligertune.recipe.importers.import_state import LEFT, OFF, Fate, Import, Left, is_off
 from ligertune.recipe.importers.objectives import nested
 from ligertune.recipe.importers.peer_datasets import evaluates
 from ligertune.recipe.importers.peer_templates import template_of
 from ligertune.recipe.importers.peers import AXOLOTL, LLAMA_FACTORY, OFFLOADED, TRL
-from ligertune.recipe.importers.reasons import NOT_OURS, OWN_TEMPLATE
+from ligertune.recipe.importers.reasons import HARMLESS, NOT_OURS, OWN_TEMPLATE, REASONS, TRACKERS
 from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS
 
+FSDP_OPTIONS = REASONS["fsdp_config"]
 STEPS_OF_TRAINER = {AXOLOTL.name: 500, LLAMA_FACTORY.name: 500, TRL.name: 10}  # default of logging_steps
 
 
 def convert_run(work: Import) -> None:
     """Convert the keys of a run, in this order."""
-    for convert in (_template, _stage, _labels, _memory, _schedule, _saves, _evaluations, _processes, _trackers):
+    work.hoist("special_tokens", *((name, name) for name in list(nested(work.data.get("special_tokens")))))
+    for convert in (
+        _template, _stage, _labels, _packing, _memory, _model, _schedule, _saves, _evaluations, _processes, _trackers,
+    ):  # fmt: skip
         convert(work)
-    tokens = nested(work.data.pop("special_tokens", None))
-    for name, token in tokens.items():
-        work.data.setdefault(name, token)
-    for name, why in NOT_OURS.items():
+    for name, reason in NOT_OURS.items():
         if name in work.data:
-            work.leave((name,), why)
+            work.leave((name,), reason.why, reason.harm)
 
 
 def _template(work: Import) -> None:
@@ -35,13 +37,13 @@ def _template(work: Import) -> None:
     model = data.get("base_model", data.get("model_name_or_path", data.get("model")))
     if data.get("template") == "alpaca":  # Stanford's prompt for one exchange
         work.put("data.prompt_template", data.pop("template"), "template")
-    _hoist_template(data)
+    _hoist_template(work)
     path = data.get("chat_template_jinja" if data.get("chat_template") == "jinja" else "chat_template_path")
     if isinstance(path, str) and path.endswith((".jinja", ".jinja2", ".j2")):
-        name = "chat_template" if data.pop("chat_template", None) else "chat_template_path"
-        work.put("model.tokenizer.chat_template", path, name)
-        for name in ("chat_template_jinja", "chat_template_path"):
-            data.pop(name, None)
+        for name in ("chat_template", "chat_template_jinja", "chat_template_path"):
+            if name in data:
+                work.put("model.tokenizer.chat_template", path, name)
+                del data[name]
     for name in ("template", "chat_template"):
         if not isinstance(data.get(name), str):
             continue
@@ -49,7 +51,7 @@ def _template(work: Import) -> None:
         if found is None:
             work.leave((name,), OWN_TEMPLATE)
             continue
-        written = data.pop(name)
+        written = work.take(name, "model.tokenizer.chat_template")
         if found == "tokenizer":
             if written.endswith("nothink"):
                 work.put("data.chat_template_kwargs", {"enable_thinking": False}, name)
@@ -58,14 +60,18 @@ def _template(work: Import) -> None:
             work.put("model.tokenizer.chat_template", found, name)
 
 
-def _hoist_template(data: dict[str, Any]) -> None:
+def _hoist_template(work: Import) -> None:
     """Move `chat_template` of Axolotl's data sets to the file, if all of them name the same one."""
+    data = work.data
     items = [item for item in nested(data.get("data")).get("datasets", []) if isinstance(item, dict)]
     named = {str(item.get("chat_template")) for item in items}
     if len(named) == 1 and named != {"None"} and data.get("chat_template") in (None, *named):
         data["chat_template"] = named.pop()
-        for item in items:
+        for index, item in enumerate(items):
             del item["chat_template"]
+            source = work.items.get(("data", "datasets", index))
+            if source is not None:
+                work.trace((*source, "chat_template"), "model.tokenizer.chat_template")
 
 
 def _stage(work: Import) -> None:
@@ -80,31 +86,95 @@ def _labels(work: Import) -> None:
     """Choose the tokens with labels: TRL trains all of them, unless one of two keys is true."""
     data = work.data
     if data.get("assistant_only_loss"):
-        data.pop("completion_only_loss", None)  # it is about rows of prompt and completion
+        work.take("completion_only_loss", "data.train_on")  # it is about rows of prompt and completion
     elif data.get("completion_only_loss"):
-        data.pop("assistant_only_loss", None)
+        work.take("assistant_only_loss", "data.train_on")
     elif work.peer is TRL and "assistant_only_loss" not in data and "completion_only_loss" not in data:
         work.notes.append(
             "TRL trains all tokens of messages and texts, but only the completion of rows with prompt and completion: "
             "write data.train_on: assistant for the latter"
         )
+    if data.get("mask_history") is True:  # only the last answer trains, with or without its prompt
+        for name in ("train_on_prompt", "train_on_inputs"):
+            if data.get(name) is True:
+                work.leave((name,), "mask_history: true trains the last answer alone")
+            else:
+                work.take(name, "data.train_on")
+
+
+def _packing(work: Import) -> None:
+    """Convert LLaMA-Factory's two switches: `neat_packing` keeps documents apart, as packing does here."""
+    data = work.data
+    if data.get("neat_packing") is True:
+        work.take("packing", "data.packing")
+    elif "neat_packing" in data and "packing" in data:
+        work.take("neat_packing", "data.packing")
+        if data["packing"] is True:
+            work.notes.append("packing without neat_packing: documents of a row do not attend to each other here")
 
 
 def _memory(work: Import) -> None:
     data = work.data
+    key = "train.gradient_checkpointing"
     if "disable_gradient_checkpointing" in data:
-        data["gradient_checkpointing"] = not data.pop("disable_gradient_checkpointing")
-    offloads = data.pop("activation_offloading", None), data.pop("use_unsloth_gc", None)
-    if any(value is True or value in OFFLOADED for value in offloads):
-        data["gradient_checkpointing"] = "offload"
+        disabled = work.take("disable_gradient_checkpointing", key)
+        work.take("gradient_checkpointing", key)
+        data["gradient_checkpointing"] = not disabled
+    for name in ("activation_offloading", "use_unsloth_gc"):
+        value = work.take(name, key)
+        if value is True or (isinstance(value, str) and value in OFFLOADED):
+            data["gradient_checkpointing"] = "offload"
     if nested(data.get("fsdp_config")).get("activation_checkpointing") is True:
-        data.setdefault("gradient_checkpointing", True)
-    if data.pop("use_galore", False):
+        work.hoist("fsdp_config", ("activation_checkpointing", "gradient_checkpointing"))
+    if work.take("use_galore", "train.optim"):
+        work.take("optim", "train.optim")
         data["optim"] = "galore_adamw"
         for name, key in (("galore_rank", "rank"), ("galore_update_interval", "update_proj_gap"),
                           ("galore_scale", "scale")):  # fmt: skip
             if name in data:
                 work.put(f"train.galore.{key}", data.pop(name), name)
+    _optimizer_options(work)
+
+
+def _optimizer_options(work: Import) -> None:
+    """Convert `optim_args` of GaLore, written as a mapping or as "rank=64, scale=0.25"."""
+    given = work.data.get("optim_args")
+    if not str(work.data.get("optim", work.data.get("optimizer"))).startswith("galore") or given is None:
+        return
+    if isinstance(given, str):
+        pairs = [pair.partition("=") for pair in given.split(",")]
+        try:
+            options = {name.strip(): parse_json_text(value.strip()) for name, _, value in pairs}
+        except DamagedFileError:
+            return
+    else:
+        options = dict(nested(given))
+    if options and all(name in ("rank", "update_proj_gap", "scale") for name in options):
+        del work.data["optim_args"]
+        for name, value in options.items():
+            work.put(f"train.galore.{name}", value, "optim_args")
+
+
+def _model(work: Import) -> None:
+    """Convert sections whose keys exist here: arguments of `from_pretrained`, and Liger's kernels."""
+    work.hoist(
+        "model_init_kwargs", ("torch_dtype", "torch_dtype"), ("dtype", "dtype"), ("revision", "model_revision"),
+        ("attn_implementation", "attn_implementation"), ("trust_remote_code", "trust_remote_code"),
+    )  # fmt: skip
+    work.hoist(
+        "liger_kernel_config", ("rope", "liger_rope"), ("rms_norm", "liger_rms_norm"),
+        ("swiglu", "liger_swiglu"), ("geglu", "liger_glu_activation"), ("cross_entropy", "liger_cross_entropy"),
+        ("fused_linear_cross_entropy", "liger_fused_linear_cross_entropy"),
+    )  # fmt: skip
+    for name in ("bf16", "fp16"):
+        if work.data.get(name) == "full":  # of Axolotl: without mixed precision, as always here
+            work.data[name] = True
+    if work.data.get("bf16") is True and work.data.get("fp16") is False:
+        work.take("fp16", "model.dtype")
+    sampling = work.data.get("train_sampling_strategy")
+    if sampling == "group_by_length":
+        work.put("train.group_by_length", True, "train_sampling_strategy")
+        del work.data["train_sampling_strategy"]
 
 
 def _schedule(work: Import) -> None:
@@ -118,6 +188,7 @@ def _schedule(work: Import) -> None:
     options = data.get("lr_scheduler_kwargs")
     warmup = data.get("warmup_steps")
     if isinstance(warmup, float) and 0 < warmup < 1:  # as TrainingArguments reads it
+        work.take("warmup_ratio", "train.warmup_ratio")
         work.put("train.warmup_ratio", data.pop("warmup_steps"), "warmup_steps")
     if isinstance(options, str):  # as on a command line
         try:
@@ -133,18 +204,18 @@ def _schedule(work: Import) -> None:
 
 def _saves(work: Import) -> None:
     """Convert the interval of saves; a number per epoch is a share of all steps, unless it is one."""
-    data = work.data
+    data, strategy = work.data, "checkpoint.save_strategy"
     per_epoch = data.pop("saves_per_epoch", None)
     if per_epoch:
-        _per_epoch(work, per_epoch, "saves_per_epoch", "checkpoint.save_strategy", "checkpoint.save_steps")
-        data.pop("save_steps", None)
+        _per_epoch(work, per_epoch, "saves_per_epoch", strategy, "checkpoint.save_steps")
+        work.take("save_steps", "checkpoint.save_steps")
     elif "save_steps" in data and data.get("save_strategy") is None:
-        work.put("checkpoint.save_strategy", "steps", "save_steps")
+        work.put(strategy, "steps", "save_steps")
     if data.get("save_strategy") == "no":
-        work.put("checkpoint.save_strategy", "no", "save_strategy")
+        work.put(strategy, "no", "save_strategy")
         del data["save_strategy"]
     if data.get("save_total_limit") == 0:
-        del data["save_total_limit"]
+        work.take("save_total_limit", "checkpoint.save_total_limit")
 
 
 def _per_epoch(work: Import, number: Any, written: str, strategy: str, steps: str) -> None:
@@ -166,17 +237,19 @@ def _evaluations(work: Import) -> None:
     held_out = any(data.get(name) for name in ("val_set_size", "val_size")) or "eval_datasets" in nested(
         data.get("data")
     )
-    if "eval_strategy" not in data and "evaluation_strategy" in data:
+    if "evaluation_strategy" in data and "eval_strategy" not in data:
+        work.names["eval_strategy"] = work.path_of("evaluation_strategy")
         data["eval_strategy"] = data.pop("evaluation_strategy")
-    per_epoch = data.pop("evals_per_epoch", None)
     if not held_out:
-        for name in ("eval_steps", "eval_strategy", "early_stopping_patience", "load_best_model_at_end"):
-            if data.get(name) not in (None, "no", False):
-                work.leave((name,), "there is no evaluation data")
+        for name in ("eval_steps", "eval_strategy", "early_stopping_patience", "load_best_model_at_end",
+                     "evals_per_epoch"):  # fmt: skip
+            if name in data and data[name] not in ("no", False):
+                work.leave((name,), "there is no evaluation data", HARMLESS)
         return
+    per_epoch = data.pop("evals_per_epoch", None)
     if per_epoch:
         _per_epoch(work, per_epoch, "evals_per_epoch", "eval.eval_strategy", "eval.eval_steps")
-        data.pop("eval_strategy", None)
+        work.take("eval_strategy", "eval.eval_strategy")
     elif not evaluates(data) and "eval_strategy" not in data and work.peer is not TRL:
         work.put("eval.eval_strategy", "steps" if data.get("eval_steps") else "epoch", _held_out_by(data))
     elif data.get("eval_strategy") == "steps" and "eval_steps" not in data:
@@ -190,17 +263,35 @@ def _held_out_by(data: dict[str, Any]) -> str:
 def _processes(work: Import) -> None:
     """Convert FSDP and DeepSpeed to `parallel.strategy`, where the file says which one it is."""
     data = work.data
+    if "fsdp_config" in data and not isinstance(data["fsdp_config"], dict):  # the name of a file
+        work.leave(("fsdp_config",), FSDP_OPTIONS.why, FSDP_OPTIONS.harm)
     fsdp, config = data.get("fsdp"), nested(data.get("fsdp_config"))
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
     if config or (words and words != "no_shard") or data.get("fsdp_version"):
-        work.put("parallel.strategy", "fsdp", "fsdp" if fsdp else "fsdp_config")
-        offload = config.get("offload_params", config.get("fsdp_offload_params"))
-        if offload is True or "offload" in words:
+        names = [name for name in ("fsdp", "fsdp_version") if name in data]
+        for name in names or ["fsdp_config"]:
+            work.put("parallel.strategy", "fsdp", name)
+        if "offload" in words:
             work.put("parallel.cpu_offload", True, "fsdp")
+        for name, value in config.items():
+            _fsdp_option(work, name, value)
         for name in ("fsdp", "fsdp_config", "fsdp_version"):
             data.pop(name, None)
     if data.get("deepspeed"):
         _deepspeed(work)
+
+
+def _fsdp_option(work: Import, name: str, value: Any) -> None:
+    """Convert an option of FSDP: offloading is the only one with a key of its own here."""
+    path = (*work.path_of("fsdp_config"), name)
+    if name in ("offload_params", "fsdp_offload_params"):
+        work.trace(path, "parallel.cpu_offload")
+        if value is True:
+            work.document.put(("parallel", "cpu_offload"), True, Place("", work.line_of(path), work.document.file))
+    elif name in ("version", "fsdp_version"):
+        work.trace(path, "parallel.strategy")
+    elif path not in work.fates:
+        work.fates[path] = Fate(OFF) if is_off(value) else Fate(LEFT, (), FSDP_OPTIONS.why, FSDP_OPTIONS.harm)
 
 
 def _deepspeed(work: Import) -> None:
@@ -221,16 +312,31 @@ def _deepspeed(work: Import) -> None:
 
 
 def _trackers(work: Import) -> None:
-    """Choose trackers by the keys of Axolotl that configure them."""
+    """Choose trackers by their names, or by the keys of Axolotl that configure them."""
     data = work.data
     signs = {"wandb": ("wandb_project", "use_wandb"), "tensorboard": ("use_tensorboard",),
              "mlflow": ("mlflow_tracking_uri", "use_mlflow", "mlflow_experiment_name")}  # fmt: skip
+    named = data.get("report_to")
+    if isinstance(named, str | list):
+        known = [name for name in _names(named) if name in (*signs, "jsonl")]
+        others = [name for name in _names(named) if name not in (*known, "none")]
+        if others:
+            work.leave(("report_to",), f"{', '.join(others)}: {TRACKERS}", HARMLESS)
+        if known and others:
+            data["report_to"] = known
+            work.more_left.append(
+                Left(work.line_of(("report_to",)), "report_to", ", ".join(others), TRACKERS, HARMLESS)
+            )
     found = [tracker for tracker, names in signs.items() if any(data.get(name) for name in names)]
-    if found and "report_to" not in data:
-        work.put("logging.report_to", found, next(name for name in signs[found[0]] if data.get(name)))
+    if found and named is None:
+        work.document.put(("logging", "report_to"), found, Place("", 0, work.document.file))
     for name in ("use_wandb", "use_tensorboard", "use_mlflow"):
-        data.pop(name, None)
+        work.take(name, "logging.report_to")
     for name in ("wandb_name", "wandb_run_id", "mlflow_run_name"):
         if data.get(name) and "run_name" not in data:
             work.put("logging.run_name", data[name], name)
-        data.pop(name, None)
+        work.take(name, "logging.run_name")
+
+
+def _names(value: Any) -> list[str]:
+    return [str(name).strip() for name in (value if isinstance(value, list) else value.split(","))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from ligertune.recipe.document import Document, KeyPath, split
@@ -313,14 +314,19 @@ def contradicts_itself(recipe: Recipe) -> bool:
     return any(rule.is_broken(recipe) for rule in RULES)
 
 
-def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> list[KeyPath]:
-    """Add a complaint to `document` for each broken rule, and return the keys that the complaints are about.
+@dataclass(frozen=True)
+class BrokenRule:
+    """A rule that a recipe breaks: the keys of its conditions, and the complaint about the first that is given."""
 
-    Rules that involve a key in `faults` are skipped: that key has a complaint already.
-    """
-    leads = []
+    paths: tuple[KeyPath, ...]
+    lead: KeyPath
+    sentence: str
+
+
+def broken_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> Iterator[BrokenRule]:
+    """Yield the rules that a recipe breaks, without those on a key in `faults`, which has a complaint already."""
     for rule in RULES:
-        paths = [split(key) for key, _ in rule.conditions]
+        paths = tuple(split(key) for key, _ in rule.conditions)
         in_doubt = any(fault[: len(path)] == path[: len(fault)] for fault in faults for path in paths)
         if in_doubt or not rule.is_broken(recipe):
             continue
@@ -329,6 +335,10 @@ def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -
         mentions = [document.name(path) if path == lead else document.mention(path) for path in paths]
         values = [attrgetter(key)(recipe) for key, _ in rule.conditions]
         shown = [str(value).lower() if isinstance(value, bool) else value for value in values]
-        document.complain(lead, rule.message.format(*mentions, v=shown))
-        leads.append(lead)
-    return leads
+        yield BrokenRule(paths, lead, rule.message.format(*mentions, v=shown))
+
+
+def check_rules(recipe: Recipe, document: Document, faults: Sequence[KeyPath]) -> None:
+    """Add a complaint to `document` for each broken rule."""
+    for broken in broken_rules(recipe, document, faults):
+        document.complain(broken.lead, broken.sentence)
