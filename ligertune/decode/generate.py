@@ -23,7 +23,6 @@ from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
-from ligertune.models.load_tokenizer import tokenizing
 from ligertune.models.model_files import reason_of
 from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
 from ligertune.models.score_head import gives_scores
@@ -240,8 +239,7 @@ def encode_prompt(
     check_prompt(prompt)
     text, has_bos = format_prompt(tokenizer, prompt, template, history)
     # verbose: transformers warns of a prompt beyond the context, which `chat` shortens
-    with tokenizing():
-        input_ids = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+    input_ids = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
     if not input_ids:
         where = f"{template_name(tokenizer)}: the chat template makes" if has_bos else "The tokenizer makes"
         raise UserError(f"{where} no token of this prompt.", hint="Correct it, or write --raw." if has_bos else "")
@@ -306,8 +304,7 @@ def _encode_with_images(
         text = image_tokens.insert(Rendered(text, ()), files).text
     except BadRow as bad:
         raise UserError(f"--image: {bad}.", hint="Name a file for each <image> in the prompt, or write none.") from bad
-    with tokenizing():
-        input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)["input_ids"]
+    input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)["input_ids"]
     return text, _expand_images(reader, input_ids, files)
 
 
@@ -342,8 +339,7 @@ class SampleAnswers:
         model.eval()
         for prompt in self.prompts:
             text, has_bos = format_prompt(self.tokenizer, prompt, self.template)
-            with tokenizing():
-                inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)
+            inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)
             ids = inputs["input_ids"].to(next(model.parameters()).device)
             with run_eagerly():
                 output = model.generate(

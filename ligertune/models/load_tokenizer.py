@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -25,12 +23,6 @@ if TYPE_CHECKING:
 PAD_NAMES = (
     "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>", "<unk>",
 )  # fmt: skip
-
-
-# Steps that rewrite a text, such as Replace, may make it this many times as long together. Published tokenizers replace
-# a space by one character or a quote by two; four steps that write 400 characters for one take all memory.
-MAX_GROWTH = 16
-_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,6 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     for file in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / file).is_file():
             read_json(folder / file, origin)
-    _check_growth(folder / "tokenizer.json", origin)
     if is_hub_id(name):
         revision = None if wanted.path else spec.revision
         check_hub_model(name, key=origin.key, revision=revision, files=TOKENIZER_FILES)
@@ -85,54 +76,6 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
         tokenizer.chat_template = _read_template(path)
         tokenizer.chat_template_file = str(path)  # for the errors of `template_name`
     return tokenizer
-
-
-def _check_growth(path: Path, origin: ModelOrigin) -> None:
-    """Raise UserError if the steps of a tokenizer would make a text more than MAX_GROWTH times as long."""
-    if not path.is_file() or b'"Replace"' not in path.read_bytes():
-        return  # the other steps add a few characters to a text or to a word
-    values = read_json(path, origin)
-    growth = 1.0
-    for step in _replacements([values.get(name) for name in _STEPS]):
-        pattern, content = step.get("pattern"), step.get("content")
-        searched = pattern.get("String") if isinstance(pattern, dict) else None
-        shortest = len(searched) if isinstance(searched, str) and searched else 1
-        growth *= max(1.0, len(content) / shortest if isinstance(content, str) else 1.0)
-    if growth > MAX_GROWTH:
-        raise origin.error(
-            f"{path}: its replacements make a text up to {growth:,.0f} times as long, and {MAX_GROWTH} times are "
-            "allowed.",
-            "Use the tokenizer of the original model.",
-        )
-
-
-def _replacements(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of type Replace inside lists and sequences of steps."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _replacements(item)
-    elif isinstance(value, dict):
-        if value.get("type") == "Replace":
-            yield value
-        for item in value.values():
-            yield from _replacements(item)
-
-
-@contextlib.contextmanager
-def tokenizing() -> Iterator[None]:
-    """Raise UserError where a rule of the tokenizer fails on a text, such as an expression that backtracks for ever.
-
-    The tokenizers' Rust code panics then, which is no Exception.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError(
-            f"model.tokenizer: a rule of the tokenizer fails on a text: {reason_of(error).rstrip('.')}.",
-            hint="Use the tokenizer of the original model.",
-        ) from error
 
 
 def _check_vocabulary_file(path: Path, origin: ModelOrigin) -> None:

@@ -1,9 +1,6 @@
 """Model folders from anyone: `train`, `generate` and `export` refuse damaged ones in one sentence and run no code."""
 
-import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,18 +24,6 @@ from hostile_folders import (
     weights,
     write,
 )
-
-
-def replaced(pattern: str, content: str, kind: str = "String") -> dict:
-    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
-
-
-def normalizer(*steps: dict) -> Callable[[Path], object]:
-    """Return the damage of a folder whose tokenizer rewrites texts by these steps."""
-    return lambda folder: change_json(
-        folder / "tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": list(steps)}}
-    )
-
 
 WOBBLE = {"rope_type": "wobble", "rope_theta": 10000.0}
 CASES = (
@@ -110,8 +95,6 @@ CASES = (
     Hostile("a class of no name", lambda f: change_json(f / TOKENIZER, {"tokenizer_class": 5}), ("okenizer",)),
     Hostile("a template of no text", lambda f: ((f / "chat_template.jinja").unlink(),
             change_json(f / TOKENIZER, {"chat_template": 5})), ("chat_template",)),
-    Hostile("a tokenizer that expands", normalizer(*[replaced("a", "a" * 400)] * 4),
-            ("tokenizer.json: its replacements make a text up to 25,600,000,000 times as long",)),
     Hostile("its own code", own_code(CONFIG, AutoConfig="C", AutoModelForCausalLM="M"), ("own Python code",)),
     Hostile("a tokenizer's own code", own_code(TOKENIZER, AutoTokenizer="T"), ("own Python code",)),
 )  # fmt: skip
@@ -144,21 +127,6 @@ def test_a_hostile_folder_is_refused_in_one_sentence(case, command, place):
 def test_other_commands_load_in_the_same_way(command, damage, says, place):
     damage(place / "model")
     assert says in refused(place, command)
-
-
-@pytest.mark.parametrize("command", ["train", "data"])
-def test_an_expression_that_backtracks_for_ever_is_one_sentence(command, place):
-    """The tokenizers' Rust code gives up and panics, which is no Exception."""
-    normalizer(replaced(r"(\w+\s?)+#", "x", "Regex"))(place / "model")
-    row = {"instruction": "word " * 60, "output": "answer " * 60}
-    (place / "d.jsonl").write_text(json.dumps(row) + "\n")
-    assert "a rule of the tokenizer fails on a text: " in refused(place, command)
-
-
-def test_replacements_of_published_tokenizers_are_allowed(place):
-    steps = [replaced(" ", "▁"), replaced("``", '"'), replaced("…", "..."), replaced(" {2,}", "▁", "Regex")]
-    normalizer(*steps)(place / "model")
-    assert run_here("data", "r.yaml", cwd=place).code == 0
 
 
 def test_a_recipe_in_the_folder_cannot_allow_the_models_code(place):

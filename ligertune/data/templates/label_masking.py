@@ -18,7 +18,6 @@ import numpy as np
 from ligertune.data.rows.conversation import BadRow
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
 from ligertune.data.templates.words import WordTokens, word_tokenizer
-from ligertune.models.load_tokenizer import tokenizing
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -73,10 +72,9 @@ class Encoder:
         """Yield one Encoded for each text, in order, or the reason why there is none."""
         for first in range(0, len(texts), _BATCH):
             batch = texts[first : first + _BATCH]
-            with tokenizing():
-                found = [self._mark(text) for text in batch]
-                left = [place for place, marked in enumerate(found) if marked is None]
-                encodings = self._backend.encode_batch([batch[place].text for place in left], add_special_tokens=False)
+            found = [self._mark(text) for text in batch]
+            left = [place for place, marked in enumerate(found) if marked is None]
+            encodings = self._backend.encode_batch([batch[place].text for place in left], add_special_tokens=False)
             for place, encoding in zip(left, encodings, strict=True):
                 found[place] = mark_tokens(batch[place], encoding)
             pairs = zip(batch, found, strict=True)
