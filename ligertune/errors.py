@@ -1,4 +1,4 @@
-"""UserError, the exception whose message is shown without a traceback, and the wording of counts and sizes."""
+"""UserError, whose message is shown without a traceback, and the text of messages: escapes, counts and sizes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ class UserError(Exception):
     def __reduce__(self) -> tuple:
         # the default pickling between processes drops keyword-only arguments
         return (partial(type(self), self.message, hint=self.hint, exit_code=self.exit_code), ())
+
+
+# Characters that a terminal obeys or that change the direction of text, and signs for them. A file of anyone can hold
+# them: as the name of a tensor, as a label, as an answer that a model gives.
+_SIGNS = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
+_OBEYED = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+_ONE_LINE = _SIGNS | {code: f"\u27e8U+{code:04X}\u27e9" for code in _OBEYED}
+_LINES = {code: sign for code, sign in _ONE_LINE.items() if chr(code) not in "\n\t"}
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    """Return text with its control characters as signs: "\u241b[31m". Everything that is printed passes through here.
+
+    Line breaks and tabs stay, except with one_line. Surrogates, which no stream can encode, are signs, too.
+    """
+    return text if text.isprintable() else text.translate(_ONE_LINE if one_line else _LINES)
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:

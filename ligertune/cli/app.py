@@ -5,18 +5,46 @@ Commands import torch and transformers inside their functions, so that `--help` 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from ligertune import progress  # noqa: F401  first: it records when the process started
-from ligertune.errors import UserError
+from ligertune.errors import UserError, printable
 from ligertune.progress import importing
+
+
+class _Commands(TyperGroup):
+    """The group of all commands. What a user typed is escaped in its errors: "No such option"."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> typer.Context:
+        with _escaped_usage_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        with _escaped_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _escaped_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:
+        if hasattr(problem, "format_message"):  # click's; typer keeps a copy of click that it does not export
+            problem.message = printable(problem.message, one_line=True)
+        raise
+
 
 app = typer.Typer(
     name="ligertune",
+    cls=_Commands,
     help="Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -59,6 +87,7 @@ def main() -> None:
     from ligertune.launcher.signals import handle_by_leaving
 
     handle_by_leaving()  # also of Ctrl-C: Python can lose a KeyboardInterrupt inside an import
+    render.escape_libraries()
     try:
         app()
     except UserError as problem:
