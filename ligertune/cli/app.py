@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -105,6 +106,15 @@ def main() -> None:
         trains = sys.argv[1:2] in (["train"], ["medusa"], ["distill"])
         what = problem.filename or ("A file" if trains else "The output")
         _report(cannot_write(str(what), reason, trains=trains))
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as problem:
+        # torch's allocator of host memory raises a plain RuntimeError
+        if not isinstance(problem, MemoryError) and "can't allocate memory" not in str(problem):
+            raise
+        asked = re.search(r"\d{4,} bytes|[\d.]+ \w?iB", str(problem))
+        what = f": it tried to allocate {asked[0]}" if asked else ""
+        advice = "Lower the sizes that the command or its files ask for, or free memory."
+        _report(UserError(f"The host ran out of memory{what}.", hint=advice, exit_code=1))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

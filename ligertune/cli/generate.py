@@ -31,7 +31,7 @@ Model = Annotated[
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens of an answer.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=2**20, help="Maximum number of new tokens of an answer.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed for sampling.")]
 
 
