@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 
@@ -24,6 +26,20 @@ class UserError(Exception):
     def __reduce__(self) -> tuple:
         # the default pickling between processes drops keyword-only arguments
         return (partial(type(self), self.message, hint=self.hint, exit_code=self.exit_code), ())
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turn a panic in the Rust code of a library, which is no Exception, into a UserError: tokenizers has some."""
+    try:
+        yield
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"The tokenizer failed on a text: {str(problem).strip()[:200]}.",
+            hint="Use the tokenizer of the model's publisher.",
+        ) from None
 
 
 # Characters that a terminal obeys or that change the direction of text, and signs for them. A file of anyone can hold

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ligertune import progress  # noqa: F401  first: it records when the process started
-from ligertune.errors import UserError, printable
+from ligertune.errors import UserError, panics_as_errors, printable
 from ligertune.progress import importing
 
 
@@ -90,7 +90,8 @@ def main() -> None:
     handle_by_leaving()  # also of Ctrl-C: Python can lose a KeyboardInterrupt inside an import
     render.escape_libraries()
     try:
-        app()
+        with panics_as_errors():
+            app()
     except UserError as problem:
         _report(problem)
         sys.exit(problem.exit_code)

@@ -14,6 +14,7 @@ from ligertune.data.templates.named_templates import known_templates, template_p
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import add_tokens
 from ligertune.models.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
+from ligertune.models.tokenizer_limits import check_tokenizer, check_tokenizer_file
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
@@ -49,11 +50,13 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     for file in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / file).is_file():
             read_json(folder / file, origin)
+    check_tokenizer_file(folder / "tokenizer.json", origin)
     try:
         with loading(origin, f"no tokenizer could be loaded from {name}", hint):
             tokenizer = AutoTokenizer.from_pretrained(
                 name, revision=None if wanted.path else spec.revision, trust_remote_code=spec.trust_remote_code
             )
+            check_tokenizer(tokenizer, name, origin)
             tokenizer("text", verbose=False)  # settings of a wrong type are found where they are used
     except UserError:
         _check_vocabulary_file(folder / "tokenizer.json", origin)
