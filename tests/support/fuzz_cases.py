@@ -1,5 +1,6 @@
-"""Random cases of bad input: recipes, model folders, data files, chat templates and checkpoints, from a seed."""
+"""Random cases of bad input, from a seed: changes of recipes, models, adapters, data, templates, teachers and runs."""
 
+import contextlib
 import copy
 import gzip
 import io
@@ -42,6 +43,35 @@ SNIPPETS = (
 )  # fmt: skip
 
 
+ADAPTER_KEYS = {
+    "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "exclude_modules": "x", "rank_pattern": {"q_proj": 4},
+    "alpha_pattern": {".*q_proj": 4}, "modules_to_save": ["lm_head"], "layers_to_transform": [0],
+    "layers_pattern": "layers", "trainable_token_indices": [3], "target_parameters": ["a"], "peft_type": "LORA",
+    "base_model_name_or_path": "model", "init_lora_weights": "pissa", "layer_replication": [[0, 2]], "use_dora": True,
+    "lora_dropout": 0.1, "bias": "all", "task_type": "SEQ_CLS", "loftq_config": {"loftq_iter": 1},
+}  # fmt: skip
+EXPRESSIONS = (
+    "^(([a-z._0-9])+.)+[A-Z]([a-z])+$", "(\\w+\\s?)+#", "(?:(\\w|.)+[!?])+", "((a{999}){999}){999}", "(?R)", "((", ".*",
+    "[qv]_proj", "a" * 5000, "all-linear",
+)  # fmt: skip
+STEPS = (
+    {"type": "Replace", "pattern": {"Regex": "(\\w+\\s?)+#"}, "content": "x"},
+    {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 1000},
+    {"type": "Replace", "pattern": {"Regex": ""}, "content": "ab"},
+    {"type": "Split", "pattern": {"Regex": "(a|aa)+!"}, "behavior": "Isolated", "invert": False},
+    {"type": "Lowercase"}, {"type": "Strip", "content": "a", "start": 10**9, "stop": 0}, {"type": "ByteLevel"},
+    {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}, {"type": "Prepend", "prepend": "x" * 10**5},
+)  # fmt: skip
+IMPORTS = (
+    "base_model: model\ndatasets: [{path: data.jsonl, type: alpaca}]\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\n"
+    "gradient_accumulation_steps: 4\nnum_epochs: 1\noutput_dir: out\nval_set_size: 0.1\nfp8: false\n",
+    "stage: sft\nmodel_name_or_path: model\ndataset: alpaca\ntemplate: llama3\nfinetuning_type: lora\noutput_dir: out\n"
+    "cutoff_len: 256\nper_device_train_batch_size: 1\n",
+    "model_name_or_path: model\ndataset_name: a/b\nuse_peft: true\noutput_dir: out\nmax_length: 256\n"
+    "learning_rate: 1.0e-5\neval_strategy: steps\n",
+)
+
+
 @dataclass(frozen=True)
 class FuzzCase:
     """A command in `folder`. outputs: names below it that the command may write to; None: any."""
@@ -52,7 +82,10 @@ class FuzzCase:
 
 
 class CaseMaker:
-    """Makes the cases of a seed. base: a folder with r.yaml, model, data.jsonl and an unfinished run, runs/one."""
+    """Makes the cases of a seed.
+
+    base: a folder with r.yaml, model, adapter, teacher, data.jsonl and an unfinished run, runs/one.
+    """
 
     def __init__(self, base: Path, seed: int) -> None:
         self.base, self.seed = base, seed
@@ -70,10 +103,19 @@ class CaseMaker:
             self._model,
             self._template,
             self._checkpoint,
+            self._recipe,
+            self._adapter,
+            self._adapter,
+            self._tokenizer,
+            self._labels,
+            self._teacher,
+            self._run_file,
+            self._import,
         )
         kind = kinds[number % len(kinds)]
-        skipped = shutil.ignore_patterns(*([] if kind == self._checkpoint else ["runs"]))
-        shutil.copytree(self.base, folder, ignore=skipped)
+        needed = {self._checkpoint: "runs", self._run_file: "runs", self._adapter: "adapter", self._teacher: "teacher"}
+        others = {"runs", "adapter", "teacher"} - {needed.get(kind)}
+        shutil.copytree(self.base, folder, ignore=shutil.ignore_patterns(*others))
         return kind(rng, folder)
 
     def _recipe(self, rng: random.Random, folder: Path) -> FuzzCase:
@@ -158,6 +200,93 @@ class CaseMaker:
             arguments = ("export", "runs/one/checkpoints/step-2", "--out", "out")
         return FuzzCase(f"checkpoint: {', '.join(names)}: {arguments[0]}", arguments)
 
+    def _adapter(self, rng: random.Random, folder: Path) -> FuzzCase:
+        config, changed = folder / "adapter" / "adapter_config.json", []
+        if rng.random() < 0.7:
+            values = json.loads(config.read_text())
+            for key in rng.sample(sorted(ADAPTER_KEYS), rng.choice((1, 1, 2))):
+                value = rng.choice((rng.choice(ODD), rng.choice(EXPRESSIONS), copy.deepcopy(ADAPTER_KEYS[key])))
+                if rng.random() < 0.3:
+                    value = rng.choice(([value], {str(value): rng.choice(ODD)}, [value] * 1000))
+                elif isinstance(value, dict | list):
+                    mutate_json(rng, value)
+                values[key] = value
+                changed.append(key)
+            config.write_text(json.dumps(values))
+        else:
+            file = rng.choice(sorted(path for path in (folder / "adapter").iterdir() if path.is_file()))
+            changed.append(f"{file.name}: {mutate_file(rng, file)}")
+        command = rng.choice((
+            ("generate", "./adapter", "Hi.", "--max-new-tokens", "2"),
+            ("export", "./adapter", "--out", "out"),
+            ("export", "./adapter", "--out", "out", "--adapter"),
+        ))  # fmt: skip
+        return FuzzCase(f"adapter: {', '.join(changed)}: {command[0]}", command, ("out",))
+
+    def _tokenizer(self, rng: random.Random, folder: Path) -> FuzzCase:
+        path = folder / "model" / "tokenizer.json"
+        values, part = json.loads(path.read_text()), rng.choice(("normalizer", "pre_tokenizer", "decoder"))
+        kind = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}[part]
+        steps = [copy.deepcopy(rng.choice(STEPS)) for _ in range(rng.choice((1, 1, 2, 4)))]
+        if rng.random() < 0.3:
+            mutate_json(rng, steps)
+        values[part] = {"type": "Sequence", kind: steps}
+        path.write_text(json.dumps(values))
+        arguments = rng.choice((("generate", "./model", "Hi.", "--max-new-tokens", "2"), ("data", "r.yaml")))
+        types = ", ".join(str(step.get("type")) for step in steps if isinstance(step, dict))
+        return FuzzCase(f"tokenizer: {part}: {types}", arguments, ())
+
+    def _labels(self, rng: random.Random, folder: Path) -> FuzzCase:
+        odd = [value for value in ODD if value not in (math.inf,) and value == value]
+        kinds = ([0, 1], ["good", "bad"], [0.05, 0.5, 1.0], odd, [0, 10**9], [[0, 1], [1]], [True, False])
+        labels = rng.choice(kinds)
+        rows = [{"text": f"Text {number}.", "label": rng.choice(labels)} for number in range(12)]
+        for _ in range(rng.choice((0, 1, 3))):
+            rng.choice(rows)["label"] = rng.choice(ODD)
+        (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = {"task": "classification", "data.datasets[0].path": "d.jsonl", "data.max_dropped": 1}
+        if rng.random() < 0.3:
+            settings["classification.num_labels"] = rng.choice((0, 1, 2, 3, 1000, 10**9, 10**15))
+        if rng.random() < 0.3:
+            settings["classification.labels"] = rng.choice((["a", "b"], ["good", "bad"], ["0", "1"], [""], [1]))
+        command = rng.choice(("data", "plan", "train"))
+        return FuzzCase(f"labels: {command}", (command, "r.yaml", *sets({**FIXED, **settings})))
+
+    def _teacher(self, rng: random.Random, folder: Path) -> FuzzCase:
+        file = rng.choice(sorted(path for path in (folder / "teacher").iterdir() if path.is_file()))
+        name = f"teacher: {file.name}: {mutate_file(rng, file)}"
+        settings = {**FIXED, "task": "distill", "distill.teacher_file": "teacher", "distill.loss": "forward_kl"}
+        return FuzzCase(name, (rng.choice(("train", "plan")), "r.yaml", *sets(settings)))
+
+    def _run_file(self, rng: random.Random, folder: Path) -> FuzzCase:
+        run = folder / "runs" / "one"
+        file = rng.choice([run / "metrics.jsonl"] * 3 + sorted(path for path in run.iterdir() if path.is_file()))
+        if file.suffix == ".jsonl" and rng.random() < 0.8:
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            for _ in range(rng.choice((1, 2))):
+                mutate_json(rng, lines)
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            how = "values"
+        else:
+            how = mutate_file(rng, file)
+        arguments = rng.choice(
+            (("train", "r.yaml", "--resume"), ("export", "runs/one", "--checkpoint", "newest", "--out", "out"))
+        )
+        return FuzzCase(f"run file: {file.name}: {how}: {arguments[0]}", arguments)
+
+    def _import(self, rng: random.Random, folder: Path) -> FuzzCase:
+        text, names = rng.choice(IMPORTS), sorted({key for part in IMPORTS for key in yaml.safe_load(part)})
+        values = yaml.safe_load(text)
+        for _ in range(rng.choice((1, 2, 4))):
+            values[rng.choice(names)] = rng.choice(ODD)
+        if rng.random() < 0.3:
+            mutate_json(rng, values)
+        content = yaml.safe_dump(values, allow_unicode=True).encode("utf-8", "surrogatepass")
+        (folder / "x.yaml").write_bytes(mutate_bytes(rng, content) if rng.random() < 0.3 else content)
+        return FuzzCase(
+            "import", ("recipe", "import", "x.yaml", *rng.choice(((), ("--out", "out.yaml")))), ("out.yaml",)
+        )
+
 
 def put(recipe: dict, key: str, value: object) -> None:
     """Set a dotted key, in sections that are mappings."""
@@ -178,6 +307,9 @@ def write_rows(rows: list, ending: str) -> bytes:
     """Return a data file of this ending."""
     if ending == ".parquet":
         out = io.BytesIO()
+        with contextlib.suppress(pyarrow.ArrowException, TypeError, OverflowError, AttributeError):
+            parquet.write_table(pyarrow.Table.from_pylist(rows), out)  # nested columns, if the rows are alike
+            return out.getvalue()
         parquet.write_table(
             pyarrow.table({"instruction": [str(row) for row in rows], "output": ["a"] * len(rows)}), out
         )
@@ -234,6 +366,9 @@ def mutate_file(rng: random.Random, file: Path) -> str:
             values = rng.choice(([], None, {}, "", 5, [values]))
         file.write_text(json.dumps(values))
         return "values"
+    if file.suffix == ".safetensors" and rng.random() < 0.4:
+        file.write_bytes(_other_header(rng, content))
+        return "header"
     if rng.random() < 0.15:
         file.unlink()
         return "removed"
@@ -242,6 +377,18 @@ def mutate_file(rng: random.Random, file: Path) -> str:
         return "replaced"
     file.write_bytes(mutate_bytes(rng, content))
     return "bytes"
+
+
+def _other_header(rng: random.Random, content: bytes) -> bytes:
+    """Return a safetensors file with changed values in its header: names, shapes, dtypes and places."""
+    size = int.from_bytes(content[:8], "little")
+    try:
+        header = json.loads(content[8 : 8 + size])
+    except ValueError:  # an earlier change has broken it
+        return content[:-1]
+    mutate_json(rng, header)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def _values(content: bytes) -> object | None:

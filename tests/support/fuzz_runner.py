@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from command_line import ROOT, run_here
-from fuzz_cases import CaseMaker, FuzzCase
+from fuzz_cases import CaseMaker, FuzzCase, sets
 
 MAX_SECONDS, MAX_BYTES = 20, 2 << 30  # of processor time, and of memory beyond this process's
 MAX_WAIT = 120  # seconds until a case counts as hanging: other processes may use the cores
@@ -58,9 +58,19 @@ def prepare_base(folder: Path) -> Path:
     rows = (quickstart / "dolly_short.jsonl").read_text().splitlines(keepends=True)[:12]
     (base / "data.jsonl").write_text("".join(rows))
     (base / "r.yaml").write_text(RECIPE)
-    for arguments in (("train", "r.yaml"), ("data", "r.yaml"), ("generate", "./model", "Hi.", "--max-new-tokens", "1")):
+    adapter = {"method.type": "lora", "method.lora_r": 2, "train.max_steps": 1, "checkpoint.output_dir": "runs/two"}
+    teacher = {"distill.teacher": "./model", "distill.top_k": 4}
+    for arguments in (
+        ("train", "r.yaml"),
+        ("train", "r.yaml", *sets(adapter)),
+        ("distill", "r.yaml", "--write", "teacher", *sets(teacher)),
+        ("data", "r.yaml"),
+        ("generate", "./model", "Hi.", "--max-new-tokens", "1"),
+    ):
         done = run_here(*arguments, cwd=base)
         assert done.code == 0, done.err
+    shutil.copytree(base / "runs" / "two" / "model", base / "adapter")
+    shutil.rmtree(base / "runs" / "two")
     for name in ("report.json", "report.html", "model", "curves.png"):  # as if it had been killed
         path = base / "runs" / "one" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
