@@ -60,6 +60,8 @@ ADAPTERS = (
     Hostile("no expression", adapter_config(target_modules="(("), ("not a regular expression",)),
     Hostile("an expression of nothing", adapter_config(target_modules="x+y"), ("matches no layer",)),
     Hostile("a rank of billions", adapter_config(rank_pattern={"q_proj": 10**9}), ("rank_pattern is",)),
+    Hostile("ranks of no object", adapter_config(rank_pattern=["q_proj"]), ("rank_pattern is",)),
+    Hostile("a scale of no object", adapter_config(alpha_pattern="x"), ("alpha_pattern is",)),
     Hostile("a module by expression", adapter_config(modules_to_save=[ENDLESS]), ("modules_to_save is",)),
     Hostile("layers by expression", adapter_config(layers_pattern=ENDLESS, layers_to_transform=[0]),
             ("layers_pattern is",)),

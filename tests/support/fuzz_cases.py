@@ -30,7 +30,7 @@ TYPICAL = {
 # Steps with these keys rightly take long, compile, or start other programs.
 FIXED = {
     "train.max_steps": 1, "train.torch_compile": False, "parallel.num_processes": 1, "logging.report_to": "none",
-    "train.gradient_accumulation_steps": 1, "data.num_proc": 1,
+    "data.num_proc": 1,
 }  # fmt: skip
 SNIPPETS = (
     "{{ messages[0].content }}", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n", "{% endfor %}",

@@ -63,9 +63,10 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
     if type(alpha) not in (int, float) or not 0 < alpha < MAX_RANK:
         raise refuse("lora_alpha", alpha, "a number above 0")
     for key, (least, most) in _PATTERNS.items():
-        for number in _object(values.get(key)).values():
-            if type(number) not in (int, float) or not least <= number < most:
-                raise refuse(key, values[key], f"an object with numbers from {least} to {most - 1:,}")
+        found = values.get(key) or {}
+        numbers = found.values() if isinstance(found, dict) else [None]
+        if any(type(number) not in (int, float) or not least <= number < most for number in numbers):
+            raise refuse(key, found, f"an object with numbers from {least} to {most - 1:,}")
     for key in _NAMES:
         found = values.get(key) or []
         for name in found if isinstance(found, list) else [found]:
