@@ -1,8 +1,10 @@
-"""UserError, whose message is shown without a traceback, and the wording of commands, counts and sizes."""
+"""UserError, shown without a traceback, and the text of messages: commands, escapes, counts and sizes."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+from collections.abc import Iterator
 from functools import partial
 
 # Optional packages and the versions that work, as in the extras of pyproject.toml. Messages name the packages: the
@@ -41,6 +43,36 @@ class UserError(Exception):
 def pip_install(package: str) -> str:
     """Return the command that installs a package: "pip install 'torchao>=0.14'"."""
     return f"pip install {shlex.quote(package + OPTIONAL.get(package, ''))}"
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turn a panic in the Rust code of a library, which is no Exception, into a UserError: tokenizers has some."""
+    try:
+        yield
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"The tokenizer failed on a text: {str(problem).strip()[:200]}.",
+            hint="Use the tokenizer of the model's publisher.",
+        ) from None
+
+
+# Characters that a terminal obeys or that change the direction of text, and signs for them. A file of anyone can hold
+# them: as the name of a tensor, as a label, as an answer that a model gives.
+_SIGNS = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
+_OBEYED = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+_ONE_LINE = _SIGNS | {code: f"\u27e8U+{code:04X}\u27e9" for code in _OBEYED}
+_LINES = {code: sign for code, sign in _ONE_LINE.items() if chr(code) not in "\n\t"}
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    """Return text with its control characters as signs: "\u241b[31m". Everything that is printed passes through here.
+
+    Line breaks and tabs stay, except with one_line. Surrogates, which no stream can encode, are signs, too.
+    """
+    return text if text.isprintable() else text.translate(_ONE_LINE if one_line else _LINES)
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:

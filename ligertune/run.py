@@ -32,7 +32,7 @@ from ligertune.models.score_head import check_task
 from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing
 from ligertune.planning.hub import hub_notes
-from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
+from ligertune.planning.make_plan import PlanInputs, check_host_memory, make_plan, warn_of_host_memory
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, data_rows_of, with_fused_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
@@ -85,6 +85,7 @@ def plan_for(
     )
     if for_show:
         return job
+    check_host_memory(job.plan)
     plan = replace(job.plan, notes=(*job.plan.notes, *check_unfinished(job.plan)))
     on_this_host = ranks_on_node() if is_launched() else machine.world_size
     return replace(job, plan=warn_of_host_memory(plan, processes=on_this_host, free=available_memory()))

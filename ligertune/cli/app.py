@@ -5,18 +5,47 @@ Commands import torch and transformers inside their functions, so that `--help` 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from ligertune import progress  # noqa: F401  first: it records when the process started
-from ligertune.errors import UserError
+from ligertune.errors import UserError, panics_as_errors, printable
 from ligertune.progress import importing
+
+
+class _Commands(TyperGroup):
+    """The group of all commands. What a user typed is escaped in its errors: "No such option"."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> typer.Context:
+        with _escaped_usage_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        with _escaped_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _escaped_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:
+        if hasattr(problem, "format_message"):  # click's; typer keeps a copy of click that it does not export
+            problem.message = printable(problem.message, one_line=True)
+        raise
+
 
 app = typer.Typer(
     name="ligertune",
+    cls=_Commands,
     help="Fine-tune language models on your own GPUs: fast exact kernels, one YAML recipe, an honest report.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -63,8 +92,10 @@ def main() -> None:
     from ligertune.launcher.signals import handle_by_leaving
 
     handle_by_leaving()  # also of Ctrl-C: Python can lose a KeyboardInterrupt inside an import
+    render.escape_libraries()
     try:
-        app()
+        with panics_as_errors():
+            app()
     except UserError as problem:
         _report(problem)
         sys.exit(problem.exit_code)
@@ -80,6 +111,15 @@ def main() -> None:
         trains = sys.argv[1:2] in (["train"], ["medusa"], ["distill"])
         what = problem.filename or ("A file" if trains else "The output")
         _report(cannot_write(str(what), reason, trains=trains))
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as problem:
+        # torch's allocator of host memory raises a plain RuntimeError
+        if not isinstance(problem, MemoryError) and "can't allocate memory" not in str(problem):
+            raise
+        asked = re.search(r"\d{4,} bytes|[\d.]+ \w?iB", str(problem))
+        what = f": it tried to allocate {asked[0]}" if asked else ""
+        advice = "Lower the sizes that the command or its files ask for, or free memory."
+        _report(UserError(f"The host ran out of memory{what}.", hint=advice, exit_code=1))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -31,7 +31,7 @@ Model = Annotated[
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens of an answer.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=2**20, help="Maximum number of new tokens of an answer.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed for sampling.")]
 
 
@@ -89,10 +89,10 @@ def generate(
         for number, text in enumerate(asked, start=1):
             if prompts and not json:
                 render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
-            options = {"seed": seed, "images": list(image or []), "on_text": None if json else write_piece}
+            options = {"seed": seed, "images": list(image or []), "on_text": None if json else render.piece}
             answers.append(generate_answer(loaded, text, decoding, **options))
             if not json and not answers[-1].text.endswith("\n"):
-                write_piece("\n")
+                render.piece("\n")
     if json:
         _print_answers(answers, json, as_list=prompts is not None)
 
@@ -122,7 +122,7 @@ def chat(
     from ligertune.decode.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p)
-    conversation = Chat(loaded, decoding, on_text=write_piece, on_notice=render.note)
+    conversation = Chat(loaded, decoding, on_text=render.piece, on_notice=render.note)
     if system is not None:
         conversation.set_system(system)
     torch.manual_seed(seed)
@@ -180,7 +180,7 @@ def _messages() -> Iterator[str]:
             with _ctrl_c_raises():
                 line = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
-            write_piece("\n")
+            render.piece("\n")
             return
         if line:
             yield line
@@ -200,12 +200,6 @@ def _utf8_stdin() -> Iterator[None]:
         raise UserError(
             f"stdin is not UTF-8: byte 0x{error.object[error.start]:02x}.", hint="Convert it, for example with iconv."
         ) from error
-
-
-def write_piece(text: str) -> None:
-    """Write a part of an answer to stdout at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -44,7 +44,7 @@ def plan(
         ),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option("--memory", min=0.1, help="GiB per device. Default: this machine's device.")
+        float | None, typer.Option("--memory", min=0.1, max=1e6, help="GiB per device. Default: this machine's device.")
     ] = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=1, help="Plan for this many devices that shard the model with FSDP.")

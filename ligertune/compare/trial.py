@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ligertune.checked_files import DamagedFileError, read_fields
 from ligertune.compare.side import Side
-from ligertune.errors import UserError
+from ligertune.errors import UserError, printable
 from ligertune.hardware import is_main_process
 from ligertune.launcher.signals import before_leaving, handle_by_leaving
 from ligertune.progress import importing
@@ -233,7 +233,7 @@ def run_rank(recipe: Path, folder: Path, change: str | None = None) -> int:
         if failure is None:
             raise
         write_json(folder / f"failure-{os.environ.get('RANK', '0')}.json", asdict(failure))
-        sys.stderr.write(f"{failure}\n")
+        sys.stderr.write(printable(f"{failure}\n"))
         return 1
     if is_main_process():
         write_json(folder / RESULT, result)

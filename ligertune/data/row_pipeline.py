@@ -33,7 +33,7 @@ from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
-from ligertune.errors import UserError
+from ligertune.errors import UserError, panics_as_errors
 from ligertune.planning.options import SCORE_ROWS
 from ligertune.vision.image_files import ImageFile
 
@@ -138,6 +138,7 @@ class RowPipeline:
         """What the report on the data set says about format and template, as JSON."""
         return {**self.shape.about, "template": self.template.name}
 
+    @panics_as_errors()
     def examples(self, records: Sequence[Record], counts: RowCounts) -> list[Example]:
         """Return the examples of these records, in their order, and add to `counts` what became of the rows."""
         counts.rows_read += len(records)

@@ -20,7 +20,7 @@ from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_imag
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
-from ligertune.errors import UserError
+from ligertune.errors import UserError, panics_as_errors
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.model_files import reason_of
@@ -232,6 +232,7 @@ def choose_prompt(folder: Path, *, raw: bool) -> dict:
     return {"prompt_template": "raw", "system_prompt": None} if raw else read_prompt(folder)
 
 
+@panics_as_errors()
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, template: dict, history: Sequence[tuple[str, str]] = ()
 ) -> tuple[str, list[int]]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from ligertune.errors import printable
 from ligertune.hardware import is_main_process
 from ligertune.launcher.failures import is_started_rank
 from ligertune.storage import newest_checkpoint
@@ -193,6 +194,7 @@ def say(message: str, *, last: bool = False) -> None:
 
     Not through Python's streams, whose locks the interrupted code may hold.
     """
+    message = printable(message)
     if os.isatty(2):
         lines = textwrap.fill(message, shutil.get_terminal_size().columns)
         message = f"\r\x1b[2K{lines}"  # over the bar, which is drawn again below

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ligertune.data.templates.named_templates import known_templates, template_path
+from ligertune.data.templates.tokenizer_limits import check_tokenizer, check_tokenizer_file
 from ligertune.errors import UserError
 from ligertune.models.added_tokens import add_tokens
 from ligertune.models.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
@@ -51,6 +52,7 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     for file in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / file).is_file():
             read_json(folder / file, origin)
+    check_tokenizer_file(folder / "tokenizer.json", origin)
     if is_hub_id(name):
         revision = None if wanted.path else spec.revision
         check_hub_model(name, key=origin.key, revision=revision, files=TOKENIZER_FILES)
@@ -59,6 +61,7 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
             tokenizer = AutoTokenizer.from_pretrained(
                 name, revision=None if wanted.path else spec.revision, trust_remote_code=spec.trust_remote_code
             )
+            check_tokenizer(tokenizer, name, origin)
             tokenizer("text", verbose=False)  # settings of a wrong type are found where they are used
     except UserError:
         _check_vocabulary_file(folder / "tokenizer.json", origin)

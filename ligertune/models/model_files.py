@@ -210,7 +210,7 @@ def stored_shapes(folder: Path, origin: ModelOrigin, *, explicit: object = None)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder, origin, explicit=explicit):
         if path.suffix == ".safetensors":
-            shapes |= _shapes_in(path, origin)
+            shapes |= shapes_in(path, origin)
     return shapes
 
 
@@ -304,7 +304,8 @@ def check_contents(folder: Path, origin: ModelOrigin) -> None:
             raise origin.error(f"{path} is neither a file nor a folder.", hint="Remove it.")
 
 
-def _shapes_in(path: Path, origin: ModelOrigin) -> dict[str, tuple[int, ...]]:
+def shapes_in(path: Path, origin: ModelOrigin) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a safetensors file. Raises UserError if it is damaged."""
     with loading(origin, f"{path} is not a complete safetensors file"), safe_open(path, framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
@@ -337,25 +338,3 @@ def shape_error(
                 hint="Is its config.json that of another model?",
             )
     return None
-
-
-# ---- adapters
-
-
-def check_adapter(folder: Path, origin: ModelOrigin) -> set[str]:
-    """Return the names of an adapter's tensors; none for a .bin file.
-
-    Raises UserError for files that are missing or damaged, or that would import a Python module.
-    """
-    path = folder / ADAPTER_CONFIG
-    values = read_json(path, origin)
-    if values.get("megatron_config") is not None:  # peft imports the module that megatron_core names
-        raise origin.error(f"{path}: megatron_config is not supported.", hint="Leave the key out.")
-    for key in ("r", "lora_alpha"):
-        value = values.get(key, 1)
-        if type(value) not in (int, float) or not 0 < value < 2**20:
-            raise origin.error(f"{path}: {key} is {json.dumps(value)[:40]}, and must be a number above 0.")
-    weights = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
-    if weights is None:
-        raise origin.error(f"{folder} holds no {ADAPTER_WEIGHTS[0]}.", hint="Was the download complete?")
-    return set(_shapes_in(weights, origin)) if weights.suffix == ".safetensors" else set()

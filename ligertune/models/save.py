@@ -18,14 +18,13 @@ import torch
 
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
-from ligertune.models.added_tokens import grow_for_adapter
+from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.carried_tensors import add_carried
 from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.model_files import (
     ADAPTER_CONFIG,
     ModelOrigin,
-    check_adapter,
     check_contents,
     fingerprint_of_files,
     loading,
@@ -37,6 +36,7 @@ from ligertune.models.score_head import gives_scores, make_scored_as_saved
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, TrainedBase, trained_base
+from ligertune.recipe.section import path_fault
 from ligertune.storage import new_folder, write_text
 from ligertune.vision.reader import save_processor
 
@@ -175,6 +175,9 @@ def adapter_base_model(folder: Path) -> str:
     base = read_json(folder / ADAPTER_CONFIG, SAVED_MODEL).get("base_model_name_or_path")
     if not isinstance(base, str) or not base.strip():
         raise UserError(f"{folder} does not name the model that its adapter belongs to (base_model_name_or_path).")
+    fault = path_fault(base)
+    if fault is not None:
+        raise UserError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path {fault}")
     return base
 
 
@@ -290,10 +293,10 @@ def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel |
         base = _load_plain_model(saved_spec(str(folder), trust_remote_code=trust_remote_code), folder)
     import peft  # takes seconds
 
-    grow_for_adapter(base, folder)
+    config = fitted_config(base, folder, SAVED_MODEL)
     with loading(SAVED_MODEL, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
-        return peft.PeftModel.from_pretrained(base, folder)
+        return peft.PeftModel.from_pretrained(base, folder, config=config)
 
 
 def _load_plain_model(spec: ModelOptions, adapter: Path | None = None) -> PreTrainedModel:

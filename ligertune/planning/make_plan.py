@@ -45,6 +45,9 @@ from ligertune.planning.precision import Precision, float8_notes
 from ligertune.recipe import Recipe, contradicts_itself
 
 GIB = 2**30
+# A step that trains on a row 100 times is a mistake, and a billion times would not end. 8 examples that are packed
+# into one row, with the usual batch of 4 and 8 accumulated, give 32 times.
+MAX_REPEATS = 100
 # Attention that handles all documents of a row in one launch, independent of where they begin.
 ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # Host seconds per layer for forward and backward, a low guess: a step of Llama-3.2-1B on 128 tokens took 4.7 ms per
@@ -95,6 +98,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     resources = choose_resources(recipe, inputs)
     batching = resources.batching
     schedule = make_schedule(recipe, rows=rows.count, global_batch_size=batching.global_batch_size)
+    repeats = repeated_rows(recipe, rows, batching)
     every_save, every_eval = (
         interval(steps, schedule.total_steps) for steps in (recipe.checkpoint.save_steps, recipe.eval.eval_steps)
     )
@@ -124,6 +128,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
             *notes,
             *model.notes,
             *optimizer_notes(recipe.train.optim, model.shape),
+            *repeats,
             *padding_free_notes(recipe),
             *cuda_graphs_notes(recipe, machine),
             *float8_notes(recipe, machine),
@@ -285,6 +290,20 @@ def warn_of_host_memory(plan: Plan, *, processes: int, free: int | None) -> Plan
     return replace(plan, notes=(*plan.notes, note))
 
 
+def check_host_memory(plan: Plan) -> None:
+    """Raise UserError for a run on a CPU that needs more memory than the host has: Linux would kill it.
+
+    Only model states are certain. The prediction of activations is that of a GPU.
+    """
+    needed, there = plan.bytes.total * plan.machine.world_size, plan.machine.memory_bytes
+    if plan.machine.device == "cpu" and there and needed > there:
+        raise UserError(
+            f"The weights, gradients and optimizer states need {format_bytes(needed)}, and this host has"
+            f" {format_bytes(there)} of memory.",
+            hint="Use a smaller model, or train an adapter (method.type: lora) with a smaller lora_r.",
+        )
+
+
 def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
     """Raise UserError if an example is longer than the model's context."""
     if context is not None and longest > context:
@@ -293,6 +312,28 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
             f"but the model's context (max_position_embeddings) is {context}.",
             hint=f"Write data.max_length: {context}.",
         )
+
+
+def repeated_rows(recipe: Recipe, rows: Rows, batching: Batching) -> tuple[str, ...]:
+    """Return a warning if a step has more rows than the data. Raises UserError for more than MAX_REPEATS times as many.
+
+    The last step of a run of epochs may have fewer rows.
+    """
+    size, epochs = batching.global_batch_size, recipe.train.num_train_epochs
+    in_step = size if recipe.train.max_steps else min(size, round((epochs or 1.0) * rows.count))
+    if rows.streamed or in_step <= rows.count:
+        return ()
+    sentence = (
+        f"a step has {in_step:,} rows ({batching.micro_batch_size} per device x {batching.accumulation} accumulated x"
+        f" {plural(batching.row_ranks, 'process', 'processes')}), and the data {plural(rows.count, 'row')}"
+    )
+    if in_step > MAX_REPEATS * rows.count:
+        raise UserError(
+            f"train.per_device_train_batch_size x train.gradient_accumulation_steps: {sentence}, so that it would train"
+            f" on each more than {MAX_REPEATS} times.",
+            hint=f"Lower them, or train.global_batch_size, to {plural(rows.count, 'row')} in a step.",
+        )
+    return (f"{sentence}: it trains on some more than once",)
 
 
 def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe
+from ligertune.recipe.train_sections import MAX_ROWS_OF_A_STEP
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool],
                 f"= {micro} x {row_ranks} = {micro * row_ranks}.",
                 hint=f"Write a multiple of {micro * row_ranks}, or another train.per_device_train_batch_size.",
             )
+    if micro * accumulation * row_ranks > MAX_ROWS_OF_A_STEP:
+        raise UserError(
+            "train.per_device_train_batch_size x gradient_accumulation_steps x processes = "
+            f"{micro} x {accumulation} x {row_ranks} is {micro * accumulation * row_ranks:,} rows in a step, and the "
+            f"most are {MAX_ROWS_OF_A_STEP:,}.",
+            hint="Lower them, or write train.global_batch_size.",
+        )
     eval_batch_size = recipe.eval.per_device_eval_batch_size
     return Batching(micro, accumulation, world_size, eval_batch_size, recipe.parallel.cp_size)
 

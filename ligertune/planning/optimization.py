@@ -115,6 +115,11 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Train
         warmup = 0
     kwargs = train.lr_scheduler_kwargs
     decay = kwargs.get("num_decay_steps", 0)
+    if warmup > total:
+        raise UserError(
+            f"train.warmup_steps: {warmup}, and the run has {plural(total, 'step')}.",
+            hint=f"Write train.warmup_steps: {total} or less, or train.warmup_ratio.",
+        )
     if warmup + decay > total:
         raise UserError(
             f"train.lr_scheduler_kwargs: num_decay_steps is {decay}, and the run has {plural(total, 'step')}, "

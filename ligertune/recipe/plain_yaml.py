@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from ligertune.errors import printable
 from ligertune.recipe.document import Document, KeyPath, Place, dotted
 
 TAG = "tag:yaml.org,2002:"
@@ -92,8 +93,12 @@ def parse(text: str, document: Document, path: KeyPath = (), override: Place | N
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Write YAML that `parse` reads back as the same data."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """Write YAML that `parse` reads back as the same data, and that a terminal can show."""
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    if printable(text) == text:
+        return text
+    # PyYAML then writes all that is not ASCII as "\u202e", in double quotes
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
 
 def _check_size(n_nodes: int) -> None:

@@ -256,7 +256,7 @@ class LoggingSpec(Section):
 class ParallelSpec(Section):
     """Processes of a run, and how they share the model and the data."""
 
-    num_processes: Literal["auto"] | PositiveInt = "auto"
+    num_processes: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Processes on this node; auto: one per visible GPU, or as many as torchrun or accelerate started."""
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"] = "auto"
     """single: one process; ddp: replicate the model; fsdp: shard it; auto: ddp if the model fits, else fsdp."""
@@ -266,14 +266,14 @@ class ParallelSpec(Section):
     """With fsdp and packing: processes that split each row (context parallel)."""
     cpu_offload: Switch = False
     """With fsdp: keep weights, gradients and optimizer states in host memory, and step on the CPU."""
-    timeout: PositiveInt = 60
+    timeout: Annotated[int, Field(ge=1, le=10**7)] = 60
     """Seconds to wait for a process within a step; saves and evaluations may take longer."""
 
 
 class VisionSpec(Section):
     """Images of a vision-language model: their size, and which parts of the model train."""
 
-    image_min_pixels: PositiveInt | None = None
+    image_min_pixels: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Qwen models: enlarge smaller images to this many pixels; null: the model's default."""
     image_max_pixels: PositiveInt = 1_003_520
     """Qwen models: shrink larger images to this many pixels (1280 tokens in Qwen2-VL)."""
@@ -290,7 +290,7 @@ class ReportSpec(Section):
 
     warmup_steps: NonNegativeInt = 5
     """First steps to exclude from the throughput."""
-    profile_steps: NonNegativeInt = 0
+    profile_steps: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Steps to trace with torch.profiler after the warm-up, into output_dir/profile; 0: none."""
     memory_snapshot: Switch = False
     """Write a GPU memory snapshot for pytorch.org/memory_viz into output_dir/profile."""

@@ -64,28 +64,44 @@ def unusable(sentence: str) -> PydanticCustomError:
     return PydanticCustomError(UNUSABLE, "{sentence}", {"sentence": sentence})
 
 
+def path_fault(value: str) -> str | None:
+    """Return the end of a sentence about a path that no file can have."""
+    if "\0" in value:
+        return "holds a NUL character, which no path can."
+    encoded = value.encode("utf-8", "surrogatepass")
+    longest = max((len(name) for name in encoded.split(os.fsencode(os.sep))), default=0)
+    if longest > _MAX_NAME or len(encoded) > _MAX_PATH:
+        return f"is too long: a name in a path has at most {_MAX_NAME} bytes, and a path {_MAX_PATH}."
+    return None
+
+
 def _possible_path(value: str) -> str:
     """Return the path if a file can have it: the system's own error for it would come late, without the key."""
-    if "\0" in value:
-        raise unusable("holds a NUL character, which no path can.")
-    longest = max((len(os.fsencode(name)) for name in value.split(os.sep)), default=0)
-    if longest > _MAX_NAME or len(os.fsencode(value)) > _MAX_PATH:
-        raise unusable(f"is too long: a name in a path has at most {_MAX_NAME} bytes, and a path {_MAX_PATH}.")
+    fault = path_fault(value)
+    if fault is not None:
+        raise unusable(fault)
     return value
 
 
-def _possible_expression(value: str) -> str:
-    """Return the regular expression if it compiles, and does so quickly: `(a{1000}){1000}` fills the memory."""
+def expression_fault(value: str) -> str | None:
+    """Return the end of a sentence about an expression that is none, or that fills memory: `(a{1000}){1000}`."""
     repeats = math.prod(max(1, int(most or least or 1)) for least, most in re.findall(r"\{(\d*),?(\d*)\}", value))
     if len(value) > _MAX_EXPRESSION or repeats > _MAX_REPEATS:
-        raise unusable(
+        return (
             f"is too long: an expression has at most {_MAX_EXPRESSION:,} characters, "
             f"and counts at most {_MAX_REPEATS:,} repeats."
         )
     try:
         re.compile(value)
     except (re.error, RecursionError, OverflowError) as error:
-        raise unusable(f"is {value!r}, which is not a regular expression: {error}.") from None
+        return f"is {value!r}, which is not a regular expression: {error}."
+    return None
+
+
+def _possible_expression(value: str) -> str:
+    fault = expression_fault(value)
+    if fault is not None:
+        raise unusable(fault)
     return value
 
 

@@ -44,6 +44,11 @@ EITHER_OR = {
 }
 
 
+# Far above the batches that are trained with, and low enough for the list of a step's rows: the largest published
+# batches have some 10,000 rows. `make_plan` also compares a step with the data set.
+RowCount = Annotated[int, Field(ge=1, le=2**16)]
+MAX_ROWS_OF_A_STEP = 2**20
+
 _NUMBER, _WHOLE = (int, float), (int,)
 _RISE = ("linear", "cosine", "1-sqrt")
 _MIN_LR = {"num_cycles": _NUMBER, "min_lr": _NUMBER, "min_lr_rate": _NUMBER}
@@ -117,13 +122,13 @@ class LrGroupSpec(Section):
 class TrainSpec(Section):
     """Batch size, number of steps, optimizer and memory savings."""
 
-    per_device_train_batch_size: Literal["auto"] | PositiveInt = 4
+    per_device_train_batch_size: Literal["auto"] | RowCount = 4
     """Rows per device and forward pass (packed rows, or examples); auto: the largest that fits."""
-    gradient_accumulation_steps: PositiveInt | None = 1
+    gradient_accumulation_steps: RowCount | None = 1
     """Forward passes per optimizer step; or give global_batch_size."""
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Annotated[int, Field(ge=1, le=MAX_ROWS_OF_A_STEP)] | None = None
     """Rows per optimizer step over all devices, instead of gradient_accumulation_steps."""
-    num_train_epochs: PositiveFloat | None = 1.0
+    num_train_epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = 1.0
     """Passes over the data; or give max_steps."""
     max_steps: PositiveInt | None = None
     """Number of optimizer steps, instead of num_train_epochs."""
@@ -204,7 +209,7 @@ class EvalSpec(Section):
     """Evaluate never, every eval_steps, or after each epoch."""
     eval_steps: StepsOrShare = 200
     """With eval_strategy: steps: steps between evaluations; below 1: a share of all steps."""
-    per_device_eval_batch_size: PositiveInt = 4
+    per_device_eval_batch_size: RowCount = 4
     """Rows per device and evaluation pass."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations without a lower loss; null: never."""
@@ -248,7 +253,7 @@ class MedusaSpec(Section):
 
     num_heads: Annotated[int, Field(ge=1, le=16)] = 5
     """Number of heads."""
-    num_layers: PositiveInt = 1
+    num_layers: Annotated[int, Field(ge=1, le=64)] = 1
     """Residual blocks per head."""
     stage: Literal[1, 2] = 1
     """1: train the heads only; 2: train the model and the heads."""
@@ -272,7 +277,7 @@ class MedusaSpec(Section):
     """Maximum number of candidate tokens that one decoding step verifies."""
     eval_prompts: NonNegativeInt = 8
     """Held-out prompts to time decoding on after training; 0: none."""
-    eval_new_tokens: PositiveInt = 128
+    eval_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
     """Maximum number of new tokens per prompt."""
 
 
@@ -344,5 +349,5 @@ class DistillSpec(Section):
     """Weight of the cross-entropy of the labels; the divergence has the rest."""
     teacher_file: FileOrHub | None = None
     """Folder of `ligertune distill --write`: train from its log-probabilities, without the teacher."""
-    top_k: PositiveInt = 64
+    top_k: Annotated[int, Field(ge=1, le=2**20)] = 64
     """ligertune distill --write: number of tokens whose log-probabilities are written for each trained token."""

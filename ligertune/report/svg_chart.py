@@ -10,6 +10,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from ligertune.errors import printable
+
 WIDTH, HEIGHT = 480, 230  # of a chart in its own units; it scales with the page
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 26, 38  # margins around the plot
 MAX_POINTS = 2000  # of a series; a page stays small after a long run
@@ -34,8 +36,13 @@ def render_template(package: str, name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_printable_value,
     )
     return environment.get_template(name).render(**values)
+
+
+def _printable_value(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero: bool = False) -> Markup | None:

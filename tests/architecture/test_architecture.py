@@ -251,3 +251,27 @@ def test_help_is_quick_and_needs_no_torch():
         seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert done.returncode == 0, done.stderr
     assert min(seconds) < 0.7
+
+
+def test_only_the_renderers_print_or_the_text_is_escaped():
+    """A file of anyone can hold escape sequences: other code prints `printable(...)`, JSON or a constant."""
+    raw = []
+    for name, path in modules().items():
+        if name.startswith("ligertune.cli.render") or not name.startswith("ligertune."):
+            continue
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call) or not is_output(ast.unparse(node.func)):
+                continue
+            text = ast.unparse(node.args[-1]) if node.args else "''"
+            if not isinstance(node.args[-1], ast.Constant) and not text.startswith(("printable(", "json.dumps(")):
+                raw.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    # `say`, in a signal handler, escapes its message before it adds the sequences that clear a progress bar
+    assert [line.split(": ")[1] for line in raw] == ["os.write(2, f'{message}\\n'.encode())"], raw
+
+
+def is_output(function: str) -> bool:
+    """Return whether a function of this name writes to the terminal."""
+    streams = ("stdout", "stderr")
+    if function in ("print", "os.write", "typer.echo", "typer.secho", "click.echo"):
+        return True
+    return function.endswith((".console.print", *(f"{stream}.write" for stream in streams)))

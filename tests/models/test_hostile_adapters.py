@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def adapter_weights(change: Callable[[dict], object]) -> Callable[[Path], object
     return weights(change, ADAPTER_WEIGHTS)
 
 
+ENDLESS = "^(([a-z._0-9])+.)+[A-Z]([a-z])+$"
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 NINTH = FIRST.replace(".0.", ".9.")
 ADAPTERS = (
@@ -49,6 +51,36 @@ ADAPTERS = (
     Hostile("a huge rank", adapter_config(r=10**9), ("r is 1000000000",)),
     Hostile("another rank", adapter_config(r=4), ("holds no adapter of this model", "lora_A")),
     Hostile("a module to import", adapter_config(megatron_config={}, megatron_core="evil"), ("megatron_config",)),
+    Hostile("no rank", adapter_config(r=-1), ("r is -1",)),
+    Hostile("half a rank", adapter_config(r=1.5), ("r is 1.5",)),
+    Hostile("a scale of NaN", adapter_config(lora_alpha=float("nan")), ("lora_alpha is NaN",)),
+    Hostile("an endless scale", adapter_config(lora_alpha=float("inf")), ("lora_alpha is Infinity",)),
+    Hostile("an endless expression", adapter_config(target_modules=ENDLESS), ("which matches no layer",)),
+    Hostile("an expression of memory", adapter_config(target_modules="((a{1000}){1000}){1000}"), ("is too long",)),
+    Hostile("no expression", adapter_config(target_modules="(("), ("not a regular expression",)),
+    Hostile("an expression of nothing", adapter_config(target_modules="x+y"), ("matches no layer",)),
+    Hostile("a rank of billions", adapter_config(rank_pattern={"q_proj": 10**9}), ("rank_pattern is",)),
+    Hostile("ranks of no object", adapter_config(rank_pattern=["q_proj"]), ("rank_pattern is",)),
+    Hostile("a scale of no object", adapter_config(alpha_pattern="x"), ("alpha_pattern is",)),
+    Hostile("a module by expression", adapter_config(modules_to_save=[ENDLESS]), ("modules_to_save is",)),
+    Hostile("layers by expression", adapter_config(layers_pattern=ENDLESS, layers_to_transform=[0]),
+            ("layers_pattern is",)),
+    Hostile("billions of layers", adapter_config(layers_to_transform=[10**9]), ("layers_to_transform is 1000000000",)),
+    Hostile("copies of layers", adapter_config(layer_replication=[[0, 10**9]]), ("layer_replication is",)),
+    Hostile("a billion targets", adapter_config(target_modules=["a"] * 10**5), ("target_modules is", "at most 32,768")),
+    Hostile("endless SVD", adapter_config(init_lora_weights="pissa_niter_1000000000"), ("init_lora_weights is",)),
+    Hostile("endless LoftQ", adapter_config(init_lora_weights="loftq", loftq_config={"loftq_iter": 10**9}),
+            ("loftq_iter is",)),
+    Hostile("a token of millions", adapter_config(trainable_token_indices=[30_000_000]),
+            ("trainable_token_indices names 30000000", "512 rows")),
+    Hostile("a token below 0", adapter_config(trainable_token_indices={"embed_tokens": [-5]}), ("names -5",)),
+    Hostile("tokens of no number", adapter_config(trainable_token_indices={"embed_tokens": ["x"]}), ('names "x"',)),
+    Hostile("an adapter of prompts", adapter_config(peft_type="PROMPT_TUNING", num_virtual_tokens=10**6),
+            ("peft_type is PROMPT_TUNING",)),
+    Hostile("its own base", adapter_config(base_model_name_or_path="model"), ("model",)),
+    Hostile("a base that never ends", adapter_config(base_model_name_or_path="/dev/zero"), ("/dev/zero",)),
+    Hostile("a base of NUL", adapter_config(base_model_name_or_path="a\0b"), ("NUL character",)),
+    Hostile("nested", write(ADAPTER, '{"r": 2, "a": ' + "[" * 50_000 + "]" * 50_000 + "}"), ("nested too deeply",)),
     Hostile("no weights", lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), (f"holds no {ADAPTER_WEIGHTS}",)),
     Hostile("cut weights", write(ADAPTER_WEIGHTS, b"hello"), (f"{ADAPTER_WEIGHTS} is not a complete safetensors",)),
     Hostile("a weight is missing", adapter_weights(lambda w: w.pop(FIRST)), ("lacks 1 weight", "layers.0.self_attn")),
@@ -71,6 +103,17 @@ def test_a_hostile_adapter_is_refused_in_one_sentence(case, command, place, adap
         assert words in sentence
 
 
+@pytest.mark.parametrize("key", ["exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_an_expression_on_which_re_hangs_takes_no_time(key, place, adapter):
+    (place / "model").rename(place / "base")
+    shutil.copytree(adapter, place / "model")
+    value = ENDLESS if key == "exclude_modules" else {ENDLESS: 4}
+    adapter_config(base_model_name_or_path="base", **{key: value})(place / "model")
+    start = time.monotonic()
+    assert run_here("generate", "./model", "Hi.", "--max-new-tokens", 2, cwd=place).code == 0
+    assert time.monotonic() - start < 20  # `re` needs 10^8 times as long for each longer name
+
+
 def test_an_adapter_without_a_tokenizer_uses_that_of_its_base_model(place, adapter):
     (place / "model").rename(place / "base")
     shutil.copytree(adapter, place / "model")
@@ -79,6 +122,41 @@ def test_an_adapter_without_a_tokenizer_uses_that_of_its_base_model(place, adapt
 
 
 # ---- folders that are unusual, and fine
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": r".*self_attn\.(q|v)_proj"},
+        {"target_modules": ".*", "exclude_modules": r"(?!.*\.[qv]_proj$).*"},
+        {"rank_pattern": {r"layers\.[0-9]+\.self_attn\.q_proj": 2}, "r": 3, "alpha_pattern": {"[qv]_proj": 64},
+         "target_modules": r".*q_proj"},
+    ],
+    ids=["targets", "exclusions", "ranks"],
+)  # fmt: skip
+def test_expressions_of_an_adapter_mean_what_they_mean_to_peft(changes, place, adapter):
+    import peft
+    import transformers
+
+    from ligertune.models.adapters.adapter_files import check_adapter
+    from ligertune.models.adapters.lora import load_adapter
+    from ligertune.models.save import SAVED_MODEL
+
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes})
+    torch.manual_seed(0)
+    config.init_lora_weights = False  # random B, so that the adapter changes the logits
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "model")
+    peft.get_peft_model(model, config).save_pretrained(place / "adapter")
+
+    def base():
+        return transformers.AutoModelForCausalLM.from_pretrained(place / "model")
+
+    tokens = torch.arange(1, 30)[None]
+    expected = peft.PeftModel.from_pretrained(base(), place / "adapter")(tokens).logits
+    assert check_adapter(place / "adapter", SAVED_MODEL)
+    found = load_adapter(base(), str(place / "adapter"), SAVED_MODEL)(tokens).logits
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, base()(tokens).logits)
 
 
 def sharded(folder: Path) -> None:

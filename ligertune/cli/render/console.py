@@ -5,22 +5,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
+import re
 import sys
+import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from ligertune.errors import UserError, printable
 from ligertune.launcher.signals import leave_closed_terminal
 from ligertune.planning.hub import hub_notes as notes_of_hub
 
-if TYPE_CHECKING:
-    from ligertune.errors import UserError
+# what json.dumps leaves as it is, and `printable` does not: escaped as JSON does it
+_OBEYED = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class _Output:
@@ -46,7 +52,7 @@ def people_on_stderr(json_wanted: bool) -> None:
 
 def text(message: str = "") -> None:
     """Print a line, without interpreting markup. A terminal that is gone does not stop the command."""
-    _print_line(Text(message))
+    _print_line(Text(printable(message)))
 
 
 def _print_line(line: Text) -> None:
@@ -77,7 +83,7 @@ def _wrapped(console: Console, message: str, later: str = "") -> str:
 def note(message: str) -> None:
     """Print a line about the output to stderr, so that stdout holds the output only."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(Text(_wrapped(console, message), style="dim"))
+    console.print(Text(_wrapped(console, printable(message)), style="dim"))
 
 
 def hub_notes() -> None:
@@ -87,23 +93,55 @@ def hub_notes() -> None:
 
 
 def document(content: str) -> None:
-    """Print YAML, JSON or generated text to stdout unchanged."""
+    """Print YAML or text to stdout, without wrapping its lines."""
+    piece(content if content.endswith("\n") else content + "\n")
+
+
+def piece(content: str) -> None:
+    """Print a part of a text to stdout at once: what a model has generated so far."""
     # not through rich, which would wrap long lines
-    sys.stdout.write(content if content.endswith("\n") else content + "\n")
+    sys.stdout.write(printable(content))
     sys.stdout.flush()
 
 
 def json_report(content: dict | list) -> None:
     """Print the machine-readable report to stdout."""
-    document(json.dumps(content, indent=1, default=str, ensure_ascii=False))
+    written = json.dumps(content, indent=1, default=str, ensure_ascii=False)
+    document(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written))
 
 
 def error(problem: UserError) -> None:
     """Print an error to stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    line = Text(_wrapped(console, f"Error: {problem}"))
+    line = Text(_wrapped(console, f"Error: {printable(str(problem))}"))
     line.stylize("bold red", 0, len("Error:"))
     console.print(line)
+
+
+class _PrintableRecord(logging.LogRecord):
+    """A log message of a library."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def escape_libraries() -> None:
+    """Escape what libraries print themselves: log messages, warnings, and the traceback of an unexpected exception."""
+    logging.setLogRecordFactory(_PrintableRecord)
+    sys.excepthook = _print_traceback
+    if warnings.formatwarning is not _format_warning:
+        warnings.formatwarning = _format_warning
+
+
+_library_format = warnings.formatwarning
+
+
+def _format_warning(*args: Any, **kwargs: Any) -> str:
+    return printable(_library_format(*args, **kwargs))
+
+
+def _print_traceback(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, found, trace))))
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> None:
@@ -112,7 +150,7 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> None:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in rows:
-        grid.add_row(Text(name), Text(value))
+        grid.add_row(_cell(name), _cell(value))
     _print_grid(title, grid)
 
 
@@ -120,15 +158,19 @@ def columns(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) ->
     """Print a table with a header. The first column is left-aligned, the others right-aligned; rows may be shorter."""
     grid = Table(box=None, pad_edge=False)
     for i, name in enumerate(header):
-        grid.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+        grid.add_column(_cell(name), justify="right" if i else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(str(cell)) for cell in row))
+        grid.add_row(*map(_cell, row))
     _print_grid(title, grid)
+
+
+def _cell(value: Any) -> Text:
+    return Text(printable(str(value), one_line=True))
 
 
 def _print_grid(title: str, grid: Table) -> None:
     """Print a table without the blanks that fill its last column, and a title that may be wider than the table."""
-    _print_line(Text(title, style="bold"))
+    _print_line(Text(printable(title), style="bold"))
     for segments in OUTPUT.console.render_lines(grid, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
@@ -136,8 +178,8 @@ def _print_grid(title: str, grid: Table) -> None:
 
 
 def status(words: str) -> Status:
-    """Show a live line on a terminal, and nothing elsewhere; its `update` changes the words."""
-    return OUTPUT.console.status(Text(words))
+    """Show a live line on a terminal, and nothing elsewhere."""
+    return OUTPUT.console.status(_cell(words))
 
 
 @contextlib.contextmanager

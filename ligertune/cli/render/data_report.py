@@ -12,17 +12,15 @@ from rich.rule import Rule
 from rich.text import Text
 
 from ligertune.cli.render.console import OUTPUT, sentence, table, text
-from ligertune.errors import plural
+from ligertune.errors import plural, printable
 
 if TYPE_CHECKING:
     from ligertune.data.preview import PreviewExample
 
 BAR = 40  # characters of the histogram's longest bar
-# characters that a terminal obeys, that are invisible, or that change the direction of text
-CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
-HIDDEN = [*range(0x80, 0xA0), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF]
+INVISIBLE = [*range(0x200B, 0x2010), *range(0x2060, 0x2070), 0xFEFF]
 JOINER = 0x200D  # joins emoji, which stay readable
-VISIBLE = str.maketrans(CONTROL | {code: f"\u27e8U+{code:04X}\u27e9" for code in HIDDEN if code != JOINER})
+VISIBLE = {code: f"\u27e8U+{code:04X}\u27e9" for code in INVISIBLE if code != JOINER}
 WIDTH, HEIGHT = 720, 180  # pixels of the page's histogram, without its labels
 
 
@@ -37,6 +35,7 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
         head = (
             f"{shown.number}: {shown.source}{answer}, {plural(shown.tokens, 'token')}, {shown.trained_tokens} trained"
         )
+        head = printable(head, one_line=True)
         OUTPUT.console.print(Rule(Text(head), align="left") if colour else Text(f"--- {head} ---"))
         OUTPUT.console.print(_marked(shown, colour=colour))
     table("Data", account_rows(summary))
@@ -211,8 +210,8 @@ def data_page(summary: dict[str, Any], *, title: str) -> str:
 
 
 def visible_text(content: str) -> str:
-    """Replace control, invisible and direction-changing characters by visible signs."""
-    return content.translate(VISIBLE)
+    """Replace invisible characters by signs, too: here people look for what is wrong with their data."""
+    return printable(content.translate(VISIBLE))
 
 
 def _visible(value: Any) -> Any:

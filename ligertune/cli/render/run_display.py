@@ -14,7 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ligertune.cli.render.console import OUTPUT, sentence, text
-from ligertune.errors import format_bytes, format_count, format_duration
+from ligertune.errors import format_bytes, format_count, format_duration, printable
 from ligertune.progress import Display
 
 REFRESHES = 5  # drawings per second
@@ -64,12 +64,13 @@ class _Words(ProgressColumn):
         remaining = task.fields.get("remaining")
         eta = remaining.seconds(time.perf_counter()) if remaining else task.time_remaining
         rate = remaining.step_seconds if remaining else None
-        return Text(self._words.format(
+        words = self._words.format(
             task=task,
             eta="-:--" if eta is None else format_duration(eta),
             elapsed=format_duration(task.elapsed or 0),
             rate="" if not rate else f"{rate:.2f} s/step" if rate > 0.5 else f"{1 / rate:.1f} steps/s",
-        ).rstrip())  # fmt: skip
+        )
+        return Text(printable(words.rstrip(), one_line=True))
 
 
 class RunDisplay(Progress, Display):
@@ -118,7 +119,7 @@ class RunDisplay(Progress, Display):
             if self._enabled and self._bar is None:
                 text(f"{name} ... {seconds:.0f} s" if seconds else f"{name} ...")
         elif self._bar is not None:
-            self.update(self._bar, description=name)
+            self.update(self._bar, description=printable(name, one_line=True))
         elif not seconds:  # a reminder of the same phase: the spinner shows the time
             self._end_phase()
             self._phase = self.add_task(name, total=None, kind="phase")

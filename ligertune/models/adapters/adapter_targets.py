@@ -56,6 +56,8 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     if not experts and not spec.lora_target_parameters and not renamed:
         _check_trained(model, spec, [])
         wanted = spec.lora_target_modules
+        if isinstance(wanted, str) and wanted != ALL_LINEAR:  # PEFT would match the expression without a time limit
+            wanted = shortest_names(layers, [name for name, _ in model.named_modules()])
         return AdapterTargets(wanted if isinstance(wanted, str) else list(wanted), [], vision)
     _check_experts(layers, experts)
     clashing = [name for name in layers if _leaf(name) in renamed]
@@ -125,6 +127,12 @@ def _relative(name: str) -> str:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _endings(name: str) -> set[str]:
+    """Return a.b.c, b.c and c of a.b.c. PEFT takes other words of `modules_to_save` for regular expressions."""
+    parts = name.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
 
 
 def _is_leaf_layer(module: nn.Module) -> bool:
@@ -225,9 +233,10 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
         targets = ()
     elif isinstance(targets, str):
         targets = _matching_layers(model, targets)
+    endings = {end for name, _ in model.named_modules() for end in _endings(name)}
     for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", spec.lora_modules_to_save)):
         for name in names:
-            if _leaf(name) not in leaves:
+            if _leaf(name) not in leaves or (key == "lora_modules_to_save" and name not in endings):
                 close = get_close_matches(name, leaves, n=1)
                 meant = f" Did you mean {close[0]}?" if close else ""
                 raise UserError(

@@ -19,13 +19,13 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ligertune.errors import UserError, plural
+from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.adapters.adapter_targets import find_targets
 from ligertune.models.adapters.expert_lora import merge_parameters, split_adapters
 from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
 from ligertune.models.adapters.token_rows import patch_token_rows, token_layers, trained_layers
-from ligertune.models.added_tokens import grow_for_adapter
-from ligertune.models.model_files import ModelOrigin, check_adapter, loading
+from ligertune.models.model_files import ModelOrigin, loading
 from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module
@@ -113,13 +113,15 @@ def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
 def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
     """Load the adapter saved in `folder` onto `model`. Raises UserError if it does not fit."""
     stored = check_adapter(Path(folder), origin)
-    grow_for_adapter(model, Path(folder))
+    config = fitted_config(model, Path(folder), origin)
     with loading(origin, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FutureWarning as in `add_adapter`; missing weights are refused below
         # low_cpu_mem_usage: no memory before the weights of the file, so that those it lacks stay on the meta device
         # torch_device: without it PEFT loads modules that train in full to the GPU, even if the model is on the CPU
         device = str(model.device)
-        adapted = peft.PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device=device)
+        adapted = peft.PeftModel.from_pretrained(
+            model, folder, config=config, low_cpu_mem_usage=True, torch_device=device
+        )
     missing = [name for name, parameter in adapted.named_parameters() if parameter.is_meta]
     if missing:
         raise origin.error(

@@ -1,4 +1,4 @@
-"""Regular expressions of a recipe for names of layers and parameters, matched with a time limit."""
+"""Regular expressions of a recipe or an adapter for names of layers and parameters, matched with a time limit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import regex
 
 from ligertune.errors import UserError
+from ligertune.recipe.section import expression_fault
 
 MATCH_SECONDS = 5  # for one expression; matching all names of a large model takes milliseconds
 
@@ -17,8 +18,11 @@ def matching_names(
 ) -> set[str]:
     """Return the names that an expression matches; with `whole`, from their beginning to their end.
 
-    The recipe has compiled it with `re`, which has no time limit. Raises UserError if it takes longer than `seconds`.
+    Raises UserError if it is no expression of `re`, which has no time limit, or takes longer than `seconds`.
     """
+    fault = expression_fault(expression)
+    if fault is not None:
+        raise UserError(f"{key} {fault}")
     end = time.monotonic() + seconds
     try:
         compiled = regex.compile(expression)
@@ -29,5 +33,5 @@ def matching_names(
             f"{key}: matching {expression!r} with the model's names takes more than {seconds} s.",
             hint="Write it without repetitions inside a repeated group, such as (\\w+)+.",
         ) from None
-    except regex.error as error:
+    except (regex.error, RecursionError) as error:
         raise UserError(f"{key}: {expression!r} is not a regular expression: {error}.") from None

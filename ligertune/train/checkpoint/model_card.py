@@ -9,7 +9,7 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
-from ligertune.errors import UserError
+from ligertune.errors import UserError, printable
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
@@ -79,7 +79,7 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
         loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    return environment.get_template("model_card.md.j2").render(
+    card = environment.get_template("model_card.md.j2").render(
         metadata=metadata.to_yaml().strip(),
         title=title,
         base=base,
@@ -92,6 +92,7 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
         prompt_format=PROMPT_FORMATS[prompt["prompt_template"]],
         system_prompt=prompt["system_prompt"],
     )
+    return printable(card)
 
 
 def _task_tag(options: RunOptions) -> str:

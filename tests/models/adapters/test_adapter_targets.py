@@ -155,6 +155,7 @@ def test_rslora_scales_experts_and_layers_alike():
         ("mixtral", {"lora_modules_to_save": ["experts"]},
          ["lora_modules_to_save: experts trains in full", "mlp.experts.gate_up_proj has an adapter, too", "write []"]),
         ("mixtral", {"lora_modules_to_save": ["mlp"]}, ["mlp trains in full"]),
+        ("llama", {"lora_modules_to_save": ["(x+x+)+y.lm_head"]}, ["lora_modules_to_save: the model has no layer"]),
         ("mixtral", {"type": "qlora", "lora_modules_to_save": ["experts"], "lora_target_parameters": []},
          ["lora_modules_to_save: experts is stored in 4 bits"]),
         ("llama", {"type": "qlora", "lora_modules_to_save": ["mlp"], "lora_target_modules": ["q_proj"]},
@@ -163,7 +164,7 @@ def test_rslora_scales_experts_and_layers_alike():
          ["lora_modules_to_save: down_proj is stored in 8 bits"]),
     ],
     ids=["unknown", "misspelt", "layer", "norm", "old name", "DoRA", "dense", "experts", "block", "saved experts",
-         "saved block", "4 bits", "linear 4 bits", "8 bits"],
+         "saved block", "saved expression", "4 bits", "linear 4 bits", "8 bits"],
 )  # fmt: skip
 def test_what_cannot_be_adapted_is_refused(family, changes, words):
     with pytest.raises(UserError) as caught:
@@ -213,6 +214,7 @@ def test_an_expression_adapts_the_layers_whose_whole_names_it_matches():
     for family in ("llama", "mixtral"):  # with and without experts, which it does not reach
         model = adapted(family, lora_target_modules=r".*\.self_attn\.(q|v)_proj")
         assert list(adapted_weights(model)) == ["self_attn.q_proj", "self_attn.v_proj"]
+        assert not isinstance(model.peft_config["default"].target_modules, str)  # PEFT has no time limit
     for expression in ("q_proj", r"model\.layers\.1\."):
         with pytest.raises(UserError, match="matches no whole name of a layer"):
             adapted("llama", lora_target_modules=expression)
