@@ -1,0 +1,1 @@
+"""Distillation from a model and from files against distributions by hand."""

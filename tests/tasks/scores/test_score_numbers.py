@@ -1,0 +1,1 @@
+"""Places, losses and measures of scores against numbers by hand."""
