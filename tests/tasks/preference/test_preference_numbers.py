@@ -237,8 +237,8 @@ def pairs(plain) -> list[Example]:
     found = []
     for example in PAIRS:
         sides = []
-        for ids, _ in documents_of(example):
-            for place in (1, len(ids) - 2):
+        for ids, labels in documents_of(example):
+            for place in (1, next(place for place, label in enumerate(labels) if label != X)):
                 with torch.no_grad():
                     ids[place] = int(plain(input_ids=torch.tensor([ids[:place]])).logits[0, -1].argmax())
             sides.append(ids)
