@@ -33,6 +33,7 @@ from ligertune.tasks.preference.reference import (
     PrecomputedReference,
     choose_reference,
     precompute,
+    without_adapter,
 )
 from ligertune.tasks.preference.stored_log_probs import FOLDER, StoredLogProbs, log_probs_key
 
@@ -117,6 +118,8 @@ def test_the_reference_of_an_adapter_is_the_model_without_it():
     model, examples = tiny(adapted=True).eval(), some_pairs()
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     rows = [np.array([index]) for index in (3, 1)]
+    with without_adapter(model):  # FSDP2 keeps what it sees in its first forward
+        assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with loss_only():
         found = AdapterReference().log_probs(model, batcher_of(examples)(rows))
     np.testing.assert_allclose(found.view(2, 2), by_hand(examples)[[3, 1]], rtol=1e-5)
