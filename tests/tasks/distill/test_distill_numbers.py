@@ -205,6 +205,13 @@ def test_a_teacher_is_frozen_and_has_no_dropout(job, folders, by_hand):
     assert not teacher.head.weight.requires_grad and not hidden.requires_grad
 
 
+@pytest.mark.parametrize(("wanted", "dtype"), [("auto", "float32"), ("bfloat16", "bfloat16")])
+def test_a_teacher_has_the_dtype_of_the_student_or_of_the_recipe(wanted, dtype, folders, tmp_path):
+    plan = plan_run(tmp_path, **settings(folders, **{"distill.teacher_dtype": wanted})).plan
+    assert plan.teacher.dtype == dtype
+    assert load_teacher(plan, CPU).head.weight.dtype == getattr(torch, dtype)
+
+
 def test_a_written_file_holds_the_largest_log_probabilities_at_each_labelled_token(job, written, by_hand):
     """At the recipe's temperature, of the examples in their order, which is not that of their lengths."""
     description = json.loads((written / "teacher.json").read_text())

@@ -17,6 +17,7 @@ from tiny_models import make
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.cache import cache_home
 from ligertune.data.examples import Example, Examples
+from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.patching.head_loss import let_head_losses_run
@@ -154,6 +155,13 @@ def test_the_recipe_chooses_the_reference(preference, method, kind):
     plan = plan_of(**preference)
     plan.build.method = MethodOptions(type=method)
     assert type(choose_reference(plan, torch.nn.Linear(1, 1))) is kind
+
+
+def test_a_copy_of_a_sharded_model_is_refused():
+    plan = plan_of(reference="copy")
+    plan.shares_weights, plan.strategy = True, "fsdp"
+    with pytest.raises(UserError, match=r"^preference\.reference: copy needs a whole model on each process"):
+        choose_reference(plan, torch.nn.Linear(1, 1))
 
 
 def fixed_kl(examples: Examples, above: float) -> tuple[KtoTask, Batcher]:
@@ -326,6 +334,24 @@ def test_the_fields_of_a_batch_are_those_of_its_examples(job, tmp_path, monkeypa
         batch = batchers[number]([np.array([row]) for row in rows])
         assert reference.log_probs(None, batch).tolist() == wanted[number][rows].flatten().tolist()
         assert "reference_log_probs" not in batch
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapter"])
+def test_a_resumed_run_computes_its_reference_only_if_it_has_an_adapter(adapted, job, tmp_path, monkeypatch):
+    """The model of a full run is no longer the initial one."""
+    monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
+    plan = replace(job.plan, checkpoint=job.plan.checkpoint.model_copy(update={"output_dir": str(tmp_path / "run")}))
+    plan, examples, model = replace(plan, rows=plan_of().rows), some_pairs(), tiny(adapted=adapted)
+    reference, batcher = PrecomputedReference(plan), batcher_of(examples)
+    if not adapted:
+        with pytest.raises(UserError, match="has lost its reference log-probabilities"):
+            reference.prepare(model, [batcher], resumed=True, say=silent)
+        assert not (tmp_path / "cache").exists() and not (tmp_path / "run").exists()
+        return
+    reference.prepare(model, [batcher], resumed=True, say=silent)
+    found = reference.fields(examples, [1, 4])["reference_log_probs"]
+    np.testing.assert_allclose(found, by_hand(examples)[[1, 4]].flatten(), rtol=1e-5)
+    np.testing.assert_allclose(StoredLogProbs(plan, examples).load(), by_hand(examples), rtol=1e-5)
 
 
 def test_numbers_of_ranks_are_those_of_the_main_rank(job, tmp_path, monkeypatch):
