@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from forked_ranks import on_ranks
 from tiny_models import make
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
+from ligertune.launcher.signals import StopRequest
 from ligertune.patching.head_loss import let_head_losses_run
 from ligertune.patching.patch import patch
 from ligertune.planning.options import PreferenceOptions
@@ -18,6 +22,7 @@ from ligertune.tasks.preference.answers import AnswerSums
 from ligertune.tasks.preference.kto_task import KtoHeadLoss, KtoTask
 from ligertune.tasks.preference.preference_losses import PairLogProbs, pair_losses
 from ligertune.tasks.preference.preference_task import PreferenceTask
+from ligertune.train.evaluate import evaluate
 
 X, CPU = -100, torch.device("cpu")
 # Two pairs (chosen, rejected). Log-ratios of the first: 1 and -0.5; of the second: -1 and 0.75.
@@ -80,6 +85,12 @@ def test_losses_and_rewards_of_two_pairs_are_those_of_their_formulas(case):
     wanted = factor * tensor(POLICY_BY_TOKEN if alone else SUMS)
     torch.testing.assert_close(rewards, wanted)
     assert losses.requires_grad and not rewards.requires_grad
+
+
+def test_an_answer_without_trained_tokens_has_the_log_ratio_0_per_token():
+    pairs = PairLogProbs(tensor([[0.0, -3.0]]), tensor([[0.0, -5.0]]), tensor([[0, 2]]))
+    losses, _ = pair_losses(pairs, PreferenceOptions(loss_type="ipo", beta=0.5))
+    assert losses.tolist() == [pytest.approx((0 - 1 - 1) ** 2)]
 
 
 def task_of(reference: object = None, **options: object) -> PreferenceTask:
@@ -365,3 +376,39 @@ def test_kl_is_estimated_with_dropout_in_training_as_trl_does_and_without_in_eva
         model.train(is_training)
         task.inputs(examples, np.arange(3), step=step)
         assert set(seen) == {wanted} and model.training is is_training
+
+
+def evaluated(task: PreferenceTask | KtoTask, model: torch.nn.Module, examples: Examples, world: int) -> dict:
+    batcher = Batcher(examples, False, 4, 0, True, CPU, more_fields=task.batch_fields)
+    task.prepare(model, [batcher])
+    batching = SimpleNamespace(cp_size=1, row_ranks=world, eval_batch_size=2)
+    plan = SimpleNamespace(batching=batching, rows=SimpleNamespace(packed=False, length=64))
+    found = evaluate(plan, Accelerator(cpu=True), model, batcher, task, StopRequest(enabled=False))
+    return {"loss": found.loss, **found.measures}
+
+
+def test_ranks_evaluate_as_one_process(plain, pairs):
+    """Rank 1 has neither pairs nor, of three single answers, the third."""
+    model, log_probs = with_larger_head(), log_probs_of_mismatched(plain)
+    let_head_losses_run(model, "dpo")
+    reference = GivenReference([[value - 2.0] for value in log_probs])
+
+    def all_tasks(world: int) -> list[dict]:
+        return [
+            evaluated(task_of(GivenReference([[-20.0, -12.0], [-10.0, -33.0]]), sft_weight=0.5), model, both, world),
+            evaluated(task_of(None, loss_type="orpo"), model, both, world),
+            evaluated(kto_task(reference), model, answers(), world),
+        ]
+
+    both = Examples(pairs)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    alone = all_tasks(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert alone[2]["kl"] == pytest.approx(2.0, abs=1e-4)
+    assert alone[0]["mean_token_accuracy"] == pytest.approx(2 / 6)
+    own = [sum(tokens_of(plain, *documents_of(example)[0])["log_probs"]) for example in answers()]
+    gains = [0.5 * (p - q + 2.0) for p, q in zip(own, log_probs, strict=True)]
+    assert alone[2]["rewards/margins"] == pytest.approx((gains[0] + gains[2]) / 2 - gains[1], rel=1e-4)
+    for found in on_ranks(2, lambda rank: all_tasks(2)):
+        for one, other in zip(found, alone, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
