@@ -34,6 +34,7 @@ from ligertune.tasks.preference.reference import (
     PrecomputedReference,
     choose_reference,
     precompute,
+    rank_batches,
     without_adapter,
 )
 from ligertune.tasks.preference.stored_log_probs import FOLDER, StoredLogProbs, log_probs_key
@@ -155,6 +156,31 @@ def test_the_recipe_chooses_the_reference(preference, method, kind):
     plan = plan_of(**preference)
     plan.build.method = MethodOptions(type=method)
     assert type(choose_reference(plan, torch.nn.Linear(1, 1))) is kind
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_copied_reference_computes_as_the_policy_does(autocast, dtype):
+    examples, plan = some_pairs(1), plan_of()
+    plan.precision.autocast = autocast
+    found = CopiedReference(plan, tiny()).log_probs(None, batcher_of(examples)([np.array([0])]))
+    with torch.autocast("cpu", dtype):
+        wanted = by_hand(examples, make("llama").eval())
+    np.testing.assert_allclose(found.view(1, 2), wanted, rtol=1e-6)
+    assert abs(wanted - by_hand(examples)).max() > 1e-4
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_rows_hold_each_chosen_example_once(packed):
+    """Packed rows have up to ten tokens, padded ones one example, longest first. There are two rows in a forward."""
+    lengths, indices = np.array([4, 9, 3, 6, 7, 2]), np.array([5, 0, 3, 4])
+    plan = SimpleNamespace(rows=SimpleNamespace(packed=packed, length=10))
+    batches = [[row.tolist() for row in batch] for batch in rank_batches(plan, lengths, indices, size=2)]
+    rows = [row for batch in batches for row in batch]
+    assert sorted(index for row in rows for index in row) == [0, 3, 4, 5]
+    if packed:
+        assert [sum(lengths[row]) <= 10 for row in rows] == [True, True] and len(batches) == 1
+    else:
+        assert batches == [[[4], [3]], [[0], [5]]]
 
 
 def test_a_copy_of_a_sharded_model_is_refused():
@@ -342,7 +368,8 @@ def test_a_resumed_run_computes_its_reference_only_if_it_has_an_adapter(adapted,
     monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
     plan = replace(job.plan, checkpoint=job.plan.checkpoint.model_copy(update={"output_dir": str(tmp_path / "run")}))
     plan, examples, model = replace(plan, rows=plan_of().rows), some_pairs(), tiny(adapted=adapted)
-    reference, batcher = PrecomputedReference(plan), batcher_of(examples)
+    reference = PrecomputedReference(plan)
+    batcher = batcher_of(examples, PreferenceTask(None, plan.build.preference, reference, CPU).batch_fields)
     if not adapted:
         with pytest.raises(UserError, match="has lost its reference log-probabilities"):
             reference.prepare(model, [batcher], resumed=True, say=silent)
