@@ -62,7 +62,7 @@ def panics_as_errors() -> Iterator[None]:
 # Characters that a terminal obeys or that change the direction of text, and signs for them. A file of anyone can hold
 # them: as the name of a tensor, as a label, as an answer that a model gives.
 _SIGNS = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
-_OBEYED = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+_OBEYED = (*range(0x80, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
 _ONE_LINE = _SIGNS | {code: f"\u27e8U+{code:04X}\u27e9" for code in _OBEYED}
 _LINES = {code: sign for code, sign in _ONE_LINE.items() if chr(code) not in "\n\t"}
 

@@ -216,7 +216,7 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     from ligertune.data.rows.data_files import display_path
     from ligertune.data.shapes.detect_task import detect_task
     from ligertune.errors import UserError
-    from ligertune.recipe.importers.import_state import printable
+    from ligertune.recipe.importers.import_state import one_line
 
     if "task" in recipe.model_fields_set:
         return []
@@ -243,7 +243,7 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     kto = detected.settings.get("preference.loss_type") == "kto"
     choice = f"task: {detected.task}" + (" with preference.loss_type: kto" if kto else "")
     reasons = [f"{choice}, because {name} {one.why}." for name, one in known]
-    return [printable(reason) for reason in reasons] + _OTHER_TASKS[choice]
+    return [one_line(reason) for reason in reasons] + _OTHER_TASKS[choice]
 
 
 _OTHER_TASKS = {

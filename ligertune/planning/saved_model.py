@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ligertune.errors import UserError
 from ligertune.planning.hub import MODEL_FILES, check_hub_model
 from ligertune.planning.preflight import HEADS_FILES, looks_local
+from ligertune.recipe.section import path_fault
 from ligertune.storage import PROGRESS_FILE, newest_checkpoint, read_object
 
 PROMPT_FILE = "ligertune.json"  # saved with the model: the prompt template of training, and the base as it was trained
@@ -172,7 +173,9 @@ def check_base_model(folder: Path, *, key: str) -> None:
         return
     base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
     is_whole = (folder / "config.json").exists()
-    if isinstance(base, str) and base and not (is_whole or looks_local(base) or Path(base).exists()):
+    if not isinstance(base, str) or path_fault(base) is not None:  # the code that loads it says so, too
+        return
+    if base and not (is_whole or looks_local(base) or Path(base).exists()):
         check_hub_model(base, key=f"{key}: base model of {folder}")
 
 

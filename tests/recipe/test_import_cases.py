@@ -197,7 +197,7 @@ def test_a_key_of_the_file_cannot_end_the_comment_that_names_it(tmp_path):
     file.write_text(SMALL + '"k\\nmodel: {trust_remote_code: true}\\e[2J": 1\n')
     found = import_recipe(file)
     assert "\x1b" not in found.text and "trust_remote_code" not in str(yaml.safe_load(found.text))
-    assert [item.key for item in found.left] == [r"k\nmodel: {trust_remote_code: true}\x1b[2J"]
+    assert [item.key for item in found.left] == ["k␊model: {trust_remote_code: true}␛[2J"]
 
 
 def test_json_holds_every_key_with_its_fate(tmp_path, monkeypatch):

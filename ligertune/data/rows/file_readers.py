@@ -127,7 +127,7 @@ def _records_key(text: _JsonText) -> str | None:
     firsts: dict[str, Any] = {}  # the first item of each list
     for key in _members(text):
         firsts[key] = None
-        if text.next_character() != "[":
+        if text.next_character() != "[" or text.first_in_list() != "{":
             text.value()
             continue
         for number, (value, _, _) in enumerate(_elements(text)):
@@ -205,13 +205,24 @@ class _JsonText:
             n_blank = self.file.passed(n_blank + self._at - start)
             self._read_more()
 
+    def first_in_list(self) -> str:
+        """Return the first character in the list that begins here, without advancing; "" at the end of the file."""
+        while True:
+            at = _JSON_SPACE.match(self._text, self._at + len("[")).end()
+            if at < len(self._text) or self._ended:
+                return self._text[at : at + 1]
+            self._read_more()
+
     def value(self) -> tuple[Any, int]:
         """Parse the JSON value that begins here; return it and its length, without it if it is too large."""
         start = self._at
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self._text, self._at)
-                break
+                # A number near the end of the text may go on in what is not read yet: "0." is read as 0.
+                may_go_on = self._text[self._at] not in '"[{' and end + _LONGEST_SIGN > len(self._text)
+                if self._ended or not may_go_on:
+                    break
             except (ValueError, RecursionError) as error:
                 if self._ended or not self._may_be_cut_off(error):
                     line = self.file.line + self._text.count("\n", self._at, getattr(error, "pos", self._at))

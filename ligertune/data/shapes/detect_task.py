@@ -134,7 +134,8 @@ def _labels(sample: SampleColumns, first: Sequence[Record], path: str) -> Detect
         format = _label_format(columns, first, path)
     if format is None:
         return None
-    problem = "multi_label_classification" if format.many and format.kind != "values" else _PROBLEMS[format.kind]
+    labels = format.labels
+    problem = "multi_label_classification" if labels.many and labels.kind != "values" else _PROBLEMS[labels.kind]
     what = columns.get("text") or " and ".join(format.texts) or "a conversation"
     settings = {"classification.problem_type": problem}
     return DetectedTask("classification", f"has a text ({what}) and a label ({label})", settings, columns)

@@ -13,7 +13,7 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS, Alias, apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, parent, split
-from ligertune.recipe.importers.import_state import KEEP_THE_TOOL, LEFT, Fate, Import, is_off, printable
+from ligertune.recipe.importers.import_state import KEEP_THE_TOOL, LEFT, Fate, Import, is_off, one_line
 from ligertune.recipe.importers.llama_factory_v1 import flatten_v1, is_v1
 from ligertune.recipe.importers.method_keys import convert_method
 from ligertune.recipe.importers.objectives import refuse_other_objectives
@@ -85,7 +85,7 @@ def import_recipe(path: Path) -> Import:
     _tool_defaults(work)
     document.complaints[:] = unread
     _values(work)
-    work.refusals += [(remark.place.line, UserError(printable(str(remark)))) for remark in document.complaints]
+    work.refusals += [(remark.place.line, UserError(one_line(str(remark)))) for remark in document.complaints]
     work.raise_refusals()
     _same_here(work)
     ordered = {name: document.data[name] for name in Recipe.model_fields if document.data.get(name)}
@@ -349,4 +349,4 @@ def _header(path: Path, work: Import) -> str:
             lines += [f"  {item}" for item in items]
     if work.off:
         lines += [f"Empty or off: {', '.join(work.off)}"]
-    return "".join(f"# {printable(line)}\n" for line in lines)
+    return "".join(f"# {one_line(line)}\n" for line in lines)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, printable
 from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
 from ligertune.recipe.importers.peers import Peer
@@ -26,9 +26,9 @@ def is_off(value: Any) -> bool:
     return value in ([], {}) or (not isinstance(value, list | dict) and value in NOTHING)
 
 
-def printable(text: str) -> str:
+def one_line(text: str) -> str:
     """Return one line without control characters: a key may hold escapes of a terminal, or the end of a comment."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return printable(text, one_line=True)
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class Import:
         """Record that an objective or a method cannot be kept. The import goes on, to find all reasons."""
         line = self.lines.get(self.path_of(name), 0)
         place = Place("", line, self.document.file)
-        shown = printable(dotted(self.path_of(name)))
-        self.refusals.append((line, UserError(f"{place}: {shown}{printable(what)}", hint=hint)))
+        shown = one_line(dotted(self.path_of(name)))
+        self.refusals.append((line, UserError(f"{place}: {shown}{one_line(what)}", hint=hint)))
 
     def raise_refusals(self) -> None:
         """Raise UserError with all reasons, each with what to do about it."""
@@ -194,9 +194,9 @@ class Import:
             # a section that is left as a whole is one row
             whole = next((path[:n] for n in range(1, len(path)) if self.fates.get(path[:n]) == fate), path)
             shown = abbreviated(_value_at(self.source, whole) if whole != path else value)
-            key = printable(dotted(whole))
+            key = one_line(dotted(whole))
             ours = fate.into[0] if fate.into else ""
-            rows.setdefault(key, Left(self.line_of(whole), key, printable(shown), printable(fate.why), fate.harm, ours))
+            rows.setdefault(key, Left(self.line_of(whole), key, one_line(shown), one_line(fate.why), fate.harm, ours))
         return sorted([*rows.values(), *self.more_left], key=lambda item: item.order)
 
     def line_of(self, path: KeyPath) -> int:
@@ -212,26 +212,26 @@ class Import:
         for path, _, fate in self.accounts():
             if fate.state == IMPORTED:
                 owner = next(path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates)
-                rows[owner] = f"{printable(dotted(owner))} -> {self._shown_target(fate)}"
+                rows[owner] = f"{one_line(dotted(owner))} -> {self._shown_target(fate)}"
         return list(rows.values())
 
     def _shown_target(self, fate: Fate) -> str:
         """Return the first of the recipe's keys that is in the recipe, with its value."""
         for key in fate.into:
             if self.document.has(split(key)):
-                return f"{key}: {printable(abbreviated(self.document.get(split(key))))}"
+                return f"{key}: {one_line(abbreviated(self.document.get(split(key))))}"
         return f"{fate.into[0]}, whose default says the same" if fate.into else "the default"
 
     @property
     def off(self) -> list[str]:
         """Names of the keys that are empty, or switch nothing on."""
-        return [printable(dotted(path)) for path, _, fate in self.accounts() if fate.state == OFF]
+        return [one_line(dotted(path)) for path, _, fate in self.accounts() if fate.state == OFF]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""
         keys = [
             {
-                "key": printable(dotted(path)),
+                "key": one_line(dotted(path)),
                 "line": self.line_of(path),
                 "value": _json_value(value),
                 "state": fate.state,
