@@ -1,0 +1,1 @@
+"""System turns, template variables, margins and labels of preference rows."""

@@ -1,0 +1,1 @@
+"""A teacher's written log-probabilities against transformers, and the loss that reads them."""

@@ -1,0 +1,1 @@
+"""Stored reference log-probabilities: what their key depends on."""

@@ -1,0 +1,1 @@
+"""Batches of scores against plain PyTorch: positions, divisors, measures."""

@@ -1,0 +1,1 @@
+"""Output heads outside their model's forward: scale, soft cap, and what is refused."""
