@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin
@@ -59,6 +60,16 @@ def check_plain_head(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL,
     raise origin.error(f"{problem}.", hint=hint)
 
 
+class _PlainHead:
+    """An output head that computes its logits for an operation that DeferredLogits does not record."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self._head = head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._head.weight)
+
+
 @torch.no_grad()
 def logit_transform(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, hint: str = HINT) -> LogitTransform:
     """Return how `model` computes logits from its last hidden state. Raises UserError if it does anything else."""
@@ -69,7 +80,7 @@ def logit_transform(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, 
 
     def defer(module: nn.Module, args: tuple, output: Tensor) -> DeferredLogits:
         seen["head"] = args[0]
-        return DeferredLogits(module, args[0])
+        return DeferredLogits(_PlainHead(module), args[0])
 
     hooks = [backbone_of(model).register_forward_hook(keep_hidden), head.register_forward_hook(defer)]
     was_training = model.training

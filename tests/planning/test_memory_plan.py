@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
 from quickstart_runs import bare_recipe
 
 from ligertune.errors import UserError
-from ligertune.models.shape import read_frozen_shape, read_shape
+from ligertune.models.shape import copied_shape, read_frozen_shape, read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.planning.memory.activation_bytes import (
     CUBLAS_WORKSPACE,
@@ -16,12 +17,13 @@ from ligertune.planning.memory.activation_bytes import (
     MicroBatch,
     StepBytes,
     backward_bytes,
+    divergence_bytes,
     layer_bytes,
     step_phases,
 )
 from ligertune.planning.memory.activation_policy import choose_policy
 from ligertune.planning.memory.estimate import CUDA_CONTEXT, MemoryEstimate, largest
-from ligertune.planning.memory.model_shape import ExpertsShape, LayerShape, ModelShape
+from ligertune.planning.memory.model_shape import ExpertsShape, FrozenModelShape, HeadShape, LayerShape, ModelShape
 from ligertune.planning.memory.states import NF4_BYTES, states_of
 from ligertune.planning.micro_batch import choose_batching
 from ligertune.planning.optimization import make_schedule
@@ -134,6 +136,42 @@ def test_a_frozen_model_adds_its_weights_and_a_teacher_the_loss_of_its_hidden_st
     assert 2 * rows * 2 * E + 2 * V * E + GIB < loss < 2 * rows * 2 * E + 2 * V * E + 4 * V * E + 1.1 * GIB
     one_layer = with_policy(replace(with_teacher, layers=1), checkpointing=True)
     assert one_layer._phases(rows, 8192, accumulates=False, memory=None)[0].name == "frozen model"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_divergence_from_a_teacher_by_formula(trains):
+    """Half of 1000 tokens are labelled; the student has 64 and the teacher 96 elements per token, of 2 and 4 bytes."""
+    head, batch = HeadShape(vocab=512, hidden=64, head_trains=trains), MicroBatch(1000, 500, 1000, False)
+    frozen = FrozenModelShape(weights=7, hidden=96, widest=1, itemsize=4, gives_hidden_states=True)
+    teacher_rows, student_rows, weight = 1000 * 96 * 4, 500 * 64 * 2, 512 * 64
+    gathered = 500 * (64 * 2 + 96 * 4)
+    # 500 rows of both models' logits; the gradient of a small weight is summed in float32
+    workspace = 512 * 500 * (2 + 4) + trains * 4 * weight
+    fused = divergence_bytes(head, frozen, ActivationPolicy(), batch, 2)
+    assert fused == pytest.approx(
+        teacher_rows + gathered + workspace + student_rows + trains * 2 * weight, rel=0.05 if trains else 0.03
+    )
+    assert divergence_bytes(head, frozen, ActivationPolicy(fused_loss=False), batch, 2) == teacher_rows + 512_000 * 18
+    # of bfloat16 logits (500, 512), those of the teacher in float32; nothing else without a weight's gradient
+    sizes = divergence_workspace(500, 64, 512, torch.bfloat16, torch.float32, needs_dw=False)
+    assert sizes == pytest.approx(512 * 500 * 6, rel=0.03)
+
+
+def test_a_frozen_model_computes_at_its_widest_point_and_leaves_less_for_the_loss(shapes):
+    frozen = FrozenModelShape(weights=GIB, hidden=E, widest=50_000, itemsize=2)
+    estimate = estimate_of(shapes["lora"], "lora")
+    with_copy = replace(estimate, frozen_model=frozen)
+    first = with_copy._phases(8192, 8192, accumulates=False, memory=None)[0]
+    assert (first.name, first.working) == ("frozen model", 8192 * 50_000 * 2)
+    free = [one._step_bytes(0, 80 * GIB).free for one in (estimate, with_copy)]
+    assert free[0] - free[1] == GIB
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_copied_reference_has_all_weights(method, shapes):
+    copied = copied_shape(shapes[method], "bfloat16")
+    assert (copied.weights, copied.itemsize) == (2 * shapes[method].n_parameters, 2)
+    assert (copied.hidden, copied.widest, copied.gives_hidden_states) == (E, 4 * E + 3 * F, False)
 
 
 def test_a_loss_in_chunks_needs_the_logits_of_a_chunk(shapes):

@@ -84,6 +84,17 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and back."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 class AdapterReference:
     """The model with its LoRA adapter switched off."""
 
@@ -94,7 +105,7 @@ class AdapterReference:
         return {}
 
     def log_probs(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        with without_adapter(model):
+        with without_adapter(model), without_dropout(model):
             return answer_log_probs(model, batch)
 
 
@@ -134,7 +145,8 @@ class PrecomputedReference:
         stored = StoredLogProbs(self._plan, batcher.examples)
         found = stored.load()
         if found is None:
-            if resumed and not hasattr(getattr(model, "module", model), "disable_adapter"):
+            has_base = hasattr(getattr(model, "module", model), "disable_adapter")
+            if resumed and (not has_base or self._plan.build.method.init_changes_weights):
                 raise UserError(
                     f"{self._plan.output_dir} has lost its reference log-probabilities ({stored.name}), and a resumed"
                     " run has no initial weights to compute them with.",
@@ -166,9 +178,9 @@ def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.n
     """
     lengths, found, shown = batcher.examples.lengths, None, time.monotonic()
     batches = list(rank_batches(plan, lengths, np.arange(len(lengths)), size=plan.batching.eval_batch_size))
-    was_training = model.training
-    model.eval()
-    with without_adapter(model), loss_only():
+    # PiSSA and OLoRA subtract the initial adapter from the weights: before training, the model is the one with it.
+    base = contextlib.nullcontext() if plan.build.method.init_changes_weights else without_adapter(model)
+    with base, without_dropout(model), loss_only():
         for number, chosen in enumerate(batches):
             if time.monotonic() - shown > SHOW_EVERY:
                 say(f"computing reference log-probabilities: {number / len(batches):.0%} of {len(lengths):,} examples")
@@ -180,7 +192,6 @@ def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.n
                 found = torch.zeros(len(lengths), answers, device=log_probs.device)
             if chosen:
                 found[torch.from_numpy(indices).to(found.device)] = log_probs.float().view(len(indices), -1)
-    model.train(was_training)
     if hasattr(model, "reshard"):  # FSDP2 keeps the last layers gathered after a forward without backward
         model.reshard()
     if dist.is_initialized():

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from rerun_interpreted import rerun_interpreted
 
+from ligertune.planning.options import DistillOptions
 from ligertune.tasks.distill import divergence
 from ligertune.tasks.distill.divergence import DistillLoss, Divergence, TeacherHead
 from ligertune.tasks.output_head import LogitTransform
@@ -122,6 +123,35 @@ def test_rows_without_a_label_have_no_loss_and_no_gradient(student):
     assert found == 0
     gradients = torch.autograd.grad(found, (of["hidden"], of["weight"]), allow_unused=True)
     assert all(g is None or not g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("student", [PLAIN, LogitTransform(1.0, 3.0)], ids=["kernel", "chunks"])
+@pytest.mark.parametrize("taught_vocab", [V, V - 8])
+def test_the_bias_of_the_head_is_part_of_the_students_logits(taught_vocab, student):
+    """As one more column of the weight for a hidden state of one."""
+    of, how, count = tensors(taught_vocab=taught_vocab), Divergence(0.3, 1.4, sft_weight=0.3), 37
+    bias = torch.randn(V, dtype=torch.float64, requires_grad=True)
+    ones = torch.ones(N, 1, dtype=torch.float64)
+    wider = {"hidden": torch.cat([of["hidden"], ones], 1), "weight": torch.cat([of["weight"], bias[:, None]], 1)}
+    wanted, mean = expected({**of, **wider}, how, student, PLAIN, count)
+    measures = Measures(how.measures)
+    loss = DistillLoss(how, TeacherHead(of["taught_weight"], PLAIN), of["taught"], measures)
+    found = loss.fused(of["hidden"], of["weight"], bias, of["labels"], options(of, student, count, gathered=True))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(one, bias)[0] for one in (found, wanted)), rtol=1e-9, atol=1e-12)
+    logits = student.logits(wider["hidden"] @ wider["weight"].T).detach()
+    sft = F.cross_entropy(logits, of["labels"])
+    means = measures.means(measures.take())
+    assert means == pytest.approx({"kl": mean.item(), "sft_loss": sft.item()}, rel=1e-6)
+
+
+def test_the_options_name_the_divergence():
+    """forward_kl is that of the teacher from the student: beta 0 of the generalised JSD."""
+    found = {
+        loss: Divergence.of(DistillOptions(loss=loss, beta=0.2)).beta for loss in ("forward_kl", "reverse_kl", "jsd")
+    }
+    assert found == {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.2}
+    assert Divergence.of(DistillOptions(temperature=3.0, sft_weight=0.4)) == Divergence(0.5, 3.0, 0.4)
 
 
 def test_an_adapter_of_the_head_is_part_of_the_students_logits():
