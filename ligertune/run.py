@@ -85,7 +85,6 @@ def plan_for(
     )
     if for_show:
         return job
-    check_host_memory(job.plan)
     plan = replace(job.plan, notes=(*job.plan.notes, *check_unfinished(job.plan)))
     on_this_host = ranks_on_node() if is_launched() else machine.world_size
     return replace(job, plan=warn_of_host_memory(plan, processes=on_this_host, free=available_memory()))
@@ -158,6 +157,7 @@ def run(
     measures the time to the first step. display: shows steps and evaluations while they run.
     """
     display = display or Display()
+    check_host_memory(job.plan)
     stop = StopRequest(job.plan.output_dir, enabled=job.plan.checkpoint.save_on_signal)
     with output_dir_of(job.plan), stop:
         started, began, phases = utc_now(), time.perf_counter(), phases or Phases()

@@ -138,7 +138,6 @@ class RowPipeline:
         """What the report on the data set says about format and template, as JSON."""
         return {**self.shape.about, "template": self.template.name}
 
-    @panics_as_errors()
     def examples(self, records: Sequence[Record], counts: RowCounts) -> list[Example]:
         """Return the examples of these records, in their order, and add to `counts` what became of the rows."""
         counts.rows_read += len(records)
@@ -359,5 +358,6 @@ def _start_worker(rows: RowPipeline) -> None:
     gc.freeze()
 
 
+@panics_as_errors()  # which this process could not send: its class cannot be pickled
 def _work_in_worker(chunk: list[Record]) -> BuiltBlock:
     return _work(_rows, chunk)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from command_line import ROOT, overrides, run_here
@@ -9,8 +10,10 @@ from quickstart_runs import recipe_for
 
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import Rows
-from ligertune.planning.make_plan import MAX_REPEATS, repeated_rows
+from ligertune.planning.make_plan import MAX_REPEATS, check_host_memory, repeated_rows
 from ligertune.planning.micro_batch import Batching, choose_batching
+from ligertune.recipe import load_recipe
+from ligertune.run import plan_for
 
 RECIPE = f"""\
 model: {{model_name_or_path: {ROOT}/configs/quickstart/stories260K, dtype: float32}}
@@ -77,6 +80,15 @@ def test_a_batch_of_more_rows_than_the_data_is_told_or_refused(tmp_path):
     assert repeated_rows(recipe, rows, batch(8 * MAX_REPEATS))
     with pytest.raises(UserError, match=r"a step has 801 rows .* to 8 rows in a step\."):
         repeated_rows(recipe, rows, batch(8 * MAX_REPEATS + 1))
+
+
+def test_a_model_that_no_host_memory_holds_is_refused_before_it_is_made(place):
+    plan = plan_for(load_recipe(place / "r.yaml", [f"checkpoint.output_dir={place / 'out'}"])).plan
+    check_host_memory(plan)
+    small = replace(plan, machine=replace(plan.machine, memory_bytes=plan.bytes.total - 1))
+    with pytest.raises(UserError, match=r"need 4\.0 MiB, and this host has 4\.0 MiB"):
+        check_host_memory(small)
+    check_host_memory(replace(small, machine=replace(small.machine, device="cuda")))  # torch says it there
 
 
 def test_epochs_end_before_a_step_repeats_the_data(tmp_path):
