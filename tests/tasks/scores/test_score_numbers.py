@@ -222,6 +222,7 @@ def test_micro_batches_of_a_model_add_up_to_the_mean_over_all_examples(kind, pac
         install_packing_checks(model)
     batcher = batcher_of(task, examples, packed=packed)
     task.prepare(model, [batcher])
+    assert task.inputs(examples, np.array([1])) == {"num_items_in_batch": 1}
     inputs = task.inputs(examples, np.arange(len(examples)), step=0)
     parts = [np.array([index]) for index in range(len(examples))]
     found = [task.loss(model, {**batcher(rows), **inputs}).detach() for rows in (parts[:2], parts[2:], [])]
