@@ -304,12 +304,12 @@ def test_loss_and_measures_of_a_model_are_those_of_single_sequences(case, model,
 KTO = {"loss_type": "kto", "beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 3.0}
 
 
-def kto_task(reference: object, **changes: object) -> KtoTask:
-    batching = SimpleNamespace(global_batch_size=4, micro_batch_size=2, eval_batch_size=3)
+def kto_task(reference: object, *, global_batch: int = 4, max_length: int = 16, **changes: object) -> KtoTask:
+    batching = SimpleNamespace(global_batch_size=global_batch, micro_batch_size=2, eval_batch_size=3)
     plan = SimpleNamespace(
         build=SimpleNamespace(preference=PreferenceOptions(**{**KTO, **changes})),
         batching=batching,
-        data_options=SimpleNamespace(max_length=16),
+        data_options=SimpleNamespace(max_length=max_length),
         rows=SimpleNamespace(packed=False, length=16),
     )
     return KtoTask(None, plan, reference, CPU)
@@ -382,6 +382,27 @@ def test_kl_is_the_mean_log_ratio_of_mismatched_answers_at_least_0(above, kl, mo
     gains = [ratios[0] - kl, kl - ratios[1]]
     wanted = sum(w * (1 - 1 / (1 + exp(-0.5 * g))) for w, g in zip((2.0, 3.0), gains, strict=True)) / 3
     assert loss == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "max_length", "rows"),
+    [
+        (1, 16, [[5, 9, 17, 33, 34, 2], [7, 8, 60, 61, 62], [11, 90, 91, 92, 2]]),  # blocks of at least two
+        (2, 16, [[5, 9, 17, 33, 34, 2], [7, 8, 60, 61, 62], [11, 90, 91, 92, 2]]),
+        (3, 5, [[5, 9, 17, 90, 91], [7, 8, 60, 61, 62], [11, 33, 34, 2]]),
+    ],
+)
+def test_mismatched_answers_come_from_blocks_of_a_global_batch(global_batch, max_length, rows, model):
+    sizes = {"global_batch": global_batch, "max_length": max_length}
+    task, examples = kto_task(GivenReference([[0.0]] * 3), **sizes), answers()
+    seen: list[list[int]] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, _, given: seen.extend(given["input_ids"].tolist()), with_kwargs=True
+    )
+    task.prepare(model, [Batcher(examples, False, 1, 0, False, CPU, more_fields=task.batch_fields)])
+    task.inputs(examples, np.arange(3), step=0)
+    handle.remove()
+    assert sorted([token for token in row if token] for row in seen) == sorted(rows)
 
 
 def test_kl_is_estimated_with_dropout_in_training_as_trl_does_and_without_in_evaluation():
