@@ -229,6 +229,16 @@ def test_micro_batches_of_a_model_add_up_to_the_mean_over_all_examples(kind, pac
     assert float(sum(found)) == pytest.approx(loss_by_hand(kind, targets), rel=1e-4) and float(found[-1]) == 0.0
 
 
+def test_the_padding_token_of_the_batches_is_that_of_the_saved_configuration():
+    task, model = classification(SINGLE, 3), model_of(3)
+    examples = texts([(0,), (2,), (1,), (2,), (0,)])
+    task.prepare(model, [Batcher(examples, False, 4, 3, False, CPU)])
+    assert model.config.pad_token_id == model.model.config.pad_token_id == 3
+    assert task.batch_fields(examples, [3], {"input_ids": torch.tensor([[4, 4, 3]]), "labels": torch.tensor([[4]])})[
+        "score_rows"
+    ].tolist() == [1]
+
+
 def evaluated(kind: str, world: int) -> tuple[float, dict[str, float]]:
     """Evaluate with one example of each forward."""
     make, of, targets = TASKS[kind]
