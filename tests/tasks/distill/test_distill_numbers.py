@@ -231,6 +231,21 @@ def test_a_written_file_holds_the_largest_log_probabilities_at_each_labelled_tok
         assert len(np.load(written / f"{name}_ids.npy")) == examples.trained.sum()
 
 
+def test_a_longer_teacher_is_written_without_its_padding(job, by_hand, tmp_path):
+    """The student has 300 tokens, and the file all of them for a larger K."""
+    distill = job.plan.build.distill.model_copy(update={"top_k": 400})
+    plan = replace(job.plan, build=replace(job.plan.build, distill=distill))
+    folder = tmp_path / "file"
+    found = write_teacher_file(plan, job.data, folder, pad_token_id=0, vocab_size=300, show=lambda line: None)
+    assert (found.top_k, found.vocab_size) == (300, 300)
+    ids, log_probs = np.load(folder / "eval_ids.npy"), np.load(folder / "eval_log_probs.npy")
+    assert (np.sort(ids, 1) == np.arange(300)).all()
+    np.testing.assert_allclose(np.exp(log_probs).sum(1), 1.0, rtol=1e-5)
+    ids, log_probs = np.load(folder / "train_ids.npy"), np.load(folder / "train_log_probs.npy")
+    wanted = (torch.cat(by_hand["teacher"])[:, :300] / T).log_softmax(-1).numpy()
+    np.testing.assert_allclose(log_probs, np.take_along_axis(wanted, ids.astype(np.int64), 1), atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -18,7 +18,7 @@ from ligertune.launcher.signals import StopRequest
 from ligertune.patching.head_loss import let_head_losses_run
 from ligertune.patching.patch import patch
 from ligertune.planning.options import PreferenceOptions
-from ligertune.tasks.preference.answers import AnswerSums
+from ligertune.tasks.preference.answers import AnswerLogProbs, AnswerSums
 from ligertune.tasks.preference.kto_task import KtoHeadLoss, KtoTask
 from ligertune.tasks.preference.preference_losses import PairLogProbs, pair_losses
 from ligertune.tasks.preference.preference_task import PreferenceTask
@@ -154,6 +154,23 @@ def test_divisors_are_pairs_and_the_labels_of_chosen_answers(options, chosen_tok
     assert found == wanted
 
 
+@pytest.mark.parametrize("options", [{"sft_weight": 0.5}, {"loss_type": "orpo"}])
+def test_divisors_of_one_pair_whose_answers_have_one_token_or_none(options):
+    examples = Examples([pair([3, 4], [3, 5], untrained=(0,)), pair([3], [4], untrained=(0,))])
+    for index in (0, 1):
+        found = task_of(**options).inputs(examples, np.array([index]))
+        assert found == {"num_items_in_batch": 1, "chosen_tokens": 1}
+
+
+def test_logits_in_half_precision_are_summed_in_float32():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4, 50).mul(9).bfloat16(), torch.tensor([3, X, 7, 9])
+    loss = AnswerLogProbs({"answer_lengths": torch.tensor([4]), "answer_tokens": torch.tensor([3])})
+    log_probs = logits.double().log_softmax(-1)
+    wanted = float(log_probs[0, 3] + log_probs[2, 7] + log_probs[3, 9])
+    assert float(loss.dense(logits, labels, None)) == pytest.approx(wanted, rel=1e-6)
+
+
 # Prompts of 3 and 2 tokens. The answers of a pair have different lengths; one token inside an answer has no label.
 PAIRS = [
     pair([5, 9, 17, 60, 61, 62, 2], [5, 9, 17, 80, 2], untrained=(0, 1, 2)),
@@ -260,20 +277,22 @@ def pairs(plain) -> list[Example]:
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_loss_and_measures_of_a_model_are_those_of_single_sequences(case, model, plain, pairs):
-    """Micro-batches of one pair each add up to the mean over both."""
+    """One batch of both pairs, and micro-batches of one each, which add up to the mean over both."""
     options, reference = WHOLE[case], [[-20.0, -12.0], [-10.0, -33.0]]
     alone = options.get("loss_type") in ("orpo", "simpo")
     task = task_of(None if alone else GivenReference(reference), **options)
     examples = Examples(pairs)
     batcher = Batcher(examples, False, 4, 0, True, CPU, more_fields=task.batch_fields)
     inputs = task.inputs(examples, np.array([0, 1]), step=0)
+    whole = float(task.loss(model, {**batcher([np.array([0]), np.array([1])]), **inputs}).detach())
+    task.measures.take()
     found = sum(float(task.loss(model, {**batcher([np.array([i])]), **inputs}).detach()) for i in (0, 1))
     sides = [[tokens_of(plain, *document) for document in documents_of(example)] for example in pairs]
     wanted = sum(loss_by_hand(*both, options) for both in zip(sides, reference, strict=True)) / 2
     chosen = [side["all" if case == "orpo" else "log_probs"] for side, _ in sides]
     weight = 1.0 if case == "orpo" else options.get("sft_weight", 0.0)
     wanted -= weight * sum(map(sum, chosen)) / sum(map(len, chosen))
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert (found, whole) == pytest.approx((wanted, wanted), rel=1e-5)
     every, first = [side for both in sides for side in both], [both[0] for both in sides]
     means, count = means_of(task), sum(len(side["log_probs"]) for side in every)
     assert count == 4 + 2 + 2 + 6 and sum(side["correct"] for side in first) == 2
@@ -285,12 +304,12 @@ def test_loss_and_measures_of_a_model_are_those_of_single_sequences(case, model,
 KTO = {"loss_type": "kto", "beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 3.0}
 
 
-def kto_task(reference: object, **changes: object) -> KtoTask:
-    batching = SimpleNamespace(global_batch_size=4, micro_batch_size=2, eval_batch_size=3)
+def kto_task(reference: object, *, global_batch: int = 4, max_length: int = 16, **changes: object) -> KtoTask:
+    batching = SimpleNamespace(global_batch_size=global_batch, micro_batch_size=2, eval_batch_size=3)
     plan = SimpleNamespace(
         build=SimpleNamespace(preference=PreferenceOptions(**{**KTO, **changes})),
         batching=batching,
-        data_options=SimpleNamespace(max_length=16),
+        data_options=SimpleNamespace(max_length=max_length),
         rows=SimpleNamespace(packed=False, length=16),
     )
     return KtoTask(None, plan, reference, CPU)
@@ -353,6 +372,7 @@ def test_kl_is_the_mean_log_ratio_of_mismatched_answers_at_least_0(above, kl, mo
     batcher = Batcher(examples, False, 1, 0, True, CPU, more_fields=task.batch_fields)
     task.prepare(model, [batcher])
     inputs = task.inputs(examples, np.arange(3), step=0)
+    assert task.inputs(examples, np.array([1]))["num_items_in_batch"] == 1
     assert inputs["num_items_in_batch"] == 3 and float(inputs["kl"]) == pytest.approx(kl, abs=1e-4)
     batch = batcher([np.array([2]), np.array([1])])
     assert batch["desirable"].tolist() == [True, False]
@@ -362,6 +382,27 @@ def test_kl_is_the_mean_log_ratio_of_mismatched_answers_at_least_0(above, kl, mo
     gains = [ratios[0] - kl, kl - ratios[1]]
     wanted = sum(w * (1 - 1 / (1 + exp(-0.5 * g))) for w, g in zip((2.0, 3.0), gains, strict=True)) / 3
     assert loss == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "max_length", "rows"),
+    [
+        (1, 16, [[5, 9, 17, 33, 34, 2], [7, 8, 60, 61, 62], [11, 90, 91, 92, 2]]),  # blocks of at least two
+        (2, 16, [[5, 9, 17, 33, 34, 2], [7, 8, 60, 61, 62], [11, 90, 91, 92, 2]]),
+        (3, 5, [[5, 9, 17, 90, 91], [7, 8, 60, 61, 62], [11, 33, 34, 2]]),
+    ],
+)
+def test_mismatched_answers_come_from_blocks_of_a_global_batch(global_batch, max_length, rows, model):
+    sizes = {"global_batch": global_batch, "max_length": max_length}
+    task, examples = kto_task(GivenReference([[0.0]] * 3), **sizes), answers()
+    seen: list[list[int]] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, _, given: seen.extend(given["input_ids"].tolist()), with_kwargs=True
+    )
+    task.prepare(model, [Batcher(examples, False, 1, 0, False, CPU, more_fields=task.batch_fields)])
+    task.inputs(examples, np.arange(3), step=0)
+    handle.remove()
+    assert sorted([token for token in row if token] for row in seen) == sorted(rows)
 
 
 def test_kl_is_estimated_with_dropout_in_training_as_trl_does_and_without_in_evaluation():
@@ -379,7 +420,7 @@ def test_kl_is_estimated_with_dropout_in_training_as_trl_does_and_without_in_eva
 
 
 def evaluated(task: PreferenceTask | KtoTask, model: torch.nn.Module, examples: Examples, world: int) -> dict:
-    batcher = Batcher(examples, False, 4, 0, True, CPU, more_fields=task.batch_fields)
+    batcher = Batcher(examples, False, 4, 0, False, CPU, more_fields=task.batch_fields)
     task.prepare(model, [batcher])
     batching = SimpleNamespace(cp_size=1, row_ranks=world, eval_batch_size=2)
     plan = SimpleNamespace(batching=batching, rows=SimpleNamespace(packed=False, length=64))

@@ -16,10 +16,11 @@ import ligertune.attention.packed_documents  # noqa: F401  registers per_documen
 from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
+from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
 from ligertune.planning.options import ClassificationOptions, RewardOptions
 from ligertune.tasks.scores.classification_task import ClassificationTask
-from ligertune.tasks.scores.document_scores import last_tokens, patch_scores
+from ligertune.tasks.scores.document_scores import check_scores, last_tokens, patch_scores
 from ligertune.tasks.scores.reward_task import RewardTask
 from ligertune.tasks.scores.score_task import ScoreTask
 from ligertune.train.evaluate import evaluate
@@ -222,10 +223,41 @@ def test_micro_batches_of_a_model_add_up_to_the_mean_over_all_examples(kind, pac
         install_packing_checks(model)
     batcher = batcher_of(task, examples, packed=packed)
     task.prepare(model, [batcher])
+    assert task.inputs(examples, np.array([1])) == {"num_items_in_batch": 1}
     inputs = task.inputs(examples, np.arange(len(examples)), step=0)
     parts = [np.array([index]) for index in range(len(examples))]
     found = [task.loss(model, {**batcher(rows), **inputs}).detach() for rows in (parts[:2], parts[2:], [])]
     assert float(sum(found)) == pytest.approx(loss_by_hand(kind, targets), rel=1e-4) and float(found[-1]) == 0.0
+
+
+def test_the_padding_token_of_the_batches_is_that_of_the_saved_configuration():
+    task, model = classification(SINGLE, 3), model_of(3)
+    examples = texts([(0,), (2,), (1,), (2,), (0,)])
+    task.prepare(model, [Batcher(examples, False, 4, 3, False, CPU)])
+    assert model.config.pad_token_id == model.model.config.pad_token_id == 3
+    assert task.batch_fields(examples, [3], {"input_ids": torch.tensor([[4, 4, 3]]), "labels": torch.tensor([[4]])})[
+        "score_rows"
+    ].tolist() == [1]
+
+
+def test_losses_of_scores_in_half_precision_are_computed_in_float32():
+    task, examples, model = reward(), pairs([(0.5,), (), (1.0,)]), model_of(1).bfloat16()
+    patch_scores(model)
+    batcher = batcher_of(task, examples, packed=False)
+    task.prepare(model, [batcher])
+    assert task.loss(model, {**batcher([np.array([0])]), "num_items_in_batch": 3}).dtype == torch.float32
+
+
+def test_the_check_of_scores_is_without_dropout_and_leaves_the_model_in_training():
+    config = tiny_models.config_of("llama", num_labels=2, attn_implementation="eager", attention_dropout=0.5)
+    model = tiny_models.random_model(transformers.AutoModelForSequenceClassification, config)
+    patch_scores(model)
+    check_scores(model, multiple_of=4, packed=False)
+    assert model.training
+    factors = iter((1.0, 1.02))  # less than half precision rounds
+    model.score.register_forward_hook(lambda module, inputs, output: output * next(factors))
+    with pytest.raises(UserError, match="does not read its scores at the last token"):
+        check_scores(model, multiple_of=4, packed=False)
 
 
 def evaluated(kind: str, world: int) -> tuple[float, dict[str, float]]:
