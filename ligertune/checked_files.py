@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import sys
@@ -104,6 +105,11 @@ def _fits(value: Any, hint: Any, smallest: float, largest: float) -> bool:
     return type(value) is hint  # str, bool, None
 
 
+def _is_measured(value: Any) -> bool:
+    """Return whether a JSON value is a number that a run measures: float32 holds it, and a chart shows it."""
+    return is_number(value) and abs(value) <= MAX_FLOAT32
+
+
 def is_number(value: Any) -> bool:
     """Return whether a JSON value is a number that a float holds."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
@@ -116,8 +122,10 @@ def _shown(value: Any) -> str:
 
 # ---- lines of metrics.jsonl
 
+MAX_FLOAT32 = 3.4028235e38
 _COUNTS = ("step", "tokens", "padded_tokens", "trained_tokens", "images", "image_tokens")
 _FINITE = ("loss", "eval_loss", "loss_before_training")
+_SPEEDS = ("learning_rate", "tokens_per_second", "images_per_second", "seconds", "remaining_seconds", "epoch")
 _TEXTS = ("note", "time")
 
 
@@ -135,7 +143,9 @@ def _fits_line(name: str, value: Any) -> bool:
     if name in _COUNTS:
         return type(value) is int and 0 <= value <= MAX_WHOLE
     if name in _FINITE:  # a run ends at a loss that is not finite
-        return is_number(value)
+        return _is_measured(value)
+    if name in _SPEEDS:
+        return value is None or _is_measured(value)
     if name in _TEXTS:
         return isinstance(value, str)
     if name == "samples":
@@ -147,4 +157,5 @@ def _fits_line(name: str, value: Any) -> bool:
     if name == "peak_memory":
         return isinstance(value, dict) and all(isinstance(one, str) or is_number(one) for one in value.values())
     # Measures of a task. GaLore has no grad_norm (null), and under fp16 it may be infinite in a skipped step.
-    return value is None or type(value) is float or is_number(value)
+    is_infinite = type(value) is float and not math.isfinite(value)
+    return value is None or is_infinite or _is_measured(value)

@@ -124,6 +124,8 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_earlier_file(tmp_path, small_
 
 GOOD = [{"step": step, "loss": 2.0, "tokens": 10} for step in (1, 2, 3)]
 DAMAGED = {
+    "an infinite speed": '{"step": 2, "tokens_per_second": Infinity}',
+    "a loss beyond float32": '{"step": 2, "loss": 1e300}',
     "a negative step": '{"step": -5, "loss": 1.0}',
     "a step of 400 digits": f'{{"step": {10**400}, "loss": 1.0}}',
     "a huge step": f'{{"step": {2**62}, "loss": 1.0}}',

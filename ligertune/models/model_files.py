@@ -119,6 +119,7 @@ _SIZES = (
     (("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 0, 2**14),
 )
 _LIMITS = {key: (smallest, largest) for keys, smallest, largest in _SIZES for key in keys}
+_DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop")  # endings of probabilities
 MAX_PARAMETERS = 10**13
 MAX_DEPTH = 8  # configurations within configurations
 
@@ -131,6 +132,8 @@ def check_sizes(values: dict[str, Any], file: object, origin: ModelOrigin, prefi
     for key, value in values.items():
         if key in _LIMITS:
             _check_size(f"{prefix}{key}", value, *_LIMITS[key], file, origin)
+        elif key.endswith(_DROPOUTS):
+            _check_share(f"{prefix}{key}", value, file, origin)
         elif isinstance(value, dict) and key.endswith("config"):
             if prefix.count(".") >= MAX_DEPTH:
                 raise origin.error(f"{file}: {prefix}{key} is nested too deeply.")
@@ -144,6 +147,12 @@ def check_sizes(values: dict[str, Any], file: object, origin: ModelOrigin, prefi
             f" {parameters:.0e} parameters.",
             hint="Is the file damaged?",
         )
+
+
+def _check_share(name: str, value: Any, file: object, origin: ModelOrigin) -> None:
+    if isinstance(value, bool | None) or (type(value) in (int, float) and 0 <= value <= 1):
+        return
+    raise origin.error(f"{file}: {name} is {json.dumps(value)[:40]}, and must be a number from 0 to 1.")
 
 
 def _check_size(name: str, value: Any, smallest: int, largest: int, file: object, origin: ModelOrigin) -> None:

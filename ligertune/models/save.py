@@ -333,7 +333,9 @@ def merge_saved_adapter(
     tokenizer, original = read_tokenizer(spec, origin), copy.deepcopy(config)
     check_same_base(spec, base, origin)
     model = base_as_trained(spec, config, base, origin)
-    merged = merged_model(load_adapter(model, str(folder), origin))
+    adapted = load_adapter(model, str(folder), origin)
+    with loading(origin, f"the adapter in {folder} cannot be merged"):  # some kinds of LoRA change with the prompt
+        merged = merged_model(adapted)
     rows = merged.get_input_embeddings().weight.shape[0]
     carried = carried_by(spec, original, rows=rows, origin=origin)
     return merged, tokenizer, carried and (spec, carried)

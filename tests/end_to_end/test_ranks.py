@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 from command_line import RECIPE, losses, overrides, run, weights
 from quickstart_runs import RESUME, saves, train_ranks, unfinished
 
@@ -72,6 +73,7 @@ def test_accelerate_launch_trains_with_fsdp2(whole, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(whole[True], rel=1e-5)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks that start as commands would join this one process")
 def test_ranks_with_the_environment_of_accelerate_launch_train_with_fsdp2(whole, tmp_path, monkeypatch):
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env

@@ -81,6 +81,7 @@ CASES = (
     Hostile("an index without a map", indexed({"metadata": {}}), (INDEX, "weight_map")),
     Hostile("an index without metadata", indexed({"weight_map": {"a": "x.safetensors"}}), (INDEX, "metadata")),
     Hostile("an index that is a list", indexed([]), (INDEX, "holds a list")),
+    Hostile("a dropout of 10^19", config(attention_dropout=1e19), ("attention_dropout is 1e+19", "from 0 to 1")),
     Hostile("an index of numbers", indexed(all_in(5)), (INDEX, "'5'")),
     Hostile("an index of a missing file", indexed(all_in("y.safetensors")), (INDEX, "y.safetensors, which is not")),
     Hostile("an index of a text", indexed(all_in("config.json")), (INDEX, "'config.json'")),

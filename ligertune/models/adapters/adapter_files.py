@@ -169,7 +169,13 @@ def _only(names: list[str]) -> str:
 def _check_tokens(model: nn.Module, path: Path, origin: ModelOrigin) -> None:
     """Raise UserError for trained tokens far beyond the embedding, which would grow to hold them."""
     tokens = read_json(path, origin).get("trainable_token_indices") or []
-    ids = [token for one in (tokens.values() if isinstance(tokens, dict) else [tokens]) for token in _flat(one)]
+    lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
+    if not all(isinstance(ids, list) for ids in lists):
+        shown = json.dumps(tokens)[:40]
+        raise origin.error(
+            f"{path}: trainable_token_indices is {shown}: expected a list of ids, or one for each layer."
+        )
+    ids = [token for one in lists for token in one]
     rows = len(model.get_input_embeddings().weight)
     most = rows + len(ids) + MAX_NEW_ROWS
     wrong = next((token for token in ids if type(token) is not int or not 0 <= token < most), None)
