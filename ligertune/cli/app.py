@@ -111,6 +111,8 @@ def main() -> None:
         trains = sys.argv[1:2] in (["train"], ["medusa"], ["distill"])
         what = problem.filename or ("A file" if trains else "The output")
         _report(cannot_write(str(what), reason, trains=trains))
+        if problem.filename is None:
+            _drop_unwritten_output()
         sys.exit(1)
     except (MemoryError, RuntimeError) as problem:
         # torch's allocator of host memory raises a plain RuntimeError
@@ -123,6 +125,13 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _drop_unwritten_output() -> None:
+    """Send what stdout still holds nowhere: Python writes it once more as it exits, fails again and exits with 120."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _report(problem: UserError) -> None:

@@ -75,6 +75,7 @@ ADAPTERS = (
             ("trainable_token_indices names 30000000", "512 rows")),
     Hostile("a token below 0", adapter_config(trainable_token_indices={"embed_tokens": [-5]}), ("names -5",)),
     Hostile("tokens of no number", adapter_config(trainable_token_indices={"embed_tokens": ["x"]}), ('names "x"',)),
+    Hostile("a token of null", adapter_config(trainable_token_indices=[None]), ("names null",)),
     Hostile("an adapter of prompts", adapter_config(peft_type="PROMPT_TUNING", num_virtual_tokens=10**6),
             ("peft_type is PROMPT_TUNING",)),
     Hostile("its own base", adapter_config(base_model_name_or_path="model"), ("model",)),

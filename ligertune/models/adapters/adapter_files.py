@@ -178,10 +178,10 @@ def _check_tokens(model: nn.Module, path: Path, origin: ModelOrigin) -> None:
     ids = [token for one in lists for token in one]
     rows = len(model.get_input_embeddings().weight)
     most = rows + len(ids) + MAX_NEW_ROWS
-    wrong = next((token for token in ids if type(token) is not int or not 0 <= token < most), None)
-    if wrong is not None:
+    wrong = [token for token in ids if type(token) is not int or not 0 <= token < most]
+    if wrong:
         raise origin.error(
-            f"{path}: trainable_token_indices names {json.dumps(wrong)[:40]}, and the embedding of the base model has"
+            f"{path}: trainable_token_indices names {json.dumps(wrong[0])[:40]}, and the embedding of the base model has"
             f" {plural(rows, 'row')}.",
             hint="Is it an adapter of this model?",
         )
