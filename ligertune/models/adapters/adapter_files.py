@@ -181,7 +181,7 @@ def _check_tokens(model: nn.Module, path: Path, origin: ModelOrigin) -> None:
     wrong = [token for token in ids if type(token) is not int or not 0 <= token < most]
     if wrong:
         raise origin.error(
-            f"{path}: trainable_token_indices names {json.dumps(wrong[0])[:40]}, and the embedding of the base model has"
-            f" {plural(rows, 'row')}.",
+            f"{path}: trainable_token_indices names {json.dumps(wrong[0])[:40]}, and the embedding of the base model"
+            f" has {plural(rows, 'row')}.",
             hint="Is it an adapter of this model?",
         )
