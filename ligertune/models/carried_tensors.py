@@ -1,7 +1,7 @@
 """Tensors of a base model that its class does not load: find them, and write them unchanged next to trained weights.
 
 Checkpoints hold more than transformers' model computes: layers that predict several tokens at once (`mtp.*`, or layers
-behind the last one), further heads, towers of a model of which only the text part is trained. Programs that serve the
+behind the last one), further heads, towers of a model whose text part alone is trained. Programs that serve the
 model read them, and end with an error where the configuration names them and the file lacks them.
 """
 

@@ -209,7 +209,10 @@ class DeferredLogits:
             return self.compute()
         if self.head not in _READ:
             _READ.add(self.head)
-            text = f"the logits of a training step are computed beside its loss, as {reason}; {_KEEP_LOGITS}, once"
+            text = (
+                f"the logits of a training step are computed in addition to its loss, because {reason};"
+                f" {_KEEP_LOGITS}, once"
+            )
             warnings.warn(text, stacklevel=3)
         with self.modes.restored(self.head, self.hidden.device):
             return self.compute()

@@ -27,7 +27,7 @@ def stopped(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(stopped, tmp_path) -> Path:
-    """A folder with a copy of the run in run/, and a folder outside/ that nobody may write to."""
+    """A folder with a copy of the run in run/, and a folder outside/ that must stay unchanged."""
     shutil.copytree(stopped / "run", tmp_path / "run")
     (tmp_path / "outside" / "folder").mkdir(parents=True)
     (tmp_path / "outside" / "folder" / "mine").write_text("mine")

@@ -1,6 +1,6 @@
 """Random bad input ends with exit code 0 or 2, or 1 and one sentence, quickly, in little memory, in its own folder.
 
-60 cases of one seed, two or more of each kind; `scripts/fuzz` runs more.
+60 cases of one seed, four or more of each kind; `scripts/fuzz` runs more.
 """
 
 import json

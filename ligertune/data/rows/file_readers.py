@@ -139,9 +139,7 @@ def _records_key(text: _JsonText) -> str | None:
         return None
     if len(lists) > 1:
         raise text.file.error(
-            f"one object with several lists of records: {', '.join(lists)}",
-            "Write each into a file of its own.",
-            line=1,
+            f"one object with several lists of records: {', '.join(lists)}", "Write each to a separate file.", line=1
         )
     return lists[0]
 

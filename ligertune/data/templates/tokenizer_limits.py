@@ -66,7 +66,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, origin: Model
         shown = min(expressions - set(WORD_PATTERNS), key=len)
         raise origin.error(
             f"the tokenizer of {name} takes more than {PROBE_SECONDS} s or {PROBE_BYTES >> 30} GiB for"
-            f" {PROBE_CHARACTERS:,} characters, or fails: the expression {shown[:80]!r} is one of its own.",
+            f" {PROBE_CHARACTERS:,} characters, or fails. It contains the expression {shown[:80]!r}.",
             hint="Use the tokenizer of the model's publisher.",
         )
 

@@ -30,7 +30,7 @@ MAX_CHARACTERS = 4095  # of a text; a path has at most as many
 MAX_NEW_ROWS = 4096  # of the embedding, beyond the base model's, in addition to one for each token that is named
 MAX_SVD_ITERATIONS = 64  # of pissa_niter_N and LoftQ; their papers take up to 16 and 5
 _PLAIN_NAME = re.compile(r"\w+(\.\w+)*")
-_NAMES = ("modules_to_save", "layers_pattern")  # names that PEFT puts into an expression of its own
+_NAMES = ("modules_to_save", "layers_pattern")  # names that PEFT puts into a regular expression
 _PATTERNS = {"rank_pattern": (1, MAX_RANK), "alpha_pattern": (0, MAX_RANK)}
 
 

@@ -182,7 +182,7 @@ def _leave_unknown(work: Import, path: KeyPath) -> None:
     name, value = str(path[-1]), work.document.get(path)
     reason = REASONS.get(name)
     if reason is None and isinstance(value, dict) and value and len(path) < MAX_DEPTH:
-        for inner in list(value):  # a section of which some keys are converted, or have reasons of their own
+        for inner in list(value):  # a section with keys that are converted, or have a reason
             _leave_unknown(work, (*path, inner))
         work.document.remove(path)
         return

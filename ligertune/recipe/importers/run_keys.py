@@ -282,7 +282,7 @@ def _processes(work: Import) -> None:
 
 
 def _fsdp_option(work: Import, name: str, value: Any) -> None:
-    """Convert an option of FSDP: offloading is the only one with a key of its own here."""
+    """Convert an option of FSDP: only offloading has a key in a recipe."""
     path = (*work.path_of("fsdp_config"), name)
     if name in ("offload_params", "fsdp_offload_params"):
         work.trace(path, "parallel.cpu_offload")
