@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import inspect
 import itertools
 import json
@@ -31,13 +30,6 @@ from ligertune.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 H100 = Rates(copy=3.0e12, matmul=792e12)
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _earlier_objects_are_not_collected():
-    """`bench` collects garbage after each case, which takes 0.7 s among all that earlier tests leave."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")

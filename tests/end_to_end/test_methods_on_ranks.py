@@ -17,6 +17,9 @@ WAYS = {
     },
     "tokens": {**LORA, **DDP, "method.trainable_token_indices": "[5, 7, 300]"},
     "tied embedding": {**LORA, **FSDP, "method.lora_modules_to_save": "[lm_head]"},
+    "bfloat16 tied embedding": {
+        **LORA, **FSDP, "method.lora_modules_to_save": "[lm_head]", "model.dtype": "bfloat16",
+    },
     "added tokens": {**FSDP, "model.tokenizer.add_tokens": "[Below]"},
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from ligertune.models.adapters.adapter_targets import find_targets
 from ligertune.models.adapters.expert_lora import merge_parameters, split_adapters
 from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
-from ligertune.models.adapters.token_rows import patch_token_rows, token_layers, trained_layers
+from ligertune.models.adapters.token_rows import patch_token_rows, token_layers, train_in_float32, trained_layers
 from ligertune.models.model_files import ModelOrigin, loading
 from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.fused_loss import LossHead
@@ -86,6 +86,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         if type(module) is LoraLinear and isinstance(module.base_layer, LossHead):
             unpatch_module(module.base_layer)
             patch_module(module, LoraLossHead)
+    train_in_float32(adapted)
     patch_token_rows(adapted)
     split_adapters(adapted)
     return adapted

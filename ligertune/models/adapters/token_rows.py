@@ -63,6 +63,15 @@ class TokensLossHead(LossHead):
         return linear_cross_entropy(hidden, weight, labels, None, **options)
 
 
+class SavedEmbedding(ModulePatch):
+    """Mixin of an embedding that trains in float32: its output (..., T, E) has the dtype of the frozen layers."""
+
+    patch_spec: torch.dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs).to(self.patch_spec)
+
+
 def trained_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, Any]:
     """Return PEFT's `modules_to_save` and `ensure_weight_tying`. Of a tied weight, PEFT trains the embedding."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -104,6 +113,20 @@ def patch_token_rows(adapted: nn.Module) -> None:
             _patch_tokens(module.token_adapter)
         elif isinstance(module, ModulesToSaveWrapper):
             _patch_tied(module)
+
+
+def train_in_float32(adapted: nn.Module) -> None:
+    """Make the layers of `modules_to_save` float32, as the adapters: in bfloat16 small updates are lost.
+
+    FSDP2 trains them so in any case. Autocast computes their products in the dtype of the model.
+    """
+    for wrapper in adapted.modules():
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        for layer in wrapper.modules_to_save.values():
+            if isinstance(layer, nn.Embedding) and layer.weight.dtype != torch.float32:
+                patch_module(layer, SavedEmbedding, layer.weight.dtype)
+            layer.float()
 
 
 def _patch_tokens(layer: TrainableTokensLayer) -> None:

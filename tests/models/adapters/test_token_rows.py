@@ -121,3 +121,24 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(UserError, match="wte shares its weight"):
         method = {**LORA, "lora_target_modules": ["c_attn"], "lora_modules_to_save": ["wte"]}
         apply_method(gpt2, MethodOptions(**method))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "gemma2", "mixtral"])
+def test_layers_that_train_in_full_are_float32_beside_a_bfloat16_model(family):
+    """In bfloat16 a step of 1e-5 would leave most weights as they are. Hidden states stay bfloat16."""
+    model = tiny_models.make(family).bfloat16()
+    saved = ["embed_tokens", "lm_head"] if family == "llama" else ["lm_head", "gate"][: 1 + (family == "mixtral")]
+    patch(model)
+    ours = apply_method(model, MethodOptions(**LORA, lora_modules_to_save=saved), seed=1)
+    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert any("modules_to_save" in name for name in trained)
+    before = {name: p.detach().clone() for name, p in trained.items() if "modules_to_save" in name}
+    with torch.autocast("cpu", torch.bfloat16):
+        output = ours(**tiny_models.batch(), output_hidden_states=True)
+    assert {states.dtype for states in output.hidden_states} == {torch.bfloat16}
+    output.loss.backward()
+    torch.optim.SGD(trained.values(), lr=1e-5).step()
+    for name, weight in before.items():
+        moved = trained[name].grad != 0
+        assert moved.any() and ((trained[name] != weight) == moved).float().mean() > 0.9, name
