@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -162,6 +163,7 @@ def run(
     with output_dir_of(job.plan), stop:
         started, began, phases = utc_now(), time.perf_counter(), phases or Phases()
         phases.begin("loading the model")
+        gc.freeze()  # the garbage collection after the first step searches what this run makes, not imported modules
         hide_loading_bars()
         prefer_flash()
         accelerator = start_accelerator(job.plan)

@@ -126,7 +126,10 @@ class Ranks:
 def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, str]:
     """Return the environment variables that torchrun would set, and ours."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // world))
+    # Rank 0 writes to the terminal. When another rank dies, NCCL's watchdog would print there what `diagnose` says.
+    quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")} if rank == 0 else {}
     return {
+        **quiet,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),

@@ -130,7 +130,7 @@ def check_file(path, tokenizer, ends, template="auto") -> Counter:
 @pytest.mark.parametrize(
     "name, file",
     [
-        pytest.param(name, file, marks=pytest.mark.slow if name in list(ENDS)[2:] and FILES[file][0] == 1000 else ())
+        pytest.param(name, file, marks=pytest.mark.slow if name in list(ENDS)[1:] and FILES[file][0] == 1000 else ())
         for name, file in itertools.product(ENDS, CHATS)
     ],
 )
