@@ -321,7 +321,8 @@ def mutate_json(rng: random.Random, value: object) -> None:
         elif how == 1 and isinstance(value, dict):
             value[str(place) + "_"] = value.pop(place)
         else:
-            value[place] = rng.choice([odd for odd in ODD if odd == odd and odd not in (math.inf,)])
+            odd = rng.choice([odd for odd in ODD if odd == odd and odd not in (math.inf,)])
+            value[place] = copy.deepcopy(odd)  # later mutations change it, and must not change ODD
         return
 
 
