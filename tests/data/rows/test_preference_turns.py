@@ -65,7 +65,7 @@ def test_the_margin_is_that_of_a_reward_model():
     assert parsed({**row, "margin": -0.5}, "reward_pairs").targets == (-0.5,)
     assert parsed({**row, "margin": None}, "reward_pairs").targets == ()
     assert parsed({**row, "margin": 2}).targets == ()
-    for margin in (math.nan, math.inf, "two", True, [1]):
+    for margin in (math.nan, math.inf, 1e19, "two", True, [1]):
         with pytest.raises(BadRow) as caught:
             parsed({**row, "margin": margin}, "reward_pairs")
         assert caught.value.reason == "margin is not a number"

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from ligertune.data.examples import Examples
 from ligertune.planning.options import PreferenceOptions
-from ligertune.tasks.preference.answers import AnswerLogProbs, AnswerSums
+from ligertune.tasks.preference.answers import AnswerLogProbs, AnswerSums, train_on_chosen_prompts
 from ligertune.tasks.preference.preference_task import PreferenceTask
 
 # Two turns, so an untrained token stands between trained ones; a long rejected answer; a long prompt.
@@ -171,3 +171,15 @@ def test_the_divisors_of_a_global_batch_by_hand():
     assert vars(inputs()) == {"num_items_in_batch": 2}
     assert vars(inputs(sft_weight=0.1)) == {"num_items_in_batch": 2, "chosen_tokens": 6}
     assert vars(inputs(loss_type="orpo")) == {"num_items_in_batch": 2, "chosen_tokens": 12}
+
+
+def test_orpo_computes_the_rows_of_the_chosen_prompt():
+    """Of 512 tokens, 8 rows predict answers; the cross-entropy of the chosen text needs 255."""
+    labels = torch.full((1, 512), -100)
+    labels[0, 252:256], labels[0, 508:] = 7, 8
+    batch = {"input_ids": torch.arange(512)[None], "labels": labels, "labelled_rows": torch.tensor([0])}
+    fields = {"answer_lengths": torch.tensor([256, 256]), "answer_tokens": torch.tensor([4, 4])}
+    found = train_on_chosen_prompts(batch, fields)
+    assert {*range(255), *range(507, 511)} <= set(found["labelled_rows"].tolist())
+    assert found["labels"][0, 1:256].tolist() == list(range(1, 256))
+    assert found["token_weights"].nonzero().flatten().tolist() == [*range(251, 255), *range(507, 511)]
