@@ -55,7 +55,9 @@ OTHER_TRAINING: dict[str, ForeignObjective] = {
     "shift_attn": ForeignObjective(
         _OTHER_METHOD, "Remove it to import the rest: the run then trains with full attention."
     ),
-    "label_smoothing_factor": ForeignObjective("smooths the labels of the loss, and a recipe has no key for it.", _WITHOUT),
+    "label_smoothing_factor": ForeignObjective(
+        "smooths the labels of the loss, and a recipe has no key for it.", _WITHOUT
+    ),
 }  # fmt: skip
 _OTHER_LOSS = re.compile(r"use_\w+_loss")  # use_dft_loss, use_asft_loss
 _SAME_LOSSES = ("nll", "chunked_nll")  # of SFTConfig: the cross-entropy of each trained token
