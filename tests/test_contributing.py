@@ -63,6 +63,7 @@ def test_every_function_named_in_an_answer_is_defined_there():
             assert re.search(rf"(def|class) {part}\b", source), f"{path} does not define {name}"
 
 
+@pytest.mark.slow
 def test_the_files_that_a_batch_visits_are_listed(tmp_path, quickstart):
     """Two steps of the quickstart: reading the records, choosing the rows of a step, and the step itself."""
     roots = (prepare, Training.micro_batches, TrainStep.__call__, set_learning_rate)

@@ -51,6 +51,7 @@ assert AutoModelForCausalLM.from_config(LlamaConfig(**size)).num_parameters() > 
 """
 
 
+@pytest.mark.slow
 def test_transformers_does_not_take_our_folder_for_the_package_kernels():
     done = run([sys.executable, "-c", FROM_THE_ROOT], cwd=ROOT)
     assert done.code == 0, done.err

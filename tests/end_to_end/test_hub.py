@@ -133,6 +133,7 @@ def test_a_stream_downloads_less_than_half_of_a_large_data_set(train, rows):
     assert 0 < sent < len(content) / 2
 
 
+@pytest.mark.slow
 def test_an_invalid_row_of_a_hub_data_set_is_named(hub, rows, tmp_path):
     """The invalid row lies behind the part that `datasets` reads first, so the run has begun by then."""
     valid = b"".join(rows) * (12_000_000 // sum(map(len, rows)))

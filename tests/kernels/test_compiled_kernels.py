@@ -70,10 +70,8 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
     assert not [kernel for kernel, changed in launches if "placeholder" in changed]
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("products", ["triton", pytest.param("grouped_mm", marks=SLOW), pytest.param(None, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("products", ["triton", "grouped_mm", None])
 def test_experts_are_one_graph_that_changes_no_input(products, h100, monkeypatch):
     """With LoRA, whose product is added in place, on trained and on made weights."""
     monkeypatch.setattr(_grouped_product, "LOOP_PRODUCT", 1)  # a call that is not compiled would wait for the GPU

@@ -41,6 +41,7 @@ def train_compiled(model, lengths, backend="aot_eager", device="cpu", **options)
     return counter.frame_count, steps
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_changing_lengths_in_a_fresh_thread():
     plain = tiny_models.make("gemma2", num_hidden_layers=1)
     patched = copy.deepcopy(plain)

@@ -165,6 +165,7 @@ def test_deepcopy_is_patched_and_independent(patched):
     assert type(patched) is not modeling_llama.LlamaForCausalLM
 
 
+@pytest.mark.slow
 def test_pickle_comes_back_patched_in_another_process(patched, tmp_path):
     stored = tmp_path / "model.pkl"
     stored.write_bytes(pickle.dumps((patched, loss_of(patched).item())))

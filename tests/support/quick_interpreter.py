@@ -1,13 +1,14 @@
 """Make Triton's interpreter several times as quick, with the same results: it computes many things again each time.
 
 It patches `triton.language` for every call of a device function, builds the types of blocks and tuples anew for each
-operation, reduces element by element, and repeats integer operations in 64 bits for an assertion that only Triton's
-debug mode makes.
+operation, converts operands whose types agree, reduces element by element, and repeats integer operations in 64 bits
+for an assertion that only Triton's debug mode makes.
 """
 
 import functools
 import inspect
 import math
+from collections.abc import Callable
 
 import numpy as np
 from triton.language import core, semantic
@@ -20,6 +21,9 @@ def quicken() -> None:
     """Replace functions of the interpreter. The process then interprets only."""
     _patch_the_language_once()
     _remember_types()
+    _leave_agreeing_operands()
+    interpreter._patch_attr = _call_directly
+    interpreter.TensorHandle.__post_init__ = lambda handle: None  # it compares sizes of types
     interpreter.ReduceOps.generic_reduce = _reduce_by_halves
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
@@ -93,6 +97,66 @@ def _remember_types() -> None:
     core.tensor.__init__, core.block_type.__init__ = make_tensor, make_block
     semantic.TritonSemantic.broadcast_impl_value = broadcast
     interpreter._get_np_dtype = numpy_dtype
+
+
+def _leave_agreeing_operands() -> None:
+    """Neither check nor convert operands whose types agree, and convert each number once."""
+    convert_any = semantic.TritonSemantic.binary_op_type_checking_impl
+    constants: dict[tuple, core.tensor] = {}
+
+    def constant(semantics: semantic.TritonSemantic, number: int | float, like: core.tensor) -> core.tensor:
+        shape = tuple(like.type.shape.values) if like.type.is_block() else ()
+        key = type(number), number, like.dtype.name, shape
+        if key not in constants:
+            scalar = semantics.scalar_constant(number, like.dtype)
+            constants[key] = semantics.splat(scalar, shape) if shape else scalar
+            constants[key].handle.data.flags.writeable = False
+        return constants[key]
+
+    def convert(
+        self: semantic.TritonSemantic,
+        lhs: core.tensor | int | float,
+        rhs: core.tensor | int | float,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[core.tensor, core.tensor]:
+        if arithmetic_check and not div_or_mod:
+            if isinstance(lhs, core.tensor) and _keeps_type(lhs, rhs):
+                return lhs, constant(self, rhs, lhs)
+            if isinstance(rhs, core.tensor) and _keeps_type(rhs, lhs):
+                return constant(self, lhs, rhs), rhs
+            if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor) and _agree(lhs.dtype, rhs.dtype):
+                return self.broadcast_impl_value(lhs, rhs)
+        return convert_any(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = convert
+
+
+def _keeps_type(tensor: core.tensor, number: object) -> bool:
+    """Return whether an operation with the number has the tensor's type: Triton checks other numbers."""
+    name = tensor.dtype.name
+    if type(number) is int:
+        return name in ("int32", "int64", "fp32") and -(2**31) <= number < 2**31
+    return type(number) is float and name == "fp32"
+
+
+def _agree(lhs: core.dtype, rhs: core.dtype) -> bool:
+    """Return whether elements of these types are combined as they are: of one type, or a pointer and its offset."""
+    if lhs.is_ptr():
+        return rhs.name in ("int32", "int64")
+    return lhs.name == rhs.name and not rhs.is_ptr()
+
+
+def _call_directly(owner: object, name: str, member: Callable, builder: object, scope: object) -> None:
+    """Replace a function of the language by one that interprets, without a wrapper that looks for `_semantic`."""
+    function = inspect.unwrap(member)
+
+    def call(*args: object, _semantic: object = None, **kwargs: object) -> object:
+        return function(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
+
+    scope.set_attr(owner, name, call)
 
 
 def _reduce_by_halves(reduction: object, inputs: tuple[core.tensor, ...]) -> tuple[core.tensor, ...]:

@@ -85,7 +85,7 @@ def test_a_run_learns_and_its_model_loads(family, trained):
     assert any("language_model" in name for name in changed) and any("vision" in n or "visual" in n for n in changed)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.slow)])
 def test_packed_grouped_and_padding_free_runs(family, trained):
     """All plan the same tokens; padding-free batches have the losses of padded ones."""
     packed, _, _ = trained(family, "packed", **{"train.max_steps": 1})
