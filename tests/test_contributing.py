@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
+import pytest
 import torch
 from torch import nn
 
