@@ -75,6 +75,7 @@ def test_a_sweep_continues_after_running_out_of_memory(vocabulary, limit, tmp_pa
     assert "batch 48, repeat 1: Hugging Face: out of memory" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_one_percent_off_fails_at_its_step(compare, tmp_path):
     """A copy of the kernels with one changed line is put first on Python's path."""
     shutil.copytree(ROOT / "kernels" / "ligertune_kernels", tmp_path / "kernels" / "ligertune_kernels")

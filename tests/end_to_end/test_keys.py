@@ -133,13 +133,11 @@ def test_keys_of_memory_and_speed_do_not_change_the_losses(train, usual):
     for changes in (
         {"train.optim": "adamw_torch"},
         {"train.gradient_checkpointing": True},
-        {"train.gradient_checkpointing": "offload"},
         {"train.gradient_checkpointing": "offload_gate"},
         {"train.gradient_checkpointing": "offload_both"},
         {"train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 3, "kernels.recompute": True},
         {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": "auto"},
         {"train.gradient_checkpointing": "offload", "train.tiled_mlp": 64},
-        {"kernels.recompute": True},
         {"kernels.recompute": "norms"},
         {"kernels.attention": True},  # implies padding-free batches
         {"train.per_device_train_batch_size": "auto", "train.global_batch_size": 4},

@@ -127,6 +127,7 @@ def test_it_names_the_moment_of_peak_memory(settings, when, ligertune, recipe):
     assert done.code == 0 and f"reached {when}" in " ".join(done.out.split()), done.err
 
 
+@pytest.mark.slow
 def test_peft_is_imported_for_adapters_only(recipe, tmp_path):
     """Importing it takes seconds, in each process of a run."""
     changes = [f"checkpoint.output_dir={tmp_path / 'run'}", "train.max_steps=1", "data.datasets.0.max_samples=40"]
