@@ -274,7 +274,7 @@ def table_of(rng: random.Random, rows: list[dict], ending: str) -> bytes:
             writer.write_table(table)
     content = out.getvalue()
     if ending.endswith(".gz"):
-        return gzip.compress(content)
+        return gzip.compress(content, mtime=0)
     return pyarrow.compress(content, "zstd", asbytes=True) if ending.endswith(".zst") else content
 
 
@@ -305,7 +305,7 @@ def write_rows(rows: list, ending: str) -> bytes:
         return ("instruction,output\n" + "".join(f"{json.dumps(row)!r},b\n" for row in rows)).encode()
     is_list = ending.startswith(".json") and not ending.startswith(".jsonl")
     text = json.dumps(rows) if is_list else "".join(json.dumps(row) + "\n" for row in rows)
-    return gzip.compress(text.encode()) if ending.endswith(".gz") else text.encode()
+    return gzip.compress(text.encode(), mtime=0) if ending.endswith(".gz") else text.encode()
 
 
 def mutate_json(rng: random.Random, value: object) -> None:
