@@ -79,7 +79,8 @@ def parse_fields(kind: type[T], values: Any) -> T:
     """
     if not isinstance(values, dict):
         raise DamagedFileError("does not hold an object {...}")
-    hints, found = typing.get_type_hints(kind), {}
+    hints = typing.get_type_hints(kind)
+    found = {}
     for field in fields(kind):
         if field.name not in values:
             if field.default is MISSING:

@@ -15,7 +15,8 @@ from ligertune.errors import UserError, plural
 from ligertune.progress import importing
 
 Vendor = Literal["nvidia", "amd", "cpu"]
-PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
 # cgroup v2 and v1: folder, limit, usage
 CGROUP_FILES = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
 

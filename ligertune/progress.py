@@ -30,7 +30,8 @@ def importing() -> Iterator[None]:
     The packages in `UNUSED` count as not installed meanwhile. Later imports find them, but transformers then remembers
     that they were absent. Where it has found one before, its model classes import it.
     """
-    enabled, known = gc.isenabled(), len(sys.modules)
+    enabled = gc.isenabled()
+    known = len(sys.modules)
     gc.disable()
     hidden = [package for package in UNUSED if package not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # an import of a module that is None raises ModuleNotFoundError
@@ -100,8 +101,11 @@ class Phases(AbstractContextManager):
     ) -> None:
         self.seconds: dict[str, float] = dict(before or {})
         self.say = say
-        self._name, self._start = first, time.perf_counter() if begun is None else begun
-        self._changed, self._over, self._every = threading.Event(), False, every
+        self._name = first
+        self._start = time.perf_counter() if begun is None else begun
+        self._changed = threading.Event()
+        self._over = False
+        self._every = every
         if say is not None:
             threading.Thread(target=self._remind, name="phases", daemon=True).start()
 
@@ -133,7 +137,8 @@ class Phases(AbstractContextManager):
         now = time.perf_counter()
         if self._name:
             self.seconds[self._name] = now - self._start
-        self._name, self._start = "", now
+        self._name = ""
+        self._start = now
 
     def _remind(self) -> None:
         while not self._over:

@@ -161,7 +161,9 @@ def run(
     check_host_memory(job.plan)
     stop = StopRequest(job.plan.output_dir, enabled=job.plan.checkpoint.save_on_signal)
     with output_dir_of(job.plan), stop:
-        started, began, phases = utc_now(), time.perf_counter(), phases or Phases()
+        started = utc_now()
+        began = time.perf_counter()
+        phases = phases or Phases()
         phases.begin("loading the model")
         gc.freeze()  # the garbage collection after the first step searches what this run makes, not imported modules
         hide_loading_bars()

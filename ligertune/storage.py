@@ -206,7 +206,8 @@ class MetricsFile:
     """Append-only writer of metrics.jsonl. For a resumed run it first drops the lines after `resumed_from`."""
 
     def __init__(self, path: Path, *, resumed_from: int, enabled: bool) -> None:
-        self._path, self.enabled = path, enabled
+        self._path = path
+        self.enabled = enabled
         if enabled:
             kept = [line for line in read_metrics(path) if line["step"] <= resumed_from] if resumed_from else []
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -234,7 +235,8 @@ def read_metrics(path: Path) -> list[dict]:
 
 def damaged_lines(path: Path) -> list[tuple[int, int]]:
     """Return (line number, highest step in the lines before it) of each damaged line of metrics.jsonl."""
-    damaged, last = [], 0
+    damaged = []
+    last = 0
     for number, line in _metrics_lines(path):
         if line is None:
             damaged.append((number, last))

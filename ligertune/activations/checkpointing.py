@@ -34,7 +34,9 @@ def checkpoint_layers(
     # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     left_out = () if first is None else _layers(model)[first:]
-    inputs, gates = ActivationOffloader(overlap=overlap), ActivationOffloader()  # each is read back in its own order
+    # each is read back in its own order
+    inputs = ActivationOffloader(overlap=overlap)
+    gates = ActivationOffloader()
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,

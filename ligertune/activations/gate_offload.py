@@ -39,7 +39,9 @@ class CheckpointedLayer:
     @contextlib.contextmanager
     def running(self, *, again: bool) -> Iterator[None]:
         """Make this the running layer. again: it is the second run, in the backward."""
-        outer, self._again, self._next = getattr(_thread, "layer", None), again, 0
+        outer = getattr(_thread, "layer", None)
+        self._again = again
+        self._next = 0
         _thread.layer = self
         try:
             yield
@@ -52,7 +54,8 @@ class CheckpointedLayer:
             product = F.linear(x, weight, bias)
             self._gates.append(self.offloader.store_if_fast(product))
             return product
-        offloaded, self._gates[self._next] = self._gates[self._next], None
+        offloaded = self._gates[self._next]
+        self._gates[self._next] = None
         self._next += 1
         if offloaded is not None:
             return offloaded.take()

@@ -40,12 +40,17 @@ class OffloadPace:
         """Start a pass over the layers, and set the share from the measurements of the last one."""
         spans = [*self._copies, *self._waits, *([tuple(self._ends)] if len(self._ends) == 2 else [])]
         if self._layers > 1 and self._copies and all(end.query() for _, end in spans):
-            copies, waits = _milliseconds(self._copies), _milliseconds(self._waits)
+            copies = _milliseconds(self._copies)
+            waits = _milliseconds(self._waits)
             layer = (self._ends[0].elapsed_time(self._ends[1]) - waits) / (self._layers - 1)
             # one layer at least, or there would be nothing left to measure
             self.share = max(offloadable_share(layer, copies / len(self._copies)), 1 / self._layers)
         self._measures = True
-        self._due, self._layers, self._ends, self._copies, self._waits = 0.0, 0, [], [], []
+        self._due = 0.0
+        self._layers = 0
+        self._ends = []
+        self._copies = []
+        self._waits = []
 
     def should_offload(self) -> bool:
         """Count one more layer, and return whether it offloads its tensor."""
@@ -93,7 +98,8 @@ class OffloadedTensor:
         self._offloader = offloader
         self._tensor: Tensor | None = tensor.detach()  # detach shares the version counter
         self._version = tensor._version
-        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
         self._blocks: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
 
@@ -111,7 +117,8 @@ class OffloadedTensor:
         self._wait_for_copy()
         tensor = self._tensor
         if self._blocks:
-            self._tensor, self._copied = None, None
+            self._tensor = None
+            self._copied = None
         self._offloader.taken(self)
         return tensor
 
@@ -131,7 +138,8 @@ class OffloadedTensor:
             began = record_event()
             self._wait_for_copy()
             self._offloader.pace.waited(began, record_event())
-        self._tensor, self._copied = None, None
+        self._tensor = None
+        self._copied = None
 
     def prefetch(self) -> None:
         """Start the copy back, unless the tensor is on the device."""
@@ -172,7 +180,8 @@ class ActivationOffloader:
     def store(self, tensor: Tensor) -> OffloadedTensor:
         """Store `tensor`. It must not be written over before the next one is stored."""
         if tensor.is_cuda and self._stream is None:
-            self.device, self._stream = tensor.device, torch.cuda.Stream(tensor.device)
+            self.device = tensor.device
+            self._stream = torch.cuda.Stream(tensor.device)
         self._release_leaving()
         last = self._last()
         if self._stream is not None and last is not None and last.on_device:
@@ -227,7 +236,8 @@ class ActivationOffloader:
     def blocks(self, nbytes: int) -> list[Tensor]:
         """Return blocks of pinned memory for `nbytes`, free ones first."""
         count = -(-nbytes // BLOCK)
-        taken, self._free = self._free[:count], self._free[count:]
+        taken = self._free[:count]
+        self._free = self._free[count:]
         new = (torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(count - len(taken)))
         return [*taken, *new]
 

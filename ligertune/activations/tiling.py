@@ -53,7 +53,10 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: Any, layer: Layer, tile: int, *parameters: Tensor) -> Tensor:
         kind = x.device.type
-        ctx.saved, ctx.layer, ctx.tile, ctx.parameters = saved, layer, tile, parameters
+        ctx.saved = saved
+        ctx.layer = layer
+        ctx.tile = tile
+        ctx.parameters = parameters
         enabled = torch.is_autocast_enabled(kind)
         ctx.autocast = {"device_type": kind, "enabled": enabled, "dtype": torch.get_autocast_dtype(kind)}
         return _each_tile(layer, x, tile)
@@ -63,7 +66,9 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,), needs_dx = ctx.saved.saved_tensors, ctx.saved.needs_input_grad[0]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
-        rows, d_rows, gradients = _rows_of(x), _rows_of(dy), [None] * len(ctx.parameters)
+        rows = _rows_of(x)
+        d_rows = _rows_of(dy)
+        gradients = [None] * len(ctx.parameters)
         for start in range(0, len(rows), ctx.tile):
             tile = slice(start, start + ctx.tile)
             given = rows[tile][None].detach().requires_grad_(needs_dx)
@@ -94,7 +99,8 @@ def _rows_of(x: Tensor) -> Tensor:
 
 def _each_tile(layer: Layer, x: Tensor, tile: int) -> Tensor:
     """Return layer(x) (..., F) in one buffer, to which each tile is copied."""
-    out, rows = None, _rows_of(x)
+    out = None
+    rows = _rows_of(x)
     for start in range(0, len(rows), tile):
         found = layer(rows[start : start + tile][None])[0]
         out = found.new_empty(len(rows), found.shape[-1]) if out is None else out
@@ -107,7 +113,8 @@ def tiled(layer: Layer, x: Tensor, parameters: list[Tensor], tile: int) -> Tenso
     """Return layer(x) (..., F), computed `tile` tokens at a time. parameters: all that the layer trains."""
     normed = getattr(x, "normed", None)
     if normed is not None and normed.version == x._version and torch.is_grad_enabled():
-        parameters, norm = [*parameters, *trained_parameters(normed.norm)], normed.norm
+        parameters = [*parameters, *trained_parameters(normed.norm)]
+        norm = normed.norm
         return tiled(lambda rows: layer(KernelNorm.forward(norm, rows)), normed.source, parameters, tile)
     if not (torch.is_grad_enabled() and (x.requires_grad or parameters)):
         return _each_tile(layer, x, tile)

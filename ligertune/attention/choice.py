@@ -215,7 +215,8 @@ def _refusal(
     head_dim = max(config_value(text, name, 0) for name in ("head_dim", "qk_head_dim"))
     # a model without attention (RWKV) has no heads, and none of these kernels runs in it: any width will do
     head_dim = head_dim or config_value(text, "hidden_size", 1) // config_value(text, "num_attention_heads", 1)
-    soft_cap, dropout = config_value(text, "attn_logit_softcapping"), config_value(text, "attention_dropout", 0.0)
+    soft_cap = config_value(text, "attn_logit_softcapping")
+    dropout = config_value(text, "attention_dropout", 0.0)
     model = model_class(config) if row.flag is not None else None
     reasons = (
         (row.half_only and not precision.half, "it computes in bfloat16 or float16 only"),

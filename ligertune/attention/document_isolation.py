@@ -15,7 +15,9 @@ from ligertune.errors import UserError
 from ligertune.models.score_head import gives_scores
 from ligertune.vision.families import family_of
 
-FIRST, SECOND = 13, 11  # tokens of the two documents: small and odd
+# tokens of the two documents: small and odd
+FIRST = 13
+SECOND = 11
 # The largest change of the second document's logits, relative to the change of the first's, that rounding explains.
 # Rows of a matrix product do not depend on each other, so it is zero, except that experts get other tokens in a batch.
 ROUNDING = 1e-5
@@ -35,7 +37,8 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     Attention isolates them by construction (`attention.choice`), but recurrence, convolutions, experts of limited
     capacity or continued positions may not.
     """
-    vocab_size, family = model.config.get_text_config().vocab_size, family_of(model.config)
+    vocab_size = model.config.get_text_config().vocab_size
+    family = family_of(model.config)
     rng = np.random.default_rng(0)
     first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
     logits = []
@@ -54,7 +57,8 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
             f"model.model_name_or_path: this {type(model).__name__} computes NaN before it is trained.",
             hint="Its weights are damaged, or too large for model.dtype.",
         )
-    own, others = float(change[:FIRST].max()), float(change[FIRST:].max())
+    own = float(change[:FIRST].max())
+    others = float(change[FIRST:].max())
     return others / own if own else others
 
 

@@ -36,7 +36,9 @@ class _Flash(torch.autograd.Function):
         )
         ctx.save_for_backward(query, key, value, out, logsumexp)
         # random: the state of dropout, which is off
-        ctx.arguments, ctx.random, ctx.keywords = arguments, random, keywords
+        ctx.arguments = arguments
+        ctx.random = random
+        ctx.keywords = keywords
         return out
 
     @staticmethod

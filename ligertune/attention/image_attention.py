@@ -39,7 +39,8 @@ def per_image_attention(
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
     if _one_launch(query, dropout):
-        longest, bounds = max(_lengths(cu_seq_lens_q)), cu_seq_lens_q.to(torch.int32)
+        longest = max(_lengths(cu_seq_lens_q))
+        bounds = cu_seq_lens_q.to(torch.int32)
         tokens_first = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (S, H, D)
         return flash_varlen(*tokens_first, (bounds, bounds), (longest, longest), scale=scaling)[None], None
     pieces = zip(*(t.split(_lengths(cu_seq_lens_q), dim=2) for t in (query, key, value)), strict=True)

@@ -83,7 +83,8 @@ def varlen(
     if terms.softcap is not None or terms.dropout:
         raise ValueError("varlen attention has neither a soft cap nor dropout; use per_document or flex_attention")
     query, key, value = _autocast(query, key, value)
-    value_dim, value = value.shape[-1], _pad_value(value, query)
+    value_dim = value.shape[-1]
+    value = _pad_value(value, query)
     if context_parallel is not None:
         key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
     out = flash_varlen(
@@ -113,7 +114,8 @@ def kernel_attention(
     terms = _layer_terms(attention_mask, **kwargs)
     if terms.dropout:
         raise ValueError("document_attention has no dropout; use per_document")
-    value_dim, value = value.shape[-1], _pad_value(value, query)
+    value_dim = value.shape[-1]
+    value = _pad_value(value, query)
     options = {"scale": terms.scaling, "window": terms.window, "softcap": terms.softcap}
     if document_lengths is not None and not torch.compiler.is_compiling():
         options["documents"] = len(reveal(document_lengths))
@@ -204,7 +206,8 @@ def _each_document(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, terms: _LayerTerms) -> Tensor:
     """Attend causally within one document: query (1, H, T, D), key and value (1, K, keys, D) -> (1, H, T, D)."""
-    length, keys = query.shape[2], key.shape[2]
+    length = query.shape[2]
+    keys = key.shape[2]
     window = terms.window or keys
     if terms.softcap is not None:
         return _attend_capped(query, key, value, _band(length, keys, window, query.device), terms)
@@ -224,7 +227,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, terms: _LayerTerms) -> Te
 def _attend_capped(query: Tensor, key: Tensor, value: Tensor, band: Tensor, terms: _LayerTerms) -> Tensor:
     """Attend with scores s -> softcap * tanh(s / softcap), as transformers' eager attention computes them."""
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
     scaling = query.shape[-1] ** -0.5 if terms.scaling is None else terms.scaling
     scores = terms.softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / terms.softcap)  # (1, H, T, keys)
     scores = scores.masked_fill(~band, float("-inf"))

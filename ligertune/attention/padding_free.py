@@ -43,7 +43,8 @@ def choose_batch_layout(
 
     lengths: tokens of the examples, if known. Raises UserError if the recipe's choice is impossible.
     """
-    attention, wanted = partial(_attention, options, config, machine, precision), options.padding_free
+    attention = partial(_attention, options, config, machine, precision)
+    wanted = options.padding_free
     if wanted == "auto" and options.document_attention is True and not options.few_shapes:
         wanted = True
     if options.packing or wanted is False:

@@ -49,7 +49,8 @@ def results(benchmark: OpBenchmark, args: Tensors, outputs: Tensors, gradients: 
 
 def truth(benchmark: OpBenchmark, case: Case, args: Tensors) -> dict[str, torch.Tensor]:
     """Return outputs and gradients in float64, by name."""
-    reference, named = benchmark.reference(case, args), dict(zip(benchmark.args, args, strict=True))
+    reference = benchmark.reference(case, args)
+    named = dict(zip(benchmark.args, args, strict=True))
     shared = {name: _as_float64(t) for name, t in named.items() if name not in benchmark.row_args}
     outputs_of_parts: list[Tensors] = []
     row_gradients: dict[str, list[torch.Tensor]] = {name: [] for name in benchmark.row_args}
@@ -103,7 +104,8 @@ def error_of(found: torch.Tensor, true: torch.Tensor) -> float:
     """Return the relative error, computed by parts: another float64 copy of all logits might not fit in memory."""
     step = max(1, PART_ELEMENTS // max(1, true[0].numel())) if true.dim() else 1
     pairs = zip(found.split(step), true.split(step), strict=True) if true.dim() else ((found, true),)
-    lost, size = 0.0, 0.0
+    lost = 0.0
+    size = 0.0
     for found_part, true_part in pairs:
         lost += (found_part.double() - true_part).square().sum().item()
         size += true_part.square().sum().item()

@@ -35,7 +35,8 @@ def draw(rows: list[Row], folder: Path, *, device: str) -> Path:
 
     Bands lie between the 20 % and 80 % quantiles; the dotted line is the roofline.
     """
-    benchmark, modes = BENCHMARKS[rows[0].case.op], list(rows[0].floors)
+    benchmark = BENCHMARKS[rows[0].case.op]
+    modes = list(rows[0].floors)
     place = benchmark.axis
     with_memory = any(row.peak_bytes is not None for row in rows)
     n_panels = len(modes) + with_memory

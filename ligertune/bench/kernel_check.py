@@ -92,7 +92,8 @@ def check_ops(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator
 
 
 def _check(benchmark: OpBenchmark, case: Case, provider: Provider, device: torch.device) -> Check:
-    bound, start = BOUNDS[case.dtype], time.perf_counter()
+    bound = BOUNDS[case.dtype]
+    start = time.perf_counter()
     try:
         args = seeded_inputs(benchmark, case, device)
         true = accuracy.truth(benchmark, case, args)

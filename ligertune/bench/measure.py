@@ -67,7 +67,9 @@ def default_setup(dtype: str) -> BenchSetup:
 
 def report_header(setup: BenchSetup) -> dict:
     """Return device, measured rates, versions and date, and all of them in one `line`."""
-    name, date, installed = this_machine().name, time.strftime("%Y-%m-%d"), versions()
+    name = this_machine().name
+    date = time.strftime("%Y-%m-%d")
+    installed = versions()
     rates = f"copy {setup.rates.copy / 1e12:.3g} TB/s, matmul {setup.rates.matmul / 1e12:.3g} TFLOP/s"
     named = ", ".join(f"{package} {version}" for package, version in installed.items())
     line = f"{name}, {date}; {rates}; {named}"
@@ -119,7 +121,9 @@ class BoundProvider:
     """A provider with its arguments: forward and backward passes."""
 
     def __init__(self, provider: Provider, case: Case, args: Tensors) -> None:
-        self._case, self._run, self._within = case, provider.make(case, args), provider.within
+        self._case = case
+        self._run = provider.make(case, args)
+        self._within = provider.within
         self.leaves = accuracy.leaves_of(args)
         self.upstream: accuracy.Upstream = []
 
@@ -182,7 +186,8 @@ def _bench_case(
         true = accuracy.truth(benchmark, case, args)
     except torch.OutOfMemoryError:
         notes.append("no error: float64 does not fit in memory")
-    rows, bound = [], []
+    rows = []
+    bound = []
     for provider in providers:
         rows.append(Row(case, provider.name, floors, notes=list(notes)))
         bound.append(_checked(rows[-1], provider, benchmark, args, true, setup))
@@ -241,9 +246,12 @@ def _time(rows: list[Row], bound: list[BoundProvider | None], mode: Mode, setup:
 
     A device that slows down then slows down all of them, and no provider always follows the same other one.
     """
-    warmup, repeats, seconds = setup.repetitions.warmup, setup.repetitions.repeats, setup.repetitions.seconds
+    warmup = setup.repetitions.warmup
+    repeats = setup.repetitions.repeats
+    seconds = setup.repetitions.seconds
     taken: list[list[tuple[float, float]]] = [[] for _ in rows]
-    turns, order = list(zip(rows, bound, taken, strict=True)), random.Random(SEED)
+    turns = list(zip(rows, bound, taken, strict=True))
+    order = random.Random(SEED)
     for _ in range(warmup + repeats):
         order.shuffle(turns)
         for row, provider, times in turns:

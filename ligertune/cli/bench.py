@@ -71,7 +71,8 @@ def bench(
 
 def _show(rows: list[Row]) -> None:
     """Print the table of one op, one block of lines per size; then failures and notes."""
-    modes, case = list(rows[0].floors), rows[0].case
+    modes = list(rows[0].floors)
+    case = rows[0].case
     header = ["ms", *(SHORT[mode] for mode in modes), "spread", "host", "GiB", "error", "roof"]
     lines = []
     for label, block in groupby(rows, key=lambda row: row.case.label):

@@ -102,7 +102,8 @@ def _show(result: Comparison, folder: Path) -> None:
 
     # before the output: a closed terminal must not lose an hour of measurements
     written, charts = write_files(result, folder)
-    runs, steps = plural(result.repeats, "run"), plural(result.steps, "step")
+    runs = plural(result.repeats, "run")
+    steps = plural(result.steps, "step")
     if len(result.points) > 1:
         render.text(f"\n{result.title}")
     for point in result.points:

@@ -82,7 +82,8 @@ def _check_kernels() -> list[Check]:
         from ligertune.bench.kernel_check import check_ops, dtypes_to_check
         from ligertune.hardware import this_machine
 
-    machine, done = this_machine(), []
+    machine = this_machine()
+    done = []
     with render.status("checking the kernels ...") as status:
         for rows in check_ops(torch.device(machine.device), dtypes_to_check(machine)):
             done += rows

@@ -70,9 +70,7 @@ def generate(
     asked = read_prompts(prompts) if prompts else [_read_stdin() if prompt == "-" else prompt]
     render.people_on_stderr(json)
     if medusa:
-        for option, given in (("--top-p", top_p < 1), ("--image", bool(image)), ("--prompts", bool(prompts))):
-            if given:
-                raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
+        _refuse_with_heads({"--top-p": top_p < 1, "--image": bool(image), "--prompts": bool(prompts)})
         from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
 
         options = {"raw": raw, "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}
@@ -84,7 +82,8 @@ def generate(
     loaded = _load(model, raw=raw, trust_remote_code=trust_remote_code)
     from ligertune.decode.generate import Decoding, generate_answer
 
-    decoding, answers = Decoding(max_new_tokens, temperature, top_p), []
+    decoding = Decoding(max_new_tokens, temperature, top_p)
+    answers = []
     with contextlib.nullcontext() if json else before_leaving(partial(os.write, 1, b"\n")):  # ends a line cut off
         for number, text in enumerate(asked, start=1):
             if prompts and not json:
@@ -95,6 +94,13 @@ def generate(
                 render.piece("\n")
     if json:
         _print_answers(answers, json, as_list=prompts is not None)
+
+
+def _refuse_with_heads(given: dict[str, bool]) -> None:
+    """Raise UserError for the first option that is given beside --medusa."""
+    for option, is_given in given.items():
+        if is_given:
+            raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
 
 
 def chat(

@@ -188,7 +188,8 @@ def init(
         changes.append(f"train.learning_rate={rate}")
         render.note(f"train.learning_rate is {rate} for an adapter ({loaded.train.learning_rate} in full fine-tuning).")
     write_new(out, commented_recipe(new_recipe(model, data), changes, remarks), overwrite=overwrite)
-    command, recipe = run_report.command(), shlex.quote(str(out))
+    command = run_report.command()
+    recipe = shlex.quote(str(out))
     for remark in remarks:
         render.text(remark)
     render.text(f"Wrote {out}")
@@ -228,7 +229,8 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
         raise UserError(f"{tasks}.", hint="Write a recipe for each of them.")
     if not known or known[0][1].task == "sft":
         return []
-    detected, given = known[0][1], recipe.model_dump(exclude_unset=True)
+    detected = known[0][1]
+    given = recipe.model_dump(exclude_unset=True)
     changes.insert(0, f"task={detected.task}")
     for key, value in detected.settings.items():
         section, _, name = key.partition(".")

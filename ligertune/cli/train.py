@@ -39,7 +39,8 @@ class TrainCommand(TyperCommand):
 
 def _with_resume_value(arguments: Sequence[str]) -> list[str]:
     """Join `--resume auto` to `--resume=auto`, and write a bare `--resume` as `--resume=newest`."""
-    values, written = tuple(one.value for one in ResumeFrom), []
+    values = tuple(one.value for one in ResumeFrom)
+    written = []
     for argument in arguments:
         if written and written[-1] == "--resume":
             written[-1] = f"--resume={argument if argument in values else ResumeFrom.newest.value}"
@@ -209,7 +210,8 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
     check_sources(loaded)  # report missing files before torch is imported, which takes seconds
 
     os.environ.update(slurm.variables(os.environ))
-    started, main = is_started_rank(), is_main_process()
+    started = is_started_rank()
+    main = is_main_process()
     display = RunDisplay(enabled=main)
     if started:
         phases = taken_over(begin_rank(_import_run), display.begins)

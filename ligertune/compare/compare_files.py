@@ -46,7 +46,8 @@ COLOURS = {
     "with-torchao": "#c49c94",
     "without": "#7f7f7f", "hf-chunked": "#bcbcbc", "compile": "#2ca02c", "liger": "#1f77b4",
 }  # fmt: skip
-GIB, LOSSES = 2**30, "losses.png"
+GIB = 2**30
+LOSSES = "losses.png"
 
 Bar = tuple[float, float | None]  # height, standard error
 BarOf = Callable[[SideResult], Bar | None]
@@ -135,7 +136,8 @@ def remarks(side: SideResult) -> list[str]:
 
 
 def _csv_row(point: Point, side: SideResult) -> tuple:
-    steps, rate = side.first_run, side.tokens_per_second
+    steps = side.first_run
+    rate = side.tokens_per_second
     return (
         point.label, side.name, rate and rate.mean, rate and rate.standard_error,
         side.median_tokens_per_second, side.median_step_seconds, side.peak,
@@ -287,7 +289,8 @@ def _bars(axes: Axes, result: Comparison, index: int, bar: BarOf, number: str) -
     width = 0.8 / n_sides
     places = [x + (index - (n_sides - 1) / 2) * width for x in range(len(of_side))]
     bars = [bar(side) for side in of_side]
-    heights, errors = [each[0] if each else 0.0 for each in bars], [(each and each[1]) or 0.0 for each in bars]
+    heights = [each[0] if each else 0.0 for each in bars]
+    errors = [(each and each[1]) or 0.0 for each in bars]
     axes.bar(places, heights, width * 0.92, yerr=errors if any(errors) else None, capsize=3,
              color=COLOURS.get(of_side[0].name), label=of_side[0].label)  # fmt: skip
     for side, x, height, error, each in zip(of_side, places, heights, errors, bars, strict=True):

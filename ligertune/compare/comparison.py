@@ -17,7 +17,8 @@ from ligertune.report import model_title
 # axis of --sweep -> recipe key
 AXES = {"batch": "train.per_device_train_batch_size", "length": "data.max_length"}
 # default repeats and measured steps; on a CPU two sides of the quickstart take two minutes on two cores
-GPU_DEFAULTS, CPU_DEFAULTS = (5, 20), (3, 8)
+GPU_DEFAULTS = (5, 20)
+CPU_DEFAULTS = (3, 8)
 
 
 @dataclass(frozen=True)

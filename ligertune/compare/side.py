@@ -33,7 +33,8 @@ class Side:
     removes: str | None = None
 
 
-ON, OFF = {"enabled": True}, {"enabled": False, "recompute": False}
+ON = {"enabled": True}
+OFF = {"enabled": False, "recompute": False}
 COMPILED = {"torch_compile": True}
 INPUTS, GATES, BOTH = ({"gradient_checkpointing": kept} for kept in ("offload", "offload_gate", "offload_both"))
 
@@ -78,7 +79,8 @@ RENAMED = {"hf": "without", "with-rebuild": "with-recompute", "with-rebuild-norm
 
 def kernels_in_use(recipe: Recipe, arch: str) -> tuple[str, ...]:
     """Return the kernels that a recipe uses on a device, for `choose_sides(ablate=...)`. arch: "sm90", "x86_64"."""
-    kernels, adapts = recipe.kernels, recipe.method.type in ("lora", "qlora")
+    kernels = recipe.kernels
+    adapts = recipe.method.type in ("lora", "qlora")
 
     def taken(value: bool | str) -> bool:
         return value is True or (value == "auto" and arch == "sm90")
@@ -123,7 +125,8 @@ def choose_sides(
     chosen = tuple(side for side in SIDES if side.name in names)
     for side in chosen:
         if side.needs and importlib.util.find_spec(side.needs) is None:
-            name, option = side.needs.replace("_", "-"), "--peer" if side.name in PEERS else "--baseline"
+            name = side.needs.replace("_", "-")
+            option = "--peer" if side.name in PEERS else "--baseline"
             raise UserError(
                 f"{option} {side.name}: {name} is not installed.",
                 hint=f"Run {pip_install(name)}, or leave {option} out.",

@@ -182,12 +182,14 @@ class Point:
     @property
     def ablations(self) -> tuple[Ablation, ...]:
         """What each kernel gains, for the sides that do without one."""
-        whole, removed = self.side("with"), [(side, SIDE_OF[side.name].removes) for side in self.sides]
+        whole = self.side("with")
+        removed = [(side, SIDE_OF[side.name].removes) for side in self.sides]
         return tuple(_ablation(kernel, whole, side) for side, kernel in removed if kernel and whole)
 
 
 def _ablation(kernel: str, whole: SideResult, side: SideResult) -> Ablation:
-    ours, without = whole.tokens_per_second, side.tokens_per_second
+    ours = whole.tokens_per_second
+    without = side.tokens_per_second
     speed = ours.mean / without.mean if ours and without else None
     error = None
     if speed is not None and ours.standard_error is not None and without.standard_error is not None:

@@ -91,7 +91,8 @@ def run_trial(recipe: Recipe, side: Side, repeat: int, options: TrialOptions, fo
         if place.is_symlink() and place != options.folder:
             place.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    path, warmup = folder / "recipe.yaml", recipe.report.warmup_steps
+    path = folder / "recipe.yaml"
+    warmup = recipe.report.warmup_steps
     write_text(path, dump_recipe(trial_recipe(recipe, side, warmup + options.steps, folder / "run")))
     write_text(folder / "log.txt", "")
     module = [*MODULE, str(path), str(folder), *([side.change] if side.change else [])]

@@ -53,7 +53,9 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
 
     A hub data set is represented by the fingerprint that `datasets` computes.
     """
-    data, tokenizer, images = preparation.data, preparation.tokenizer, preparation.images
+    data = preparation.data
+    tokenizer = preparation.tokenizer
+    images = preparation.images
     file = template_path(data.prompt_template)
     file_text = None
     if file.is_file():
@@ -121,7 +123,8 @@ class CacheWriter:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """Open the files of an entry; `stack` closes them."""
-        self._folder, self._names = folder, FileNames()
+        self._folder = folder
+        self._names = FileNames()
         self._files = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
 
@@ -206,7 +209,8 @@ def _write(folder: Path, make: Callable[[CacheWriter], dict[str, Any]]) -> None:
 
 def _wait_for(folder: Path) -> None:
     """Wait until the entry exists, or until no process has been making it for a while."""
-    lock, idle = FileLock(folder.with_name(f"{folder.name}.lock")), 0.0
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    idle = 0.0
     while not folder.exists() and idle < _MAX_IDLE:
         try:
             with lock.acquire(timeout=0):

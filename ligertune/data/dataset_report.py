@@ -71,8 +71,10 @@ class DatasetReport:
     def _account(self) -> str:
         rows = f"the first {plural(self.rows_read, 'row')}" if self.sample else plural(self.rows_read, "row")
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-        number, first = sum(self.dropped.values()), self.first_dropped[next(iter(self.dropped))]
-        verb, share = "is" if number == 1 else "are", f"{100 * self.dropped_share:.0f} %"
+        number = sum(self.dropped.values())
+        first = self.first_dropped[next(iter(self.dropped))]
+        verb = "is" if number == 1 else "are"
+        share = f"{100 * self.dropped_share:.0f} %"
         first = first.replace(f"{self.path}:", "line ")
         return f"{self.path}: {number} of {rows} ({share}) {verb} dropped: {reasons}, the first at {first}."
 

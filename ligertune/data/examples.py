@@ -175,7 +175,8 @@ class Block:
 
     def source(self, index: int) -> str:
         """Return the "file:line" of an example."""
-        file, line = self.files[self.file_of[index]], int(self.line_of[index])
+        file = self.files[self.file_of[index]]
+        line = int(self.line_of[index])
         return file if line == _NO_LINE else f"{file}:{line}"
 
 
@@ -233,7 +234,8 @@ class Examples(Sequence[Example]):
         """Return the examples at `indices`, in this order, over the same arrays."""
         chosen = np.fromiter(indices, dtype=np.int64)
         examples = Examples(blocks=self._blocks)
-        examples.block_of, examples._row_of = self.block_of[chosen], self._row_of[chosen]
+        examples.block_of = self.block_of[chosen]
+        examples._row_of = self._row_of[chosen]
         return examples
 
     def _gathered(self, name: str) -> np.ndarray:
@@ -258,7 +260,9 @@ class Examples(Sequence[Example]):
 
     def __getitem__(self, index: int) -> Example:
         index = range(len(self))[index]
-        block, row, end = self._blocks[self.block_of[index]], self._row_of[index], self._ends[index]
+        block = self._blocks[self.block_of[index]]
+        row = self._row_of[index]
+        end = self._ends[index]
         span = slice(end - self.lengths[index], end)
         more = block.images(row), int(block.first_length[row]), int(block.desirable[row]), block.targets_of(row)
         return Example(block.input_ids[span], block.labels[span], block.source(row), *more)

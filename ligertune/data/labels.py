@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _SHOWN = 10  # labels that a note lists
 # Without classification.num_labels, ids from _FREE_IDS on need this share of all ids below them in the data: the score
 # head has a row for each id, and an id far above the others is a number of another kind (a year, a row's own id).
-_FREE_IDS, _USED_SHARE = 1000, 0.1
+_FREE_IDS = 1000
+_USED_SHARE = 0.1
 
 
 @dataclass(frozen=True)

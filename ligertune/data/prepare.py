@@ -145,7 +145,9 @@ def prepare(
     problem = wanted_problem(classification) if rows == "texts" else None
     preparation = Preparation(data, tokenizer, images, rows, problem)
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
-    held_out, eval_report, labels = None, None, None
+    held_out = None
+    eval_report = None
+    labels = None
     eval_sets = [load(spec) for spec in data.eval_datasets]
     sets = [] if data.streaming else [load(spec) for spec in data.datasets]
     if rows == "texts":
@@ -252,7 +254,8 @@ def _build(
 
     ranks: processes of this node that build it at the same time, and share its cores.
     """
-    path, counts = display_path(Path(spec.path)), RowCounts()
+    path = display_path(Path(spec.path))
+    counts = RowCounts()
     stream = RecordStream(spec, preparation.data.max_record_bytes, sample=_SAMPLE, download=True)
     records = iter(stream)
     first = list(islice(records, _SAMPLE))

@@ -65,7 +65,8 @@ def length_statistics(lengths: np.ndarray) -> dict[str, Any]:
 
     The bins of the histogram have equal width; bin i begins at `edges[i]`, the first at the shortest length.
     """
-    shortest, longest = int(lengths.min()), int(lengths.max())
+    shortest = int(lengths.min())
+    longest = int(lengths.max())
     width = -(-(longest - shortest + 1) // _MAX_BINS)
     counts = np.bincount((lengths - shortest) // width).tolist()
     return {
@@ -170,11 +171,13 @@ def _pieces(
     ids: list[int], trained: list[bool], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> Iterator[Piece]:
     """Yield the text that each token adds to that of the tokens before it. Decoded alone, it would lose its space."""
-    before, start = 0, 0
+    before = 0
+    start = 0
     for end in range(1, len(ids) + 1):
         is_last_of_run = end == len(ids) or trained[end] != trained[start]
         context = tokenizer.decode(ids[before:start])
         text = tokenizer.decode(ids[before:end])[len(context) :]
         if is_last_of_run or not text.endswith(_INCOMPLETE):
             yield Piece(text, trained[start], ids[start] in special)
-            before, start = start, end
+            before = start
+            start = end

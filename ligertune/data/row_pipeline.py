@@ -104,7 +104,9 @@ class RowPipeline:
 
         Raises UserError without records, and for columns that fit no format.
         """
-        data, tokenizer, images = preparation.data, preparation.tokenizer, preparation.images
+        data = preparation.data
+        tokenizer = preparation.tokenizer
+        images = preparation.images
         if not first:
             raise UserError(f"{spec.path} holds no records.")
         columns = {column for record in first for column in record.row}
@@ -129,7 +131,8 @@ class RowPipeline:
         self._special_tokens = SpecialTokens(tokenizer) if isinstance(self.template, TextTemplate) else None
         self._scored = preparation.rows in SCORE_ROWS
         self._images = None if images is None else ImageTokens(images, data.image_dir)
-        self._spec, self._data = spec, data
+        self._spec = spec
+        self._data = data
         self._encoder = Encoder(tokenizer)
         self._special = ControlTokens(tokenizer).ids
 
@@ -193,7 +196,8 @@ class RowPipeline:
                 for repair in repairs or ():
                     counts.repaired[repair] += 1
                     counts.first_repaired.setdefault(repair, record.source)
-                sides, images = [self.template.render(conversation) for conversation in parsed.conversations], []
+                sides = [self.template.render(conversation) for conversation in parsed.conversations]
+                images = []
                 if self._images:
                     images = self._images.find(parsed.conversations[0], references, record.source)
                     sides = [self._images.insert(sides[0], images)]
@@ -209,7 +213,8 @@ class RowPipeline:
 
     def _split(self, encoded: Encoded) -> list[Encoded]:
         """Split a raw text into examples of data.max_length tokens. A last one of a single token is left out."""
-        length, n_tokens = self._data.max_length, len(encoded.input_ids)
+        length = self._data.max_length
+        n_tokens = len(encoded.input_ids)
         parts = [encoded.cut(first, first + length) for first in range(0, n_tokens - 1, length)]
         if not parts:
             raise BadRow("no trained token")
@@ -217,7 +222,8 @@ class RowPipeline:
 
     def _fit(self, sides: list[Encoded], source: str, counts: RowCounts) -> list[Encoded]:
         """Return the sequences of an example, each within data.max_length. Raise BadRow if the example is dropped."""
-        length, data = max(len(side.input_ids) for side in sides), self._data
+        length = max(len(side.input_ids) for side in sides)
+        data = self._data
         if not all(len(side.trained) for side in sides):
             raise BadRow("no trained token")
         if length <= data.max_length:

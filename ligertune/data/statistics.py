@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: int, padding_free: bool) -> Rows:
     """Return the rows of an epoch. multiple_of: what the attention requires of a batch's length."""
     documents = data.train.documents_per_example
-    kind, length, count, fill = layout.kind, layout.max_length * documents, 0, None
+    kind = layout.kind
+    length = layout.max_length * documents
+    count = 0
+    fill = None
     layout = replace(layout, max_length=length) if kind == "packed" else layout
     if data.streamed:  # the examples are not counted, and cannot be grouped by length
         kind = "packed" if kind == "packed" else "shuffled"
     elif kind == "packed":
         packs = pack(data.train.lengths, length)
-        count, fill = len(packs), packs.fill
+        count = len(packs)
+        fill = packs.fill
     else:
         count = len(data.train)
     return Rows(
@@ -81,10 +85,14 @@ def data_statistics(
     lengths, trained: (N,) tokens and trained tokens of each example. Of pairs, `longest` is the length of the longer
     sequence of each, and `documents` is 2.
     """
-    batching, layout, train = options.batching, options.layout, options.train
-    kind, max_length = layout.kind, layout.max_length * documents
+    batching = options.batching
+    layout = options.layout
+    train = options.train
+    kind = layout.kind
+    max_length = layout.max_length * documents
     packs = pack(lengths, max_length)
-    longest, tokens = lengths if longest is None else longest, int(lengths.sum())
+    longest = lengths if longest is None else longest
+    tokens = int(lengths.sum())
     shuffled = np.random.default_rng(train.seed).permutation(longest)
     slots = {
         name: _padded_slots(order, batching.micro_batch_size) * documents

@@ -36,7 +36,8 @@ class StreamedDataset:
     """One data set of a stream, and the counts of its rows so far."""
 
     def __init__(self, spec: DatasetOptions, preparation: Preparation) -> None:
-        self.spec, self.counts = spec, RowCounts()
+        self.spec = spec
+        self.counts = RowCounts()
         self.path = display_path(Path(spec.path))
         self.max_bytes = preparation.data.max_record_bytes
         first = list(islice(RecordStream(spec, self.max_bytes), _SAMPLE))
@@ -50,8 +51,10 @@ class _DatasetEpoch:
     """One epoch of one data set: its records in chunks, repeated `weight` times."""
 
     def __init__(self, streamed: StreamedDataset, rng: np.random.Generator) -> None:
-        self.set, self._rng = streamed, rng
-        self._pass, self._stream = 0, RecordStream(streamed.spec, streamed.max_bytes)
+        self.set = streamed
+        self._rng = rng
+        self._pass = 0
+        self._stream = RecordStream(streamed.spec, streamed.max_bytes)
         self.chunks = self._read()
 
     @property
@@ -63,7 +66,8 @@ class _DatasetEpoch:
         """Yield the records in chunks. The last pass of a fractional weight keeps a random part."""
         for number in range(math.ceil(self.set.spec.weight)):
             self._pass, self._stream = number, RecordStream(self.set.spec, self.set.max_bytes)
-            records, part = iter(self._stream), self.set.spec.weight - number
+            records = iter(self._stream)
+            part = self.set.spec.weight - number
             while chunk := list(islice(records, _CHUNK)):
                 yield chunk if part >= 1 else list(compress(chunk, self._rng.random(len(chunk)) < part))
 
@@ -75,7 +79,9 @@ class ExampleStream:
         self.sets = [StreamedDataset(spec, preparation) for spec in preparation.data.datasets]
         self.epoch = 0  # epochs begun
         self.max_length = preparation.data.max_length
-        self._preparation, self._seed, self._buffer = preparation, seed, buffer
+        self._preparation = preparation
+        self._seed = seed
+        self._buffer = buffer
 
     @property
     def template(self) -> str:
@@ -132,7 +138,8 @@ class ExampleStream:
         ]
         while lanes:
             lane = min(lanes, key=lambda lane: lane.share)
-            records, counts = next(lane.chunks, None), lane.set.counts
+            records = next(lane.chunks, None)
+            counts = lane.set.counts
             if records is None:
                 lanes.remove(lane)
             else:
@@ -183,7 +190,8 @@ class _LazyArray:
     """A number of each example, computed when it is indexed by an array of example numbers."""
 
     def __init__(self, examples: StreamedExamples, value: Callable[[Example], int]) -> None:
-        self._examples, self._value = examples, value
+        self._examples = examples
+        self._value = value
 
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
         values = [self._value(self._examples[int(place)]) for place in np.ravel(places)]

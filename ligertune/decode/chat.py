@@ -60,7 +60,8 @@ class Chat:
 
     def _fit(self, message: str) -> tuple[list[int], int]:
         """Return (token ids of the prompt, room for the answer), after dropping the oldest turns that do not fit."""
-        wanted, dropped = self.decoding.max_new_tokens, 0
+        wanted = self.decoding.max_new_tokens
+        dropped = 0
         if self.context is not None:  # a quarter of the context at most is kept free for an answer
             wanted = min(wanted, max(1, self.context // 4))
         while True:

@@ -140,8 +140,10 @@ def token_inputs(ids: list[int]) -> dict[str, Tensor]:
 @torch.no_grad()
 def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Decoding, pieces: TextPieces) -> None:
     """Generate tokens after one prompt, and hand each to `pieces` as it is made. Raises UserError."""
-    pad, eos = loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id
-    rows, highest = loaded.model.get_input_embeddings().weight.shape[0], int(inputs["input_ids"].max())
+    pad = loaded.tokenizer.pad_token_id
+    eos = loaded.tokenizer.eos_token_id
+    rows = loaded.model.get_input_embeddings().weight.shape[0]
+    highest = int(inputs["input_ids"].max())
     if highest >= rows:
         raise UserError(
             f"The tokenizer of {loaded.name} gives the prompt a token id of {highest}, and the model knows {rows}"
@@ -187,7 +189,8 @@ class TextPieces(BaseStreamer):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], object]) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
+        self._tokenizer = tokenizer
+        self._on_text = on_text
         self._has_prompt = False
         self.ids: list[int] = []
         self._sent = ""
@@ -210,7 +213,8 @@ class TextPieces(BaseStreamer):
 
     def _send(self, text: str) -> None:
         if len(text) > len(self._sent) and text.startswith(self._sent):
-            piece, self._sent = text[len(self._sent) :], text
+            piece = text[len(self._sent) :]
+            self._sent = text
             self._on_text(piece)
 
 
@@ -278,7 +282,8 @@ def _chat_prompt(
     for asked, said in history:
         turns += [("user", asked), ("assistant", said)]
     messages = [{"role": role, "content": text} for role, text in (*turns, ("user", content))]
-    source, name = tokenizer.get_chat_template(), template_name(tokenizer)
+    source = tokenizer.get_chat_template()
+    name = template_name(tokenizer)
     try:
         own = template.get("chat_template_kwargs", {})
         variables = {**tokenizer.special_tokens_map, **own, "add_generation_prompt": True}
@@ -336,7 +341,8 @@ class SampleAnswers:
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel) -> list[dict[str, str]]:
         """Return {prompt, answer} for each prompt."""
-        was_training, found = model.training, []
+        was_training = model.training
+        found = []
         model.eval()
         for prompt in self.prompts:
             text, has_bos = format_prompt(self.tokenizer, prompt, self.template)

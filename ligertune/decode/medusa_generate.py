@@ -79,7 +79,8 @@ def generate_with_heads(
         stop_at=eos_token_ids(model),
         acceptance=acceptance,
     )
-    new, seconds = found.tokens[0], time.perf_counter() - start
+    new = found.tokens[0]
+    seconds = time.perf_counter() - start
     return MedusaAnswer(
         prompt=text,
         text=tokenizer.decode(new, skip_special_tokens=True),

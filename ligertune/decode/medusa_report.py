@@ -63,7 +63,8 @@ def head_accuracy(model: MedusaModel, examples: Examples) -> list[list[float]]:
 
     Column 0 is top-1 accuracy, the sum of the first five columns top-5. A head without targets has zeros.
     """
-    heads, weight = model.medusa_head, model.get_output_embeddings().weight
+    heads = model.medusa_head
+    weight = model.get_output_embeddings().weight
     shifts = target_shifts(len(heads), with_model=False)
     n_ranks = min(RANKS, len(weight))
     right = torch.zeros(len(heads), n_ranks, dtype=torch.float64, device=weight.device)
@@ -92,7 +93,8 @@ def measure_heads(
     model: MedusaModel, examples: Examples, measured_on: str, accuracy: list[list[float]]
 ) -> MedusaReport:
     """Measure decoding with the best tree for `accuracy`. Afterwards `model` uses an attention that takes any mask."""
-    spec, base = model.spec, model.base_model
+    spec = model.spec
+    base = model.base_model
     tree = CandidateTree.from_paths(
         best_paths(accuracy, spec.tree_nodes), device=model.get_output_embeddings().weight.device
     )
@@ -136,7 +138,8 @@ def measure_decoding(
         runs.append((*with_heads, *_timed(base.device, _plain_decode, base, prompt, max_new_tokens)))
     found, seconds, plain, plain_seconds = zip(*runs[1:], strict=True)
     new_tokens = sum(len(decoded.tokens[0]) for decoded in found)
-    speed, plain_speed = new_tokens / sum(seconds), sum(map(len, plain)) / sum(plain_seconds)
+    speed = new_tokens / sum(seconds)
+    plain_speed = sum(map(len, plain)) / sum(plain_seconds)
     return DecodingSpeed(
         prompts=len(prompts),
         new_tokens=new_tokens,

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
 MAX_EXAMPLES = 256  # held-out examples that accuracy is measured on, at most
-BASE, HEADS = "base_model.", "medusa_head."  # prefixes of the parameters of a MedusaModel
+# prefixes of the parameters of a MedusaModel
+BASE = "base_model."
+HEADS = "medusa_head."
 
 
 def with_heads(options: BuildOptions, model: PreTrainedModel) -> MedusaModel:
@@ -118,18 +120,21 @@ def finish_heads(
 def held_out(data: PreparedData) -> tuple[Examples | None, str]:
     """Return (examples to measure heads on, their description); training examples if none are held out."""
     if data.eval:
-        examples, words = data.eval, "held-out examples"
+        examples = data.eval
+        words = "held-out examples"
     elif data.streamed:
         return None, "nothing: streamed data holds nothing out"
     else:
-        examples, words = data.train, "training examples (data.val_split: 0 holds none out)"
+        examples = data.train
+        words = "training examples (data.val_split: 0 holds none out)"
     chosen = examples.select(range(min(MAX_EXAMPLES, len(examples))))
     return chosen, f"{len(chosen)} {words}"
 
 
 def report_on(options: RunOptions) -> MedusaReport:
     """Measure the heads in `output_dir` on the recipe's held-out data; rewrite their tree and the report."""
-    folder, machine = Path(options.checkpoint.output_dir) / "medusa", this_machine()
+    folder = Path(options.checkpoint.output_dir) / "medusa"
+    machine = this_machine()
     check_heads_path(str(folder), key="checkpoint.output_dir")
     check_run_files(folder.parent)
     hide_loading_bars()

@@ -65,7 +65,8 @@ def decode_with_heads(
     ties may differ). Raises UserError for models whose cache holds more than keys and values.
     """
     model.eval()
-    proposer, rule = _Proposer(model, heads, tree), acceptance or Greedy()
+    proposer = _Proposer(model, heads, tree)
+    rule = acceptance or Greedy()
     text = _CachedText(model, prompts)
     hidden = text.read_prompts()  # (B, E)
     root = rule.first(transform.logits(proposer.lm_head(hidden)))
@@ -106,7 +107,8 @@ class _Proposer:
             raise ValueError(f"the tree is {tree.depth} deep, and there are {len(heads)} heads")
         self.lm_head: nn.Module = model.get_output_embeddings()
         weight = self.lm_head.weight
-        self.tree, self.num_ranks = tree, min(tree.num_ranks, len(weight))
+        self.tree = tree
+        self.num_ranks = min(tree.num_ranks, len(weight))
         heads_used = zip(heads, heads.projections(weight), strict=True)
         self.heads = [(head[: heads.num_layers], w) for head, w in heads_used][: tree.depth]
 
@@ -120,7 +122,8 @@ class _CachedText:
     """The text so far in the model's KV cache of P slots; `filled` marks the slots that a row uses."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
-        self.model, self.backbone = model, backbone_of(model)
+        self.model = model
+        self.backbone = backbone_of(model)
         # transformers 5.24 renamed the keyword past_key_values to cache. A patched class wraps the original's forward.
         forwards = [vars(cls)["forward"] for cls in type(self.backbone).__mro__ if "forward" in vars(cls)]
         renamed = any("cache" in inspect.signature(forward).parameters for forward in forwards)
@@ -160,7 +163,8 @@ class _CachedText:
         """Run tokens (B, N) after the text; return hidden states (B, N, E). The cache then holds all nodes."""
         batch, nodes = tokens.shape
         positions = self.lengths[:, None] + tree.depths  # (B, N)
-        before, among = self.filled[:, None].expand(-1, nodes, -1), tree.mask.expand(batch, -1, -1)
+        before = self.filled[:, None].expand(-1, nodes, -1)
+        among = tree.mask.expand(batch, -1, -1)
         visible = torch.cat([before, among], -1)  # (B, N, P + N)
         distance = positions[..., None] - torch.cat([self.positions, positions], 1)[:, None]
         mask = self.make_mask(visible, distance)

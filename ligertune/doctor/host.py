@@ -45,7 +45,8 @@ def resources() -> list[Finding]:
     """Check disk, memory and shared memory; a value that this system does not report is left out."""
     found = [free_disk("free disk here", Path.cwd()), cache(Path(HF_HUB_CACHE))]
     if (free := available_memory()) is not None:
-        advice, command = "models are loaded through host memory", "ps aux --sort=-rss | head    # what uses it"
+        advice = "models are loaded through host memory"
+        command = "ps aux --sort=-rss | head    # what uses it"
         found.append(_at_least(LEAST_MEMORY, free, "free host memory", advice, command))
     if (shared := Path("/dev/shm")).is_dir():
         advice = "the processes of a run share tensors through it"
@@ -69,7 +70,8 @@ def cache(folder: Path) -> Finding:
     """Check the cache of hub models and data sets: its free space, and whether this user can write to it."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    what, value = "Hugging Face cache", f"{folder}, {free / GIB:.1f} GiB free"
+    what = "Hugging Face cache"
+    value = f"{folder}, {free / GIB:.1f} GiB free"
     if not os.access(existing, os.W_OK):
         advice = f"this user has no permission to write to {existing}"
         return Finding(what, value, advice, "export HF_HOME=$HOME/.cache/huggingface")

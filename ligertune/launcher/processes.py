@@ -41,11 +41,15 @@ if TYPE_CHECKING:
     from ligertune.errors import UserError
     from ligertune.planning.plan import Plan
 
-READY, GO = "ready", "go"  # files in FOLDER: each waiting rank writes READY-RANK, and the launcher writes GO
+# files in FOLDER: each waiting rank writes READY-RANK, and the launcher writes GO
+READY = "ready"
+GO = "go"
 STARTER = "LIGERTUNE_STARTER"  # environment variable: process id of the launcher
 KEPT = "ranks"  # folder in output_dir with the ranks' output after a failure
 PR_SET_PDEATHSIG = 1  # option of Linux' prctl
-STOPPED, ENDED = "T", "Z"  # process states in Linux' /proc/PID/stat; a process under a debugger is in t
+# process states in Linux' /proc/PID/stat; a process under a debugger is in t
+STOPPED = "T"
+ENDED = "Z"
 # Longest time in seconds between two looks at the processes that counts as stopped: a scheduler that suspends the job
 # suspends the launcher, too.
 LONGEST_LOOK = 2.0
@@ -59,7 +63,8 @@ class Ranks:
     """
 
     def __init__(self, processes: int, arguments: Sequence[str]) -> None:
-        self._world, self._arguments = processes, tuple(arguments)
+        self._world = processes
+        self._arguments = tuple(arguments)
         self._folder = Path(tempfile.mkdtemp(prefix="ligertune-"))
         self._context: PContext | None = None
         self._run = False
@@ -75,7 +80,8 @@ class Ranks:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         before = {number: signal.getsignal(number) for number in heeded_signals()}
         # By this store ranks find each other. Rank 0 could not start it: a free port may be taken until it binds it.
-        self._store, world = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), self._world
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world = self._world
         self._context = start_processes(
             name="ligertune",
             entrypoint=sys.executable,
@@ -104,9 +110,12 @@ class Ranks:
 
         make_message: called when training starts; `begin_rank` returns its result in each rank.
         """
-        self._run, context, started = True, self._context, False
+        self._run = True
+        context = self._context
+        started = False
         with _forwarded_signals(context) as received:
-            watch, stalled = StalledProcesses(plan.parallel.timeout), set()
+            watch = StalledProcesses(plan.parallel.timeout)
+            stalled = set()
             while (result := context.wait(timeout=1 if started else 0.1, period=0.1)) is None:
                 if not started and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
                     write_json(self._folder / GO, make_message())
@@ -190,7 +199,8 @@ def exit_code(plan: Plan, exits: list[RankExit], received: list[int]) -> int | N
 
 def _failure(plan: Plan, exits: list[RankExit], folder: Path, stalled: set[int]) -> UserError:
     """Return the error of failed ranks, and keep their output in output_dir if the run had started."""
-    errors, newest = read_errors(folder), newest_checkpoint(plan.output_dir)
+    errors = read_errors(folder)
+    newest = newest_checkpoint(plan.output_dir)
     problem = diagnose(exits, errors, timeout=plan.parallel.timeout, newest=newest, stalled=stalled)
     if any(error.expected and error.message == problem.message for error in errors.values()):
         shutil.rmtree(folder, ignore_errors=True)
@@ -239,13 +249,16 @@ class StalledProcesses:
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._looked, self._stopped_for = clock(), dict[int, float]()
+        self._seconds = seconds
+        self._clock = clock
+        self._looked = clock()
+        self._stopped_for = dict[int, float]()
 
     def stalled(self, pids: Mapping[int, int]) -> list[int]:
         """Return the ranks that have been stopped for that long. pids: rank -> process. Call it every second."""
         now = self._clock()
-        passed, self._looked = min(now - self._looked, LONGEST_LOOK), now
+        passed = min(now - self._looked, LONGEST_LOOK)
+        self._looked = now
         stopped = [rank for rank, pid in pids.items() if process_state(pid) == STOPPED]
         known = self._stopped_for
         self._stopped_for = {rank: known[rank] + passed if rank in known else 0.0 for rank in stopped}

@@ -127,7 +127,9 @@ def _check_regular(path: Path) -> None:
 
 class _RunLock:
     def __init__(self, path: Path, holder: RunHolder, made: list[Path]) -> None:
-        self._path, self._holder, self._made = path, holder, made
+        self._path = path
+        self._holder = holder
+        self._made = made
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="run lock", daemon=True)
 
@@ -185,7 +187,8 @@ class _RunLock:
         Two runs may find the same left-over lock. The right to replace a lock is a second file, and the lock is read
         again under it, so that neither replaces the other's new one.
         """
-        right, mine = self._path.with_name(LOCK_FILE + TAKEOVER), self._path.with_name(f"{LOCK_FILE}.{os.getpid()}")
+        right = self._path.with_name(LOCK_FILE + TAKEOVER)
+        mine = self._path.with_name(f"{LOCK_FILE}.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):  # left by a kill during a takeover, which takes milliseconds
             if _look(right)[1] > ENDED_AFTER or not _alive_here(RunHolder.read(right)):
                 right.unlink()

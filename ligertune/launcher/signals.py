@@ -31,7 +31,8 @@ from ligertune.storage import newest_checkpoint
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 HANGUP = getattr(signal, "SIGHUP", None)
 END = 0  # not a signal: ends the thread of a StopRequest
-STEP, WRITING = "Stopping after this step and saving", "Training is over; the model and the report are being written"
+STEP = "Stopping after this step and saving"
+WRITING = "Training is over; the model and the report are being written"
 
 
 class StopRequest:
@@ -46,7 +47,9 @@ class StopRequest:
 
     def __init__(self, output_dir: Path | None = None, *, enabled: bool = True) -> None:
         self.received: str | None = None
-        self._output_dir, self._enabled, self._doing = output_dir, enabled, ""
+        self._output_dir = output_dir
+        self._enabled = enabled
+        self._doing = ""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:

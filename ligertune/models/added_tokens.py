@@ -37,7 +37,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, spec: TokenizerOptions) -> No
 
 def needed_rows(tokenizer: PreTrainedTokenizerBase, spec: TokenizerOptions, config: PreTrainedConfig) -> int:
     """Return the rows that the embedding needs for the tokens that the recipe adds: as many as it has, or more."""
-    rows, new = config.get_text_config().vocab_size, getattr(tokenizer, "new_token_ids", ())
+    rows = config.get_text_config().vocab_size
+    new = getattr(tokenizer, "new_token_ids", ())
     if not new or max(new) < rows:
         return rows
     multiple = spec.pad_to_multiple_of or 1
@@ -60,7 +61,8 @@ def grow(model: PreTrainedModel, rows: int, *, seed: int, mean_resizing: bool = 
 def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Give a model the rows that the adapter in `folder` trains, as a user does who loads it with PEFT."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    tokens, rows = config.get("trainable_token_indices") or (), model.get_input_embeddings().weight.shape[0]
+    tokens = config.get("trainable_token_indices") or ()
+    rows = model.get_input_embeddings().weight.shape[0]
     lists = tokens.values() if isinstance(tokens, dict) else [tokens]
     needed = max([rows, *(int(token) + 1 for ids in lists for token in ids)])
     path = folder / ADAPTER_WEIGHTS[0]
@@ -87,7 +89,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Collection[str | int],
     if not tokens:
         return ()
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()  # copies it: 0.1 s for 150,000 tokens
-    found, highest = set(), max(vocabulary.values())
+    found = set()
+    highest = max(vocabulary.values())
     for token in tokens:
         index = vocabulary.get(token, -1) if isinstance(token, str) else token
         if isinstance(token, str) and index < 0:

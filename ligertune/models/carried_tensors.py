@@ -64,10 +64,12 @@ def is_separate(name: str, model: PreTrainedModel, config: PreTrainedConfig) -> 
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     if _COMPUTED.search(name) or _SEVERAL_TOKENS.search(name) or any(re.search(pattern, name) for pattern in ignored):
         return True
-    layer, text = _LAYER.search(name), config.get_text_config()
+    layer = _LAYER.search(name)
+    text = config.get_text_config()
     if layer and getattr(text, "num_nextn_predict_layers", 0):
         return int(layer[1]) >= text.num_hidden_layers
-    prefix, backbone = f"{model.base_model_prefix}.", model.base_model
+    prefix = f"{model.base_model_prefix}."
+    backbone = model.base_model
     part, _, rest = name.removeprefix(prefix).partition(".")
     is_tree = "." in rest if name.startswith(prefix) else bool(rest)  # model.x.weight would be a layer of the backbone
     return is_tree and not hasattr(model, part) and not hasattr(backbone, part)
@@ -92,7 +94,8 @@ def find_carried(
     names = [name for name in _unloaded(stored, model) if not _COMPUTED.search(name)]
     if getattr(config, "quantization_config", None) is not None:
         names = [name for name in names if not _describes_a_weight(name, model)]
-    text, new_head = config.get_text_config(), gives_scores(model.config)
+    text = config.get_text_config()
+    new_head = gives_scores(model.config)
     if new_head:  # a score head replaces the output head, and the configuration says so
         names = [n for n in names if not (is_outside_backbone(n, model) and stored[n].shape[:1] == (text.vocab_size,))]
     found = CarriedTensors(tuple(sorted(names)), sum(stored[name].n_bytes for name in names))
@@ -106,7 +109,8 @@ def find_carried(
 
 def _unloaded(names: Collection[str], model: PreTrainedModel) -> Iterator[str]:
     """Yield the names of a checkpoint that name no tensor of the model, after transformers' renaming."""
-    transforms, expected = get_model_conversion_mapping(model), model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    expected = model.state_dict()
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     for name in names:
@@ -256,7 +260,8 @@ def _add_shards(folder: Path, places: dict[str, _Stored]) -> None:
     for shard, (file, chosen) in zip(names[len(old) :], by_file.items(), strict=True):
         _copy(file, {name: places[name] for name in chosen}, folder / shard)
         shard_of |= dict.fromkeys(chosen, shard)
-    metadata, copied = index["metadata"], [places[name] for chosen in by_file.values() for name in chosen]
+    metadata = index["metadata"]
+    copied = [places[name] for chosen in by_file.values() for name in chosen]
     metadata["total_size"] = metadata.get("total_size", 0) + sum(place.n_bytes for place in copied)
     if "total_parameters" in metadata:
         metadata["total_parameters"] += sum(math.prod(place.shape) for place in copied)

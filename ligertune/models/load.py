@@ -241,7 +241,8 @@ def _pretrained_model(
     **options: Any,
 ) -> PreTrainedModel:
     """Load the weights. skeleton: the model on the meta device. Raises UserError unless all weights are there."""
-    name, folder = spec.model_name_or_path, Path(spec.model_name_or_path).expanduser()
+    name = spec.model_name_or_path
+    folder = Path(spec.model_name_or_path).expanduser()
     _dequantise_float8(config)
     shapes: dict[str, tuple[int, ...]] = {}
     if folder.is_dir():
@@ -274,6 +275,15 @@ def _pretrained_model(
                 hint="Convert them to model.safetensors.",
             ) from problem.__cause__
         raise shape_error(name, skeleton, shapes, origin) or problem from problem.__cause__
+    _check_names(name, found, skeleton, config, origin)
+    _check_numbers(name, model, origin)
+    return model
+
+
+def _check_names(
+    name: str, found: dict[str, Any], skeleton: PreTrainedModel, config: PreTrainedConfig, origin: ModelOrigin
+) -> None:
+    """Raise UserError if weights are missing, or if others would be dropped. found: transformers' loading info."""
     new_head = gives_scores(config)  # of a causal language model: it starts random, and the output head is left out
     missing = sorted(key for key in found["missing_keys"] if not (new_head and is_outside_backbone(key, skeleton)))
     if missing:
@@ -289,8 +299,6 @@ def _pretrained_model(
             f" ({_shown(extra)}).",
             hint="They would be dropped. Is its config.json that of another model?",
         )
-    _check_numbers(name, model, origin)
-    return model
 
 
 def quantization_of(config: PreTrainedConfig) -> str | None:

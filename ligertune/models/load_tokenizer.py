@@ -126,7 +126,8 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> tuple
     if tokenizer.pad_token is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return tokenizer.pad_token_id, ()
     why = "has none" if tokenizer.pad_token is None else f"has its EOS token {tokenizer.eos_token!r}"
-    vocabulary, taken = tokenizer.get_vocab(), {tokenizer.eos_token, tokenizer.bos_token}
+    vocabulary = tokenizer.get_vocab()
+    taken = {tokenizer.eos_token, tokenizer.bos_token}
     special = [token for token in tokenizer.all_special_tokens if token == tokenizer.unk_token]
     for token in (*(name for name in PAD_NAMES if name in vocabulary), *special):
         if token not in taken:

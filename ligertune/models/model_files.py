@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-SAFE_WEIGHTS, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFE_WEIGHTS = "model.safetensors"
+SAFE_INDEX = "model.safetensors.index.json"
 # In the order in which transformers looks for them.
 WEIGHT_FILES = (SAFE_WEIGHTS, SAFE_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".bin")
 MAX_MODEL_JSON_BYTES = 256 * 2**20  # the largest published tokenizer.json have some 30 MB
 SHOWN_CHARACTERS = 300  # of a library's message
-SAMPLES, SAMPLE_BYTES = 256, 1 << 14  # of a weight file, for its digest: a checkpoint of 16 GB takes a second
+# of a weight file, for its digest: a checkpoint of 16 GB takes a second
+SAMPLES = 256
+SAMPLE_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ def _check_heads(values: dict[str, Any], file: object, origin: ModelOrigin, pref
 def _check_chosen(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
     """Raise UserError unless num_experts_per_tok is from 1 to the number of experts. Models without experts pass."""
     numbers = [values.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
-    number, chosen = max((n for n in numbers if type(n) is int), default=0), values.get("num_experts_per_tok")
+    number = max((n for n in numbers if type(n) is int), default=0)
+    chosen = values.get("num_experts_per_tok")
     if number and type(chosen) is int and not 1 <= chosen <= number:
         raise origin.error(
             f"{file}: {prefix}num_experts_per_tok is {chosen}, and must be a whole number from 1 to {number}, the"

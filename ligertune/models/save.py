@@ -202,9 +202,12 @@ def saved_spec(name: str, *, trust_remote_code: bool, tokenizer: str | None = No
 
     tokenizer: the folder of another tokenizer.
     """
-    folder, base, revision = Path(name).expanduser(), name, None
+    folder = Path(name).expanduser()
+    base = name
+    revision = None
     if is_adapter(folder):
-        base, revision = adapter_base_model(folder), adapter_revision(folder)
+        base = adapter_base_model(folder)
+        revision = adapter_revision(folder)
         has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
         tokenizer = tokenizer or (name if has_tokenizer else None)
     return ModelOptions(
@@ -217,7 +220,8 @@ def saved_spec(name: str, *, trust_remote_code: bool, tokenizer: str | None = No
 
 def read_saved_config(name: str, spec: ModelOptions, origin: ModelOrigin = SAVED_MODEL) -> PreTrainedConfig:
     """Return the configuration of a folder or hub id; of an adapter, that of the model which it adapts."""
-    config, folder = read_config(spec, origin), Path(name).expanduser()
+    config = read_config(spec, origin)
+    folder = Path(name).expanduser()
     if is_adapter(folder):
         make_scored_as_saved(config, folder, origin)
     return config
@@ -236,7 +240,8 @@ def load_saved(
     tokenizer: the folder of another tokenizer than the model's. base: the model as heads were trained on it; an adapter
     names its own.
     """
-    spec, folder = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer), Path(name).expanduser()
+    spec = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
+    folder = Path(name).expanduser()
     base = trained_base(folder) if is_adapter(folder) else base
     if base is not None and base.revision is not None:
         spec = spec.model_copy(update={"revision": base.revision})
@@ -300,7 +305,8 @@ def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel |
 
 
 def _load_plain_model(spec: ModelOptions, adapter: Path | None = None) -> PreTrainedModel:
-    name, options = spec.model_name_or_path, {"trust_remote_code": spec.trust_remote_code, "revision": spec.revision}
+    name = spec.model_name_or_path
+    options = {"trust_remote_code": spec.trust_remote_code, "revision": spec.revision}
     if torch.cuda.is_available():
         options["device_map"] = {"": "cuda"}
     config = read_config(spec, SAVED_MODEL)
@@ -330,7 +336,8 @@ def merge_saved_adapter(
     config = read_saved_config(str(folder), spec, origin)
     if base is not None and base.revision is not None:
         spec = spec.model_copy(update={"revision": base.revision})
-    tokenizer, original = read_tokenizer(spec, origin), copy.deepcopy(config)
+    tokenizer = read_tokenizer(spec, origin)
+    original = copy.deepcopy(config)
     check_same_base(spec, base, origin)
     model = base_as_trained(spec, config, base, origin)
     adapted = load_adapter(model, str(folder), origin)

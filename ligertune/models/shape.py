@@ -33,7 +33,8 @@ MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
 def read_shape(model: PreTrainedModel) -> ModelShape:
     """Return the sizes of a model, with or without adapters."""
     config = model.config.get_text_config()
-    matmul, in_front = _matmul_sizes(model), _layers_without_backward(model)
+    matmul = _matmul_sizes(model)
+    in_front = _layers_without_backward(model)
     layer, dense_layer, dense_layers = _layer_shapes(model)
     in_front_ids = {id(p) for layer in in_front for p in layer.parameters()}
     return ModelShape(
@@ -71,7 +72,9 @@ def read_frozen_shape(
 
     four_bits: the layers' linear weights are NF4. offloaded: the layers are in host memory, but for one.
     """
-    config, layer, itemsize = model.config.get_text_config(), _layer_shapes(model)[0], DTYPE_BYTES[dtype]
+    config = model.config.get_text_config()
+    layer = _layer_shapes(model)[0]
+    itemsize = DTYPE_BYTES[dtype]
     hidden = _hidden_size(model)
     gathered = layer.experts.chosen * hidden if layer and layer.experts else 0
     mlp = config_value(config, "intermediate_size", 4 * hidden) if layer is None else layer.mlp
@@ -93,7 +96,8 @@ def read_frozen_shape(
 
 def copied_shape(shape: ModelShape, dtype: str) -> FrozenModelShape:
     """Return the sizes of a frozen copy of a model in `dtype`. The copy computes losses only, no logits."""
-    itemsize, hidden = DTYPE_BYTES[dtype], shape.head.hidden if shape.head else 0
+    itemsize = DTYPE_BYTES[dtype]
+    hidden = shape.head.hidden if shape.head else 0
     widest = 4 * hidden + 3 * (shape.layer.mlp if shape.layer else 0)  # as of read_frozen_shape
     return FrozenModelShape(weights=itemsize * shape.n_parameters, hidden=hidden, widest=widest, itemsize=itemsize)
 
@@ -147,8 +151,11 @@ def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], 
 
 def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
     """Return (elements that multiply a token, parameter) of every weight matrix. Inactive experts do not count."""
-    embedding, head, scores = model.get_input_embeddings(), model.get_output_embeddings(), score_head(base_of(model))
-    stacks, sizes = expert_stacks(model, model.config.get_text_config()), []
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    scores = score_head(base_of(model))
+    stacks = expert_stacks(model, model.config.get_text_config())
+    sizes = []
     family = family_of(model.config)
     for name, parameter in model.named_parameters():
         if family is not None and part_of(family, name) != "language_model":
@@ -181,7 +188,8 @@ def _active_parameters(model: PreTrainedModel) -> int | None:
 
 def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the decoder layers of the language model; None if they are not in one ModuleList."""
-    depth, family = depth_of(model.config.get_text_config()), family_of(model.config)
+    depth = depth_of(model.config.get_text_config())
+    family = family_of(model.config)
     for name, module in model.named_modules():
         in_tower = family is not None and part_of(family, f"{name}.") != "language_model"
         if isinstance(module, nn.ModuleList) and len(module) == depth and not in_tower:
@@ -191,7 +199,9 @@ def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 def _layers_without_backward(model: PreTrainedModel) -> list[nn.Module]:
     """Return the first decoder layers that have no backward: neither they nor anything before them trains."""
-    layers, embedding, head = text_layers(model), model.get_input_embeddings(), output_head(model)
+    layers = text_layers(model)
+    embedding = model.get_input_embeddings()
+    head = output_head(model)
     if layers is None:
         return []
     siblings = next([*m.children()] for m in model.modules() if any(child is layers for child in m.children()))
@@ -208,7 +218,8 @@ def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, LayerShape
     In a mixture the first is that of the last layer with experts. None: the layers are not understood, or there are no
     dense layers.
     """
-    config, layers = model.config.get_text_config(), text_layers(model)
+    config = model.config.get_text_config()
+    layers = text_layers(model)
     if layers is None or not config_value(config, "num_attention_heads"):
         return None, None, 0
     sparse = [layer for layer in layers if expert_stacks(layer, config)]
@@ -270,13 +281,15 @@ def _norm_inputs(layer: nn.Module, query: int, key: int) -> int:
 
 
 def _head_shape(model: PreTrainedModel) -> HeadShape | None:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if head is None and score_head(base_of(model)) is not None:
         trains = any(p.requires_grad for p in embedding.parameters())
         return HeadShape(*embedding.weight.shape, head_trains=False, embedding_trains=trains, gives_scores=True)
     if head is None:
         return None
-    weights, table = [p for p in head.parameters() if p.ndim == 2], _table(embedding)
+    weights = [p for p in head.parameters() if p.ndim == 2]
+    table = _table(embedding)
     return HeadShape(
         vocab=table.shape[0],
         hidden=table.shape[1],

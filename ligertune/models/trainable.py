@@ -53,7 +53,8 @@ def apply_method(
 
 def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:
     """Freeze all parameters whose names match no pattern. Raises UserError for a pattern that matches none."""
-    names, trained = [name for name, _ in model.named_parameters()], set()
+    names = [name for name, _ in model.named_parameters()]
+    trained = set()
     for expression in trainable:
         trained |= named_parameters(expression, names, key="method.trainable")
     for name, parameter in model.named_parameters():

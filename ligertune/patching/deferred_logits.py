@@ -61,7 +61,8 @@ def next_tokens(labels: Tensor, ignore_index: int) -> Tensor:
 @contextlib.contextmanager
 def loss_only() -> Iterator[None]:
     """Let evaluation with labels compute no logits either: `output.logits` is None, as in training."""
-    before, STATE.loss_only = STATE.loss_only, True
+    before = STATE.loss_only
+    STATE.loss_only = True
     try:
         yield
     finally:
@@ -219,12 +220,14 @@ class DeferredLogits:
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
         """Return (s, None) for logits = s * z, (c * t, c) for c * tanh(t * z), where z = head(hidden); else None."""
-        scale, inside = 1.0, None
+        scale = 1.0
+        inside = None
         for name, value in self.operations:
             if name == "tanh":
                 if inside is not None:
                     return None
-                inside, scale = scale, 1.0
+                inside = scale
+                scale = 1.0
             elif name in ("mul", "div"):
                 if isinstance(value, Tensor) and not _is_constant(value):
                     return None

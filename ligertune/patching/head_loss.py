@@ -42,7 +42,8 @@ class HeadLoss(Protocol):
 @contextlib.contextmanager
 def head_loss(loss: HeadLoss) -> Iterator[None]:
     """Let forwards with labels in this thread compute `loss` instead of the cross-entropy."""
-    before, STATE.head_loss = STATE.head_loss, loss
+    before = STATE.head_loss
+    STATE.head_loss = loss
     try:
         yield
     finally:

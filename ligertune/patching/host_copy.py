@@ -50,7 +50,8 @@ class RowSearch:
 
     def __init__(self, labels: Tensor, *, ignore_index: int, shift: int) -> None:
         """Launch the search in labels (..., T). The options are those of `labelled_rows`."""
-        self._labels, self._version = labels, labels._version
+        self._labels = labels
+        self._version = labels._version
         self._options = {"ignore_index": ignore_index, "shift": shift}
         self._pending = PendingRows(labels, **self._options)
 

@@ -101,7 +101,8 @@ def without_deferred(output: Any, *, compute: bool, readable: bool) -> Any:
     if isinstance(output, tuple):
         return tuple(map(settle, output))
     # a new object: setting an attribute of a ModelOutput to None leaves its item in place
-    cls, values = type(output), {name: settle(value) for name, value in output.items()}
+    cls = type(output)
+    values = {name: settle(value) for name, value in output.items()}
     if torch.compiler.is_compiling():
         return cls(**values)
     later = tuple(name for name, value in values.items() if isinstance(value, DeferredLogits))

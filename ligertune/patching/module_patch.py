@@ -149,7 +149,8 @@ def rebuild_function(function: Callable[..., Any], replacements: Mapping[str, An
             types.CellType(rebuilt) if cell.cell_contents is decorator.__wrapped__ else cell
             for cell in decorator.__closure__
         )
-        wrapped, rebuilt = rebuilt, _copy(decorator, decorator.__globals__, tuple(cells))
+        wrapped = rebuilt
+        rebuilt = _copy(decorator, decorator.__globals__, tuple(cells))
         rebuilt.__wrapped__ = wrapped
     return rebuilt
 

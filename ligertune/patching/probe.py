@@ -118,7 +118,8 @@ def uses_stored_statistics(module: nn.Module) -> bool:
     if not buffers or next(module.parameters(), None) is not None or any(b.ndim != 1 for b in buffers.values()):
         return False
     stored = {name: numbers(len(b), seed=seed) for seed, (name, b) in enumerate(buffers.items())}
-    cls, width = type(module), len(next(iter(stored.values())))
+    cls = type(module)
+    width = len(next(iter(stored.values())))
     a, b, c = (numbers(3, width, seed=seed) for seed in (7, 8, 9))
     given = [answer(cls.forward, stub(cls, settings_of(module), **stored), x) for x in (a + b, c, a, b + c)]
     same_shape = all(isinstance(y, Tensor) and y.shape == a.shape for y in given)

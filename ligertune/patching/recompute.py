@@ -32,7 +32,8 @@ class _Unchanged:
     """A saved tensor that must not be written over before the backward, as autograd demands of all saved tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor = tensor
+        self._version = tensor._version
 
     def tensor(self) -> Tensor:
         if self._tensor._version != self._version:
@@ -89,8 +90,10 @@ class _View:
     """What a linear layer saves of a recomputable tensor: the recomputation, and the dtype and strides it read."""
 
     def __init__(self, recomputation: Recomputation, saved: Tensor) -> None:
-        self._recomputation, self._dtype = recomputation, saved.dtype
-        self._size, self._stride = saved.size(), saved.stride()
+        self._recomputation = recomputation
+        self._dtype = saved.dtype
+        self._size = saved.size()
+        self._stride = saved.stride()
 
     def tensor(self) -> Tensor:
         return self._recomputation.take().to(self._dtype).as_strided(self._size, self._stride)

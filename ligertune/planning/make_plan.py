@@ -93,7 +93,10 @@ class Resources:
 
 def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()) -> Plan:
     """Resolve a recipe. Raises UserError for what cannot be trained."""
-    machine, model, rows, data = inputs.machine, inputs.model, inputs.rows, inputs.data
+    machine = inputs.machine
+    model = inputs.model
+    rows = inputs.rows
+    data = inputs.data
     check_context(recipe, data.longest, model.shape.context)
     resources = choose_resources(recipe, inputs)
     batching = resources.batching
@@ -104,7 +107,8 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     )
     if model.shape.tower is not None:
         check_image_accumulation(recipe, batching.accumulation)
-    options, before = RunOptions.of(recipe), evaluates_before_training(recipe, inputs, schedule, batching)
+    options = RunOptions.of(recipe)
+    before = evaluates_before_training(recipe, inputs, schedule, batching)
     plan = Plan(
         **vars(replace(options, evaluation=options.evaluation.model_copy(update={"eval_on_start": before}))),
         **vars(resources),
@@ -148,7 +152,8 @@ def evaluates_before_training(recipe: Recipe, inputs: PlanInputs, schedule: Trai
 
     Both are estimated by their tokens. The length of a stream is not known before, so there is none.
     """
-    rows, data = inputs.rows, inputs.data
+    rows = inputs.rows
+    data = inputs.data
     if recipe.eval.eval_on_start != "auto":
         return recipe.eval.eval_on_start
     if not data.eval_examples or not rows.count:
@@ -163,8 +168,11 @@ def evaluates_before_training(recipe: Recipe, inputs: PlanInputs, schedule: Trai
 
 def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     """Choose strategy, micro-batch and checkpointed layers by the memory estimate."""
-    machine, shape, length = inputs.machine, inputs.model.shape, inputs.row_length
-    world_size, dtype = machine.world_size, inputs.precision.weights
+    machine = inputs.machine
+    shape = inputs.model.shape
+    length = inputs.row_length
+    world_size = machine.world_size
+    dtype = inputs.precision.weights
 
     def need(micro: int) -> DeviceNeed:
         unsharded = states_of(recipe, shape.parameters, dtype)
@@ -187,9 +195,11 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     batching = choose_batching(recipe, world_size, memory and fits)
     memory = with_checkpointed_layers(recipe, memory, batching, length, machine)
     if tiled is not None:
-        micro, accumulates = batching.micro_batch_size, batching.accumulation > 1
+        micro = batching.micro_batch_size
+        accumulates = batching.accumulation > 1
         if not memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes):
-            memory, tile = tiled, TILE
+            memory = tiled
+            tile = TILE
     return Resources(strategy, why, states, memory, batching, tile)
 
 
@@ -212,9 +222,13 @@ def estimate_memory(
 
     There is also none for Medusa heads whose logits are materialised, and for heads that several ranks share.
     """
-    model, data, precision = inputs.model, inputs.data, inputs.precision
-    applied, loss_kernel = model.applied_kernels, LOSS_KERNELS.get(recipe.task, "")
-    shape, policy = model.shape, choose_policy(recipe, model.attn_implementation, applied, loss_kernel=loss_kernel)
+    model = inputs.model
+    data = inputs.data
+    precision = inputs.precision
+    applied = model.applied_kernels
+    loss_kernel = LOSS_KERNELS.get(recipe.task, "")
+    shape = model.shape
+    policy = choose_policy(recipe, model.attn_implementation, applied, loss_kernel=loss_kernel)
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
@@ -295,7 +309,8 @@ def check_host_memory(plan: Plan) -> None:
 
     Only model states are certain. The prediction of activations is that of a GPU.
     """
-    needed, there = plan.bytes.total * plan.machine.world_size, plan.machine.memory_bytes
+    needed = plan.bytes.total * plan.machine.world_size
+    there = plan.machine.memory_bytes
     if plan.machine.device == "cpu" and there and needed > there:
         raise UserError(
             f"The weights, gradients and optimizer states need {format_bytes(needed)}, and this host has"
@@ -319,7 +334,8 @@ def repeated_rows(recipe: Recipe, rows: Rows, batching: Batching) -> tuple[str, 
 
     The last step of a run of epochs may have fewer rows.
     """
-    size, epochs = batching.global_batch_size, recipe.train.num_train_epochs
+    size = batching.global_batch_size
+    epochs = recipe.train.num_train_epochs
     in_step = size if recipe.train.max_steps else min(size, round((epochs or 1.0) * rows.count))
     if rows.streamed or in_step <= rows.count:
         return ()
@@ -337,7 +353,9 @@ def repeated_rows(recipe: Recipe, rows: Rows, batching: Batching) -> tuple[str, 
 
 
 def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> tuple[str, ...]:
-    memory, batching, machine = resources.memory, resources.batching, inputs.machine
+    memory = resources.memory
+    batching = resources.batching
+    machine = inputs.machine
     notes = checkpointing_notes(recipe, memory, batching, inputs.row_length, machine)
     if resources.tile:
         notes += (f"train.tiled_mlp: MLPs and projections run on {resources.tile:,} tokens at a time",)
@@ -392,7 +410,8 @@ def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
 
 def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan:
     """Return the plan, with a note if the host takes longer to launch a micro-batch than the device to compute it."""
-    train, machine = recipe.train, plan.machine
+    train = recipe.train
+    machine = plan.machine
     if train.cuda_graphs or machine.device != "cuda" or not machine.peak_flops or plan.memory is None:
         return plan
     tokens = plan.batching.micro_batch_size * plan.row_length
@@ -417,7 +436,8 @@ def _few_steps_notes(
     recipe: Recipe, inputs: PlanInputs, schedule: TrainSchedule, batching: Batching
 ) -> tuple[str, ...]:
     """Return a note if packing and the batch size leave very few optimizer steps, with the keys that give more."""
-    rows, train = inputs.rows, recipe.train
+    rows = inputs.rows
+    train = recipe.train
     if train.max_steps or rows.streamed or schedule.total_steps >= FEW_STEPS:
         return ()
     examples = plural(inputs.data.examples, rows.example_noun)

@@ -133,8 +133,10 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Train
 
 def make_optimizer(recipe: Recipe) -> Optimizer:
     """Copy the optimizer's settings out of a recipe."""
-    train, joint_heads = recipe.train, recipe.task == "medusa" and recipe.medusa.stage == 2
-    rate, ratio = train.learning_rate, recipe.method.loraplus_lr_ratio
+    train = recipe.train
+    joint_heads = recipe.task == "medusa" and recipe.medusa.stage == 2
+    rate = train.learning_rate
+    ratio = recipe.method.loraplus_lr_ratio
     return Optimizer(
         name=train.optim,
         weight_decay=train.weight_decay,
@@ -156,7 +158,8 @@ def make_optimizer(recipe: Recipe) -> Optimizer:
 def optimizer_notes(optim: str, shape: ModelShape) -> tuple[str, ...]:
     """Return a note if a matrix optimizer leaves the 3-D weights of experts, most of a mixture, to AdamW."""
     trained = [(kind.elements * count, kind.experts) for kind, count in shape.parameters if kind.trains]
-    experts, total = sum(size for size, is_experts in trained if is_experts), sum(size for size, _ in trained)
+    experts = sum(size for size, is_experts in trained if is_experts)
+    total = sum(size for size, _ in trained)
     if not OPTIMIZERS[optim].matrices_only or not experts:
         return ()
     share = f"{experts / total:.0%} of what trains"

@@ -71,7 +71,9 @@ class BatchLayoutOptions:
     @staticmethod
     def of(recipe: Recipe) -> BatchLayoutOptions:
         """Copy the values out of a recipe."""
-        kernels, train, data = recipe.kernels, recipe.train, recipe.data
+        kernels = recipe.kernels
+        train = recipe.train
+        data = recipe.data
         enabled = kernels.enabled is not False
         # Compiled layers with our attention were not measured, so `auto` leaves it out there.
         allowed = enabled and not (kernels.attention == "auto" and train.torch_compile)
@@ -165,7 +167,9 @@ class RunOptions:
 
 def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
     """Return the recipe with true or false for `kernels.lora: auto`: true where it was measured to be faster."""
-    kernels, train, method = recipe.kernels, recipe.train, recipe.method
+    kernels = recipe.kernels
+    train = recipe.train
+    method = recipe.method
     if kernels.lora != "auto":
         return recipe
     # torch.compile optimises peft's own code better. CUDA graphs and 8-bit weights were not measured. On several GPUs,

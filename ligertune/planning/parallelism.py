@@ -53,7 +53,8 @@ def choose_strategy(
     need(micro_batch_size): what a device needs that holds the whole model. Raises UserError if the number of processes
     does not suit the recipe.
     """
-    section, world_size = recipe.parallel, machine.world_size
+    section = recipe.parallel
+    world_size = machine.world_size
     if section.cpu_offload:
         check_cpu_offload(machine)
         return "fsdp", "with parallel.cpu_offload"

@@ -132,7 +132,8 @@ class Plan(RunOptions):
         """Predicted peak memory of a step on one device; None if no memory is predicted."""
         if self.memory is None:
             return None
-        accumulates, memory = self.batching.accumulation > 1, self.machine.memory_bytes
+        accumulates = self.batching.accumulation > 1
+        memory = self.machine.memory_bytes
         micro = self.batching.micro_batch_size
         return self.memory.peak(micro, self.row_length, accumulates=accumulates, memory=memory)
 

@@ -56,7 +56,8 @@ def check_float8(recipe: Recipe, machine: Machine) -> None:
     if not recipe.train.fp8 or machine.vendor == "cpu":
         return
     if machine.vendor == "amd":
-        missing, supported = machine.arch not in AMD_WITH_FLOAT8, f"AMD GPUs with it are {', '.join(AMD_WITH_FLOAT8)}"
+        missing = machine.arch not in AMD_WITH_FLOAT8
+        supported = f"AMD GPUs with it are {', '.join(AMD_WITH_FLOAT8)}"
     else:  # `plan` may be for an unknown GPU, whose arch does not start with sm
         missing = machine.arch.startswith("sm") and int(machine.arch[2:]) < OLDEST_NVIDIA
         supported = f"NVIDIA GPUs have it from sm{OLDEST_NVIDIA} on (RTX 40, L40S, H100)"

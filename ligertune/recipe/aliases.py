@@ -181,7 +181,8 @@ def _is_key(path: KeyPath, document: Document) -> bool:
 
 def _move(alias: KeyPath, row: Alias, document: Document) -> None:
     key = (*alias[:-1], leaf(row.key)) if ITEM in row.key else split(row.key)
-    place, value = document.place(alias), row.convert(document.get(alias))
+    place = document.place(alias)
+    value = row.convert(document.get(alias))
     document.remove(alias)
     if value is UNSET:
         document.notice(place, f"{dotted(alias)} is ignored: it does not set {dotted(key)}.")

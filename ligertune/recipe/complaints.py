@@ -53,7 +53,8 @@ def missing_key(path: KeyPath, document: Document) -> str:
 
 def unknown_key(path: KeyPath, document: Document) -> str:
     """Describe a key that does not exist here: the section it belongs to, or else the most similar key."""
-    name, section = str(path[-1]), schema_key(path[:-1])
+    name = str(path[-1])
+    section = schema_key(path[:-1])
     # a flat key such as `train.seed: 1` at the top level
     if "." in name and schema_key(split(name)) in keys():
         return f"{name} is written with dots. Write {leaf(name)} under `{parent(name)}`."
@@ -71,7 +72,8 @@ def unknown_key(path: KeyPath, document: Document) -> str:
 
 def wrong_value(path: KeyPath, document: Document) -> str:
     """Describe a value that has the wrong type, is out of range, or is not one of the choices."""
-    value, alternatives = document.get(path), _alternatives(path)
+    value = document.get(path)
+    alternatives = _alternatives(path)
     expected = [phrase for entry in alternatives for phrase in _expected(entry)]
     sentence = f"{document.name(path)} is {shown(value)}; it must be {_either(expected)}."
     choices = [choice for entry in alternatives for choice in _choices(entry)]

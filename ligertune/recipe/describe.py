@@ -63,7 +63,9 @@ def commented_recipe(data: dict[str, Any], overrides: Sequence[str] = (), remark
 
 def _written(key: str, document: Document, depth: int) -> Iterator[str]:
     """Yield the line of a key, or the lines of a section and its keys."""
-    entry, indent, path = keys()[key], "  " * depth, split(key)
+    entry = keys()[key]
+    indent = "  " * depth
+    path = split(key)
     if entry.get("type") == "object" and "properties" in entry:
         yield f"{indent}{leaf(key)}:  # {entry['description']}"
         for child in _children(key):

@@ -169,7 +169,8 @@ class Document:
         del self.get(path[:-1])[path[-1]]
 
     def _set(self, path: KeyPath, value: Any) -> None:
-        container, last = self.get(path[:-1]), path[-1]
+        container = self.get(path[:-1])
+        last = path[-1]
         if isinstance(container, dict) and isinstance(last, str):
             container[last] = value
         elif isinstance(container, list) and isinstance(last, int) and last <= len(container):

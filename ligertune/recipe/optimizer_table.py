@@ -90,7 +90,8 @@ OPTIMIZERS = {
 
 def step_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int]) -> int:
     """Return the bytes that one step allocates temporarily. parameters: as in `optimizer_bytes`."""
-    row, piece = OPTIMIZERS[name], 1 << 24 if name == "adamw_bf16" else math.inf
+    row = OPTIMIZERS[name]
+    piece = 1 << 24 if name == "adamw_bf16" else math.inf
     sizes = [
         (itemsize * math.prod(shape), itemsize * min(math.prod(shape), piece)) for shape, itemsize, _ in parameters
     ]
@@ -104,7 +105,8 @@ def optimizer_bytes(name: str, parameters: dict[tuple[Shape, int, bool], int], *
     parameters: (shape, itemsize, inside a layer) -> number of such parameters.
     rank: rank of GaLore's projection.
     """
-    row, others = OPTIMIZERS[name], OPTIMIZERS["adamw_torch_fused"]
+    row = OPTIMIZERS[name]
+    others = OPTIMIZERS["adamw_torch_fused"]
     total = 0.0
     for (shape, itemsize, inside), count in parameters.items():
         suits = not row.matrices_only or (inside and len(shape) == 2)

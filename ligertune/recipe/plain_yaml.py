@@ -140,7 +140,8 @@ def _mapping(node: yaml.MappingNode, path: KeyPath, document: Document, override
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a single scalar", key_node.start_mark)
-        key, line = key_node.value, key_node.start_mark.line + 1
+        key = key_node.value
+        line = key_node.start_mark.line + 1
         here = (*path, key)
         if key in values:
             both = "" if override else f", at lines {lines[key]} and {line}"

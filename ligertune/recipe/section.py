@@ -24,8 +24,11 @@ from pydantic_core import PydanticCustomError
 
 UNUSABLE = "unusable"  # pydantic's type of errors whose message is the end of a complaint: "holds a NUL character"
 MIN_TILE = 64  # tokens; smaller tiles leave a GPU idle
-_MAX_NAME, _MAX_PATH = 255, 4095  # bytes that Linux allows
-_MAX_EXPRESSION, _MAX_REPEATS = 1000, 1000
+# bytes that Linux allows
+_MAX_NAME = 255
+_MAX_PATH = 4095
+_MAX_EXPRESSION = 1000
+_MAX_REPEATS = 1000
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")  # of chat templates
 SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # booleans in YAML 1.1, strings in 1.2
 

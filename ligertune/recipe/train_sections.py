@@ -49,7 +49,8 @@ EITHER_OR = {
 RowCount = Annotated[int, Field(ge=1, le=2**16)]
 MAX_ROWS_OF_A_STEP = 2**20
 
-_NUMBER, _WHOLE = (int, float), (int,)
+_NUMBER = (int, float)
+_WHOLE = (int,)
 _RISE = ("linear", "cosine", "1-sqrt")
 _MIN_LR = {"num_cycles": _NUMBER, "min_lr": _NUMBER, "min_lr_rate": _NUMBER}
 _BY_LOSS = {"factor": _NUMBER, "patience": _WHOLE, "threshold": _NUMBER, "threshold_mode": ("rel", "abs"),

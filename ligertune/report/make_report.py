@@ -173,7 +173,8 @@ def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) 
     """Return the rates of the metered work, or None if no step was measured."""
     if not work.steps or seconds <= 0:
         return None
-    peak, dtype = plan.machine.peak_flops, plan.precision
+    peak = plan.machine.peak_flops
+    dtype = plan.precision
     has_images = work.images > 0
     mfu_known = (
         not has_images  # the vision tower's FLOPs are not counted

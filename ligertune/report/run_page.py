@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
 PAGE = "report.html"
-BLUE, RED, GREEN, VIOLET = "#0969da", "#cf222e", "#1a7f37", "#8250df"
+BLUE = "#0969da"
+RED = "#cf222e"
+GREEN = "#1a7f37"
+VIOLET = "#8250df"
 # MemoryPeak.parts() -> words and colour
 MEMORY_KINDS = {
     "weights": ("weights", "#0969da"),
@@ -91,7 +94,8 @@ def model_name(path: str) -> str:
 
 def batch_words(plan: Plan) -> str:
     """Return the global batch: "8 rows of 512 tokens per step (4 x 2 accumulated x 1 process)"."""
-    batching, rows = plan.batching, plan.rows
+    batching = plan.batching
+    rows = plan.rows
     what = plural(batching.global_batch_size, "row" if rows.packed else rows.example_noun)
     length = f"of {'' if rows.packed else 'up to '}{rows.length:,} tokens per step"
     processes = plural(batching.row_ranks, "process", "processes")
@@ -107,7 +111,8 @@ def _status(report: Report) -> str:
 
 def _cards(report: Report) -> list[dict[str, str]]:
     """Return the headline numbers: name, value, and a line below."""
-    cards, speed = [], report.throughput
+    cards = []
+    speed = report.throughput
     if report.loss_last is not None:
         before = report.loss_before_training
         below = "" if before is None else f"{before:.3f} before training"
@@ -160,7 +165,8 @@ def _single(title: str, y_label: str, colour: str, points: list[tuple[int, float
 
 def _memory(plan: Plan, report: Report) -> dict[str, Any]:
     """Return the predicted parts with their share of the longest bar, and the measured peak."""
-    measured, peak = report.peak_memory, plan.peak
+    measured = report.peak_memory
+    peak = plan.peak
     on_device = measured["kind"] == "device"
     longest = max(peak.total if peak else 1, measured["allocated_run"] if on_device else 1)
     parts = [
@@ -179,13 +185,15 @@ def _memory(plan: Plan, report: Report) -> dict[str, Any]:
 
 
 def _data(plan: Plan, report: Report) -> Rows:
-    data, settings = plan.data, plan.settings["data"]
+    data = plan.data
+    settings = plan.settings["data"]
     sources = ", ".join(model_name(entry["path"]) for entry in settings["datasets"])
     rows = [("sources", sources), ("prompt template", data.template)]
     if plan.rows.streamed:
         rows.append(("examples", "streamed: they are not counted before training"))
     else:
-        share, noun = 100 * data.trained_tokens / max(1, data.tokens), plan.rows.example_noun
+        share = 100 * data.trained_tokens / max(1, data.tokens)
+        noun = plan.rows.example_noun
         rows += [
             (f"{noun}s", f"{data.examples:,} for training, {data.eval_examples:,} for evaluation"),
             ("tokens of an epoch", f"{data.tokens:,}, {share:.1f} % trained"),

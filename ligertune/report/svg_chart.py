@@ -12,8 +12,14 @@ from markupsafe import Markup
 
 from ligertune.errors import printable
 
-WIDTH, HEIGHT = 480, 230  # of a chart in its own units; it scales with the page
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 26, 38  # margins around the plot
+# of a chart in its own units; it scales with the page
+WIDTH = 480
+HEIGHT = 230
+# margins around the plot
+LEFT = 58
+RIGHT = 16
+TOP = 26
+BOTTOM = 38
 MAX_POINTS = 2000  # of a series; a page stays small after a long run
 
 
@@ -55,10 +61,12 @@ def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero:
     x_ticks = ticks(min(xs), max(xs), whole=True)
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys))
     left, right = min(xs), max(max(xs), min(xs) + 1)
-    bottom, top = y_ticks[0], y_ticks[-1]
+    bottom = y_ticks[0]
+    top = y_ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across, up = (x - left) / (right - left), (y - bottom) / (top - bottom)
+        across = (x - left) / (right - left)
+        up = (y - bottom) / (top - bottom)
         return round(LEFT + across * (WIDTH - LEFT - RIGHT), 1), round(
             HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1
         )
@@ -82,11 +90,14 @@ def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero:
 
 def _legend(labels: Sequence[str]) -> list[tuple[float, float]]:
     """Return the place of each label below the plot, in as many lines as they need; none for a single label."""
-    places, x, y = [], 4.0, HEIGHT + 12.0
+    places = []
+    x = 4.0
+    y = HEIGHT + 12.0
     for label in labels if len(labels) > 1 else ():
         width = 34 + 6.9 * len(label)  # of the text in system fonts, roughly
         if places and x + width > WIDTH:
-            x, y = 4.0, y + 17
+            x = 4.0
+            y = y + 17
         places.append((x, y))
         x += width
     return places
@@ -108,13 +119,15 @@ def ticks(low: float, high: float, *, whole: bool = False, most: int = 5) -> lis
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     step = max(1.0, step) if whole else step
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
     """Return equally precise labels: "12,000", "0.25", or "2e-05" for small values."""
-    step, largest = values[1] - values[0], max(map(abs, values))
+    step = values[1] - values[0]
+    largest = max(map(abs, values))
     if largest < 1e-3:
         return [f"{value:.3g}" if abs(value) > step / 2 else "0" for value in values]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))

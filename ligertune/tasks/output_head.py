@@ -48,7 +48,8 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def check_plain_head(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, hint: str = HINT) -> nn.Linear:
     """Return the output head. Raises UserError if it is not a linear layer without bias. Works on the meta device."""
-    head, name = model.get_output_embeddings(), type(model).__name__
+    head = model.get_output_embeddings()
+    name = type(model).__name__
     if head is None or backbone_of(model) is model:
         problem = f"this {name} has no separate output head"
     elif not isinstance(head, nn.Linear):
@@ -73,7 +74,8 @@ class _PlainHead:
 @torch.no_grad()
 def logit_transform(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, hint: str = HINT) -> LogitTransform:
     """Return how `model` computes logits from its last hidden state. Raises UserError if it does anything else."""
-    head, seen = check_plain_head(model, origin, hint), {}
+    head = check_plain_head(model, origin, hint)
+    seen = {}
 
     def keep_hidden(module: nn.Module, args: tuple, output: tuple) -> None:
         seen["backbone"] = output[0]

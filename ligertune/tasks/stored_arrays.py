@@ -22,7 +22,8 @@ def map_array(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np
     """Memory-map an array of this dtype and shape. Raises DamagedFileError for any other file, and OSError."""
     with open_regular(path) as file:
         found_shape, is_fortran, found = _read_header(file)
-        start, size = file.tell(), file.seek(0, 2)
+        start = file.tell()
+        size = file.seek(0, 2)
     if found != np.dtype(dtype) or is_fortran:
         raise DamagedFileError(f"holds {str(found)[:40]} values, and must hold {np.dtype(dtype)} ones, row by row")
     if found_shape != shape:
@@ -54,10 +55,12 @@ class RowWriter:
     """Writes the rows of an array (count, columns) to a new .npy file, in any order."""
 
     def __init__(self, file: BinaryIO, dtype: type[np.generic], count: int, columns: int) -> None:
-        self._file, self._dtype = file, np.dtype(dtype)
+        self._file = file
+        self._dtype = np.dtype(dtype)
         header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (count, columns)}
         np.lib.format.write_array_header_1_0(file, header)
-        self._start, self._row_bytes = file.tell(), columns * self._dtype.itemsize
+        self._start = file.tell()
+        self._row_bytes = columns * self._dtype.itemsize
 
     def write(self, places: np.ndarray, rows: np.ndarray) -> None:
         """Write rows at these indices. Raises OSError on a full disk, at the latest when the file is closed."""

@@ -29,7 +29,8 @@ from ligertune.train.optim.algorithms import KernelAdamW
 
 # The largest relative differences of (logits, loss) between a row computed in parts and as a whole. bfloat16 rounds
 # attention's other order of summation; a part without its labels would miss at least 1 / C of them, 3 %.
-EXACT, ROUNDED = (1e-4, 1e-4), (3e-2, 5e-3)
+EXACT = (1e-4, 1e-4)
+ROUNDED = (3e-2, 5e-3)
 
 
 def why_not_padding_free(plan: Plan, model: PreTrainedModel) -> str | None:
@@ -91,7 +92,9 @@ class FiniteLossCheck:
     """
 
     def __init__(self, output_dir: Path, batcher: Batcher, *, rank: int) -> None:
-        self._output_dir, self._batcher, self._rank = output_dir, batcher, rank
+        self._output_dir = output_dir
+        self._batcher = batcher
+        self._rank = rank
         self._steps: list[tuple[int, Tensor, Sequence[Sequence[np.ndarray]]]] = []
 
     def add(self, step: int, loss_sum: Tensor, micro_batches: Sequence[Sequence[np.ndarray]]) -> None:
@@ -166,7 +169,8 @@ def explain_out_of_memory(plan: Plan) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         requested = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
-        peak, expected = plan.peak, ""
+        peak = plan.peak
+        expected = ""
         if peak is not None:
             parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in peak.parts().items() if size)
             expected = f" The plan expects {peak.total / 2**30:.2f} GiB: {parts}."

@@ -43,7 +43,8 @@ class CudaGraphedStep:
     """
 
     def __init__(self, step: Step, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        self._step, self._device = step, device
+        self._step = step
+        self._device = device
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graphs: dict[tuple, _Graph] = {}
         self._seen: set[tuple] = set()
@@ -96,7 +97,8 @@ class CudaGraphedStep:
         """Keep the gradients of the overwriting graph; check that an adding graph has found all of them."""
         found = [(p, p.grad) for p in self._parameters if p.grad is not None]
         if overwrites:
-            self._overwriting, self._gradients = shapes, found
+            self._overwriting = shapes
+            self._gradients = found
         elif len(found) != len(self._gradients):
             numbers = f"{len(found)} parameters got a gradient of one batch, {len(self._gradients)} of another."
             raise UserError(f"train.cuda_graphs: {numbers}", hint=HINT, exit_code=1)

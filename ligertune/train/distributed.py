@@ -48,8 +48,10 @@ def start_accelerator(plan: Plan) -> Accelerator:
     """
     # save_state warns of every tied weight, although it saves each once and ties them again on loading.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    on_cpu, zero = plan.machine.vendor == "cpu", plan.strategy in ZERO_STAGES
-    hsdp, fsdp = _hsdp_config(plan), fsdp_plugin(plan)
+    on_cpu = plan.machine.vendor == "cpu"
+    zero = plan.strategy in ZERO_STAGES
+    hsdp = _hsdp_config(plan)
+    fsdp = fsdp_plugin(plan)
     _clear_launcher_environment(plan)
     # An earlier run in this process may have used another precision and destroyed its process group.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
@@ -193,7 +195,8 @@ class ProcessGroupTimeout:
         seconds: int,
         context_parallel: ContextParallelSplit | None = None,
     ) -> None:
-        self._accelerator, self._step_timeout = accelerator, timedelta(seconds=seconds)
+        self._accelerator = accelerator
+        self._step_timeout = timedelta(seconds=seconds)
         self._groups = _process_groups(model) if accelerator.num_processes > 1 else []
         self._groups += [] if context_parallel is None else [context_parallel.group]
         self._set(LONG_TIMEOUT)  # the groups of a device mesh start with torch's default of 10 minutes

@@ -40,14 +40,18 @@ def evaluate(
     ranks. Where kernels compute the loss in the output head, no logits are made.
     """
     loss_inputs = task.inputs(batcher.examples, np.arange(len(batcher.examples)))
-    rank, world = accelerator.process_index // plan.batching.cp_size, plan.batching.row_ranks
-    lengths, size = batcher.examples.lengths, plan.batching.eval_batch_size
+    rank = accelerator.process_index // plan.batching.cp_size
+    world = plan.batching.row_ranks
+    lengths = batcher.examples.lengths
+    size = plan.batching.eval_batch_size
     # Packs as in training, or single examples, longest first: little padding, and an early out-of-memory.
     rows = pack(lengths, plan.rows.length) if plan.rows.packed else np.argsort(-lengths, kind="stable")[:, None]
     if batcher.images is not None and batcher.images.family.layout == "tiles":
         size = 1  # a batch must hold equally many images in each row
-    loss_sum, throttle = torch.zeros((), device=accelerator.device, dtype=torch.float32), HostThrottle(accelerator)
-    found, of_training = None, task.measures.take()
+    loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
+    throttle = HostThrottle(accelerator)
+    found = None
+    of_training = task.measures.take()
     model.eval()
     with torch.no_grad(), loss_only():
         for start in range(0, len(rows), size * world):
@@ -75,7 +79,10 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int | None = None, losses: Sequence[float] = (), *, threshold: float = 0.0) -> None:
-        self.patience, self.threshold, self.best, self.since_best = patience, threshold, math.inf, 0
+        self.patience = patience
+        self.threshold = threshold
+        self.best = math.inf
+        self.since_best = 0
         for loss in losses:
             self.add(loss)
 

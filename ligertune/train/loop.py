@@ -97,7 +97,10 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     The loss of a step is the sum over the trained tokens of the global batch divided by their number (`loss_inputs`),
     however the batch is divided into micro-batches and ranks.
     """
-    plan, meter, logger, model = training.plan, training.meter, training.logger, training.model
+    plan = training.plan
+    meter = training.meter
+    logger = training.logger
+    model = training.model
     loss_sum = torch.zeros((), device=training.accelerator.device)
     state = TrainState(training.resumed_from, plan.schedule.total_steps, training.early_stopping, loss_sum)
     model.train()
@@ -109,7 +112,8 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
             run_evaluation(training, state, stop)
         phases.begin("first step")  # an evaluation before training belongs to the preparations
         while not state.done:
-            micro_batches, work = training.micro_batches(state.step), training.work(state.step)
+            micro_batches = training.micro_batches(state.step)
+            work = training.work(state.step)
             rate = training.rates.at(state.step)
             set_learning_rate(training.optimizer, rate)
             loss_inputs = training.loss_inputs(state.step)
@@ -162,7 +166,9 @@ def end_first_step(training: Training, state: TrainState, phases: Phases) -> Non
 
 def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> None:
     """Evaluate, log the loss, keep the best weights, and answer `eval.sample_prompts`."""
-    plan, accelerator, model = training.plan, training.accelerator, training.model
+    plan = training.plan
+    accelerator = training.accelerator
+    model = training.model
     training.logger.flush()
     training.display.begins("evaluating")
     with training.meter.paused(), training.timeout.extended():
@@ -208,8 +214,13 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
     """Load the best model if asked, and collect what the report needs. All ranks call it."""
     stop.hold(WRITING)
     gc.unfreeze()
-    plan, accelerator, early_stopping = training.plan, training.accelerator, state.early_stopping
-    meter, notes, best_weights, losses = training.meter, training.notes, None, loss_counts(training.model)
+    plan = training.plan
+    accelerator = training.accelerator
+    early_stopping = state.early_stopping
+    meter = training.meter
+    notes = training.notes
+    best_weights = None
+    losses = loss_counts(training.model)
     if early_stopping.should_stop and not state.stopping:
         notes += (
             f"stopped early at step {state.step}: {early_stopping.patience} evaluations without a loss below "

@@ -96,7 +96,8 @@ class Meter:
 
     def lap(self) -> Lap:
         """Return the work since the last lap, without a synchronisation."""
-        lap, self._lap = self._lap, Lap(self._now())
+        lap = self._lap
+        self._lap = Lap(self._now())
         lap.end = self._lap.start
         return lap
 

@@ -90,7 +90,8 @@ class MetricsLogger(contextlib.AbstractContextManager):
         sums = torch.cat([loss_sum[None], measured.flatten().to(loss_sum)])
         numbers = [reduce_sum(self.accelerator, sums)]
         numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)[None]]
-        lap, peak = self.meter.lap(), {"kind": self.meter.memory_kind, **self.meter.peak_memory()}
+        lap = self.meter.lap()
+        peak = {"kind": self.meter.memory_kind, **self.meter.peak_memory()}
         self._pending = _Record(step, learning_rate, HostCopy(torch.cat(numbers)), lap, peak)
         if loss_sum.device.type == "cpu":  # the host does not run ahead of a CPU
             self.flush()
@@ -99,7 +100,8 @@ class MetricsLogger(contextlib.AbstractContextManager):
         """Write the recorded line, if there is one. Raises UserError if its loss is not finite."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if not math.isfinite(float(pending.numbers.read()[0])):
             raise self.loss_check.error()
         self.loss_check.forget()
@@ -107,11 +109,17 @@ class MetricsLogger(contextlib.AbstractContextManager):
 
     def _line(self, record: _Record) -> dict:
         """Return the line of metrics.jsonl for the steps of a lap."""
-        numbers, n_measures = record.numbers.read(), len(self.measures.names)
-        loss_sum, norm = float(numbers[0]), numbers[1 + 2 * n_measures :].tolist()
+        numbers = record.numbers.read()
+        n_measures = len(self.measures.names)
+        loss_sum = float(numbers[0])
+        norm = numbers[1 + 2 * n_measures :].tolist()
         measured = numbers[1 : 1 + 2 * n_measures].view(2, n_measures)
-        plan, step, counts, seconds = self.plan, record.step, record.lap.counts, record.lap.seconds()
-        rows, per_second = plan.rows.count, counts.images / seconds
+        plan = self.plan
+        step = record.step
+        counts = record.lap.counts
+        seconds = record.lap.seconds()
+        rows = plan.rows.count
+        per_second = counts.images / seconds
         images = {"images": counts.images, "image_tokens": counts.image_tokens, "images_per_second": per_second}
         return {
             "step": step,
@@ -144,7 +152,8 @@ def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
     trackers = [name for name in plan.logging.report_to if name != "jsonl"]
     if not trackers or not accelerator.is_main_process:
         return
-    name, folder = run_name(plan), plan.output_dir / "trackers"
+    name = run_name(plan)
+    folder = plan.output_dir / "trackers"
     was_there = folder.exists()
     try:
         accelerator.init_trackers(name, config=_flatten(plan.settings), init_kwargs={"wandb": {"name": name}})
@@ -179,7 +188,8 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
 
     `profile/trace.json` opens in Perfetto and chrome://tracing. `profile/memory.pickle` is written on CUDA only.
     """
-    options, folder = plan.measurement, plan.output_dir / PROFILE_FOLDER
+    options = plan.measurement
+    folder = plan.output_dir / PROFILE_FOLDER
     snapshot = options.memory_snapshot and accelerator.device.type == "cuda"
     if not accelerator.is_main_process or not (options.profile_steps or snapshot):
         yield lambda: None
@@ -201,7 +211,8 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
 
 
 def _start_profiler(plan: Plan, stack: contextlib.ExitStack, path: Path) -> Callable[[], None]:
-    skipped, active = plan.measurement.warmup_steps, plan.measurement.profile_steps
+    skipped = plan.measurement.warmup_steps
+    active = plan.measurement.profile_steps
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler = torch.profiler.profile(

@@ -55,10 +55,8 @@ def preview_model(
 
     device: the type of device that the run will use. Raises UserError for settings that the model does not support.
     """
-    implementation, head_notes = (
-        attention.implementation or options.model.attn_implementation,
-        _head_notes(options, config),
-    )
+    implementation = attention.implementation or options.model.attn_implementation
+    head_notes = _head_notes(options, config)
     original = copy.deepcopy(config)  # building a model changes it
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
     carried = find_carried(options.model, original, model)
@@ -70,7 +68,8 @@ def preview_model(
     checkpointing = options.execution.gradient_checkpointing
     if checkpointing in ("offload_gate", "offload_both"):
         require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
-    implementation, notes = model.config._attn_implementation, (*head_notes, *_adapter_notes(options, model))
+    implementation = model.config._attn_implementation
+    notes = (*head_notes, *_adapter_notes(options, model))
     notes += _carried_notes(options, carried)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     kernels += (*_adapter_lines(options, model), *([mlps.line()] if float8 is True else []))
@@ -96,8 +95,10 @@ def trained_model(
     Also return the plan. It is another one, with padded batches, if the plan chose padding-free batches by itself and
     documents of a row influence each other in this model. change: called with the patched model, for comparisons.
     """
-    options, execution = plan.build, plan.build.execution
-    dtype, quantization = getattr(torch, plan.precision.weights), quantization_of(config)
+    options = plan.build
+    execution = plan.build.execution
+    dtype = getattr(torch, plan.precision.weights)
+    quantization = quantization_of(config)
     original = copy.deepcopy(config)  # building a model changes it
     model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
     if change is not None:
@@ -158,8 +159,11 @@ def _carried_notes(options: BuildOptions, carried: CarriedTensors | None) -> tup
 
 def _base_of(plan: Plan, quantization: str | None) -> TrainedBase:
     """Return the record of the base model that was loaded. quantization: of its files."""
-    options, spec = plan.build, plan.build.model
-    folder, fingerprint, revision = Path(spec.model_name_or_path).expanduser(), None, None
+    options = plan.build
+    spec = plan.build.model
+    folder = Path(spec.model_name_or_path).expanduser()
+    fingerprint = None
+    revision = None
     if not folder.is_dir():
         snapshot = hub_snapshot(spec.model_name_or_path, spec.revision)
         revision = spec.revision if snapshot is None else snapshot.name

@@ -21,17 +21,21 @@ class EmbeddingNoise:
     """Adds noise to the outputs of `embedding` inside of `of_batch`. alpha: as above."""
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
-        self._alpha, self._is_on, self._places = alpha, False, None
+        self._alpha = alpha
+        self._is_on = False
+        self._places = None
         embedding.register_forward_hook(self._add_noise)
 
     @contextlib.contextmanager
     def of_batch(self, batch: Mapping[str, Any]) -> Iterator[None]:
         """Add noise in the forward of a collator's batch. `document_places` (2, T) gives its documents, if any."""
-        self._is_on, self._places = True, batch.get("document_places")
+        self._is_on = True
+        self._places = batch.get("document_places")
         try:
             yield
         finally:
-            self._is_on, self._places = False, None
+            self._is_on = False
+            self._places = None
 
     def _add_noise(self, module: nn.Module, inputs: tuple, embedded: Tensor) -> Tensor | None:
         if not (self._is_on and module.training):

@@ -84,10 +84,12 @@ class Training:
     def __init__(
         self, job: Job, accelerator: Accelerator, model: nn.Module, *, show: Callable[[dict], None], display: Display
     ) -> None:
-        plan, self.display = job.plan, display
+        plan = job.plan
+        self.display = display
         save_only_what_trains(accelerator, model)
         save_float8_scales(accelerator, model)
-        self.plan, self.accelerator = plan, accelerator
+        self.plan = plan
+        self.accelerator = accelerator
         self.task = choose_task(plan, model)
         self.expert_load = None if plan.build.task == "medusa" else ExpertLoad(model)
         self.model, self.optimizer = _prepare(plan, accelerator, model)
@@ -96,7 +98,8 @@ class Training:
         self.order = _data_order(plan, job.data.train, job.images)
         self.batcher, self.eval_batcher = _batchers(job, accelerator, self.order, self.task)
         check_context_parallel(plan, self.model, self.batcher, vocab_size=self.task.shape.vocab_size)
-        self.task.resumed, self.task.say = self.resumed_from > 0, display.begins
+        self.task.resumed = self.resumed_from > 0
+        self.task.say = display.begins
         self.task.prepare(self.model, [b for b in (self.batcher, self.eval_batcher) if b is not None])
         self.saver = Saver(accelerator, plan, self.model, self.optimizer)
         self.meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
@@ -106,7 +109,8 @@ class Training:
         self.timeout = ProcessGroupTimeout(accelerator, self.model, plan.parallel.timeout, context_parallel)
         self.answer = _sample_answers(job)
 
-        metrics_path, is_main = plan.output_dir / "metrics.jsonl", accelerator.is_main_process
+        metrics_path = plan.output_dir / "metrics.jsonl"
+        is_main = accelerator.is_main_process
         metrics = MetricsFile(metrics_path, resumed_from=self.resumed_from, enabled=is_main)
         eval_losses, has_last = _earlier_evaluations(accelerator, metrics, self.resumed_from)
         self.early_stopping = EarlyStopping(
@@ -129,7 +133,8 @@ class Training:
 
     def _work_before(self, lines: list[dict]) -> Counts:
         """Return the tokens of the steps before a resume: the logged ones, and counted those that no line contains."""
-        total, logged = Counts(), [line for line in lines if "loss" in line]
+        total = Counts()
+        logged = [line for line in lines if "loss" in line]
         for line in logged:
             total.add(Counts(**{name: line.get(name, 0) for name in ("tokens", "padded_tokens", "trained_tokens")}))
         for step in range(logged[-1]["step"] if logged else 0, self.resumed_from):
@@ -152,7 +157,8 @@ class Training:
 
     def work(self, step: int) -> Counts:
         """Return the work of `step` over all ranks: every rank knows every length."""
-        rows, batcher = self.order.step(step), self.batcher
+        rows = self.order.step(step)
+        batcher = self.batcher
         size = self.order.batching.micro_batch_size
         indices = np.concatenate(rows)
         tokens = int(batcher.examples.lengths[indices].sum())
@@ -241,7 +247,9 @@ def _batchers(
     job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByImageCount, task: Task
 ) -> tuple[Batcher, Batcher | None]:
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
-    plan, data, images = job.plan, job.data, job.images
+    plan = job.plan
+    data = job.data
+    images = job.images
     prefetchers = [None if images is None else ImagePrefetcher(images) for _ in range(2)]
     batcher = Batcher(
         data.train,

@@ -31,7 +31,10 @@ class TrainStep:
     def __init__(
         self, plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task
     ) -> None:
-        self._plan, self._accelerator, self._model, self._optimizer = plan, accelerator, model, optimizer
+        self._plan = plan
+        self._accelerator = accelerator
+        self._model = model
+        self._optimizer = optimizer
         self._task = task
         self._deterministic = plan.build.execution.full_determinism
         self._parameters: tuple[nn.Parameter, ...] = ()
@@ -88,7 +91,8 @@ class TrainStep:
 
     def _update(self) -> Tensor | None:
         """Clip the gradients and step the optimizer; return the norm before clipping."""
-        grad_norm, max_norm = None, self._plan.optimizer.max_grad_norm
+        grad_norm = None
+        max_norm = self._plan.optimizer.max_grad_norm
         if not uses_deepspeed(self._accelerator):  # DeepSpeed has stepped in the backward and freed the gradients
             check_gradients(self._optimizer)
         if max_norm > 0:
@@ -120,6 +124,7 @@ class HostThrottle:
         """Return whether all ranks stop after this step. stop: this rank has received a signal."""
         # torch.full launches a kernel; torch.tensor would copy from the host, which synchronises.
         flag = torch.full((), float(stop), device=self._accelerator.device)
-        before, self._before = self._before, HostCopy(reduce_sum(self._accelerator, flag))
+        before = self._before
+        self._before = HostCopy(reduce_sum(self._accelerator, flag))
         late = before is not None and bool(before.read() > 0)
         return late if self._accelerator.num_processes > 1 else stop

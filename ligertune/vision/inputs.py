@@ -88,11 +88,13 @@ def section_positions(is_image: np.ndarray, grids: Sequence[Grid]) -> np.ndarray
     is_image (T,) bool; grids: (height, width) in tokens of each image, in order. Raises ValueError if they differ.
     """
     places = np.empty((3, len(is_image)), dtype=np.int64)
-    tokens, sizes = np.flatnonzero(is_image), [height * width for height, width in grids]
+    tokens = np.flatnonzero(is_image)
+    sizes = [height * width for height, width in grids]
     if sum(sizes) != len(tokens):
         raise ValueError(f"images of {sizes} tokens, but {len(tokens)} image tokens in the text")
     starts = tokens[np.cumsum([0, *sizes])[:-1]].tolist()
-    done, place = 0, 0
+    done = 0
+    place = 0
     for start, (height, width) in zip(starts, grids, strict=True):
         places[:, done:start] = np.arange(place, place + start - done)
         place += start - done
@@ -100,7 +102,8 @@ def section_positions(is_image: np.ndarray, grids: Sequence[Grid]) -> np.ndarray
         places[0, start:end] = place
         places[1, start:end] = place + np.repeat(np.arange(height), width)
         places[2, start:end] = place + np.tile(np.arange(width), height)
-        done, place = end, place + max(height, width)
+        done = end
+        place = place + max(height, width)
     places[:, done:] = np.arange(place, place + len(is_image) - done)
     return places
 

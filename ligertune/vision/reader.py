@@ -67,7 +67,8 @@ class ImageReader:
         """Return (height, width) in tokens of an image in pixels; for models with patches."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        unit, limits = self.patch * self.merge, self.options["size"]
+        unit = self.patch * self.merge
+        limits = self.options["size"]
         resized = smart_resize(height, width, unit, limits["shortest_edge"], limits["longest_edge"])
         return resized[0] // unit, resized[1] // unit
 
@@ -169,13 +170,17 @@ def _size_settings(family: Family, vision: VisionOptions, config: PreTrainedConf
             )
     if family.layout == "tiles":
         return {"options": {"max_image_tiles": int(tower.max_num_tiles)}, "fixed_tokens": 1}
-    side, patch = int(tower.image_size), int(tower.patch_size)
+    side = int(tower.image_size)
+    patch = int(tower.patch_size)
     if family.token_types:
-        tokens, options = int(config.mm_tokens_per_image), {"do_pan_and_scan": False}
+        tokens = int(config.mm_tokens_per_image)
+        options = {"do_pan_and_scan": False}
         settings = {"image_seq_length": tokens}
     else:
         strategy = config.vision_feature_select_strategy
-        tokens, options = (side // patch) ** 2 + (strategy != "default"), {}  # "full" keeps the class token
+        # "full" keeps the class token
+        tokens = (side // patch) ** 2 + (strategy != "default")
+        options = {}
         settings = {"patch_size": patch, "num_additional_image_tokens": 1, "vision_feature_select_strategy": strategy}
     return {"options": options, "fixed_tokens": tokens, "saved_settings": settings, "side": side}
 

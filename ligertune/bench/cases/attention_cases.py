@@ -14,7 +14,10 @@ from ligertune.attention.flash import flash_varlen
 from ligertune.attention.sdpa import deterministic_backward
 from ligertune.bench.case import Case, OpBenchmark, Provider, Tensors, Work, function
 
-HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # those of Llama-3-8B
+# those of Llama-3-8B
+HEADS = 32
+KEY_VALUE_HEADS = 8
+HEAD_DIM = 128
 
 
 def _inputs(case: Case, device: torch.device) -> Tensors:
@@ -31,7 +34,8 @@ def _work(case: Case) -> Work:
     documents, length = case.sizes
     product = documents * length * (length + 1) * HEADS * HEAD_DIM  # two FLOPs for half of the pairs
     one = documents * length * HEAD_DIM * case.dtype.itemsize
-    read, written = (HEADS + 2 * KEY_VALUE_HEADS) * one, HEADS * one
+    read = (HEADS + 2 * KEY_VALUE_HEADS) * one
+    written = HEADS * one
     return Work((read + written, 2.0 * (read + written)), (2.0 * product, 5.0 * product))
 
 

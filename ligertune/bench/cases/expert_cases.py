@@ -19,7 +19,10 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from ligertune.bench.case import Case, OpBenchmark, Outputs, Provider, Tensors, Work, providers_of
 
 # (X, K, E, F): Mixtral, Qwen3-30B-A3B, gpt-oss-20b, and 64 of the 256 experts of DeepSeek-V3, which fit in float64
-MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = (8, 2, 4096, 14336), (128, 8, 2048, 768), (32, 4, 2880, 2880), (64, 8, 7168, 2048)
+MIXTRAL = (8, 2, 4096, 14336)
+QWEN3 = (128, 8, 2048, 768)
+GPT_OSS = (32, 4, 2880, 2880)
+DEEPSEEK = (64, 8, 7168, 2048)
 CLAMPED = {"activation": GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0), "layout": ExpertLayout(True, True)}
 
 
@@ -58,12 +61,17 @@ def _plain(case: Case, args: Tensors) -> Callable[..., Outputs]:
 class _Experts(torch.nn.Module):
     """What transformers' implementations read of a module of experts."""
 
-    has_gate, has_bias, _is_expert_parallel, has_post_expert_norm = True, False, False, False
+    has_gate = True
+    has_bias = False
+    _is_expert_parallel = False
+    has_post_expert_norm = False
 
     def __init__(self, case: Case, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.num_experts, self.clamped = case.sizes[1], bool(_options(case))
-        self.is_transposed, self.is_concatenated = self.clamped, not self.clamped
+        self.num_experts = case.sizes[1]
+        self.clamped = bool(_options(case))
+        self.is_transposed = self.clamped
+        self.is_concatenated = not self.clamped
         # Plain attributes, so that the gradients are those of the arguments.
         self.__dict__.update(gate_up_proj=gate_up, down_proj=down)
 
@@ -71,7 +79,8 @@ class _Experts(torch.nn.Module):
         if not self.clamped:
             gate, up = both.chunk(2, dim=-1)
             return F.silu(gate) * up
-        gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+        gate = both[..., ::2].clamp(max=7.0)
+        up = both[..., 1::2].clamp(-7.0, 7.0)
         return (up + 1.0) * gate * torch.sigmoid(1.702 * gate)
 
 

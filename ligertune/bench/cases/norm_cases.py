@@ -73,7 +73,8 @@ def _row_norm(
 
     eager: what transformers' models use, if it is not torch's function.
     """
-    kernel, rows = getattr(kernels, op), args[: args.index("weight")]
+    kernel = getattr(kernels, op)
+    rows = args[: args.index("weight")]
     return OpBenchmark(
         op=op,
         dims=("N", "E"),

@@ -24,7 +24,10 @@ from ligertune.bench.case import (
     providers_of,
 )
 
-HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128  # those of Llama-3-8B
+# those of Llama-3-8B
+HEADS = 32
+KEY_VALUE_HEADS = 8
+HEAD_DIM = 128
 
 
 def _as_projected(t: torch.Tensor) -> torch.Tensor:
@@ -60,7 +63,8 @@ ROPE = OpBenchmark(
 
 def _gated(op: str, activation: str, width: int, rows: tuple[int, ...]) -> OpBenchmark:
     """Return the benchmark of act(gate) · up, as between the projections of Llama's or Gemma's MLP."""
-    kernel, act = getattr(kernels, op), ACT2FN[activation]
+    kernel = getattr(kernels, op)
+    act = ACT2FN[activation]
 
     def inputs(case: Case, device: torch.device) -> Tensors:
         return tuple(torch.randn(case.sizes, dtype=case.dtype, device=device, requires_grad=True) for _ in range(2))
@@ -100,7 +104,8 @@ def _embedding_inputs(case: Case, device: torch.device) -> Tensors:
 
 def _embedding_work(case: Case) -> Work:
     n_tokens, width, vocab_size = (float(size) for size in case.sizes)
-    rows, table = n_tokens * width * case.dtype.itemsize, vocab_size * width * case.dtype.itemsize
+    rows = n_tokens * width * case.dtype.itemsize
+    table = vocab_size * width * case.dtype.itemsize
     return Work((2.0 * rows, rows + table))
 
 
@@ -277,7 +282,8 @@ _EAGER_SWIGLU_FLOAT8 = _both_directions(kernels.swiglu_float8_reference, swiglu_
 
 def _swiglu_float8_truth(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the copies as torch rounds them, first to bfloat16, which holds the inputs exactly."""
-    matrices, scales = (t.to(torch.bfloat16) for t in args[:3]), (t.float() for t in args[3:])
+    matrices = (t.to(torch.bfloat16) for t in args[:3])
+    scales = (t.float() for t in args[3:])
     return tuple(copy.double() for copy in _EAGER_SWIGLU_FLOAT8(*matrices, *scales))
 
 

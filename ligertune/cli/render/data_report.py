@@ -21,7 +21,9 @@ BAR = 40  # characters of the histogram's longest bar
 INVISIBLE = [*range(0x200B, 0x2010), *range(0x2060, 0x2070), 0xFEFF]
 JOINER = 0x200D  # joins emoji, which stay readable
 VISIBLE = {code: f"\u27e8U+{code:04X}\u27e9" for code in INVISIBLE if code != JOINER}
-WIDTH, HEIGHT = 720, 180  # pixels of the page's histogram, without its labels
+# pixels of the page's histogram, without its labels
+WIDTH = 720
+HEIGHT = 180
 
 
 def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) -> None:
@@ -60,7 +62,8 @@ def _marked(shown: PreviewExample, *, colour: bool) -> Text:
 
 def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[tuple[str, str]]:
     """Return (name, value) rows about data sets and tokens; with_counts: also about dropped and repaired rows."""
-    report, lengths = summary["report"], summary["lengths"]
+    report = summary["report"]
+    lengths = summary["lengths"]
     rows = _data_sets(report)
     if labels := summary["labels"]:
         noun = "number" if labels["problem_type"] == "regression" else "label"
@@ -93,7 +96,8 @@ def _answers(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a row for the chosen and the rejected answers of pairs, or for each label."""
     rows = []
     for name, part in summary["answers"].items():
-        count, tokens = plural(part["examples"], "answer"), part["tokens"]
+        count = plural(part["examples"], "answer")
+        tokens = part["tokens"]
         rows.append((name, f"{count}, {tokens} tokens with the prompts, {part['trained_tokens']} trained"))
     return rows
 
@@ -123,13 +127,17 @@ def _reasons(name: str, report: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def histogram_rows(lengths: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a row per bin: its lengths, a bar and a count. Consecutive empty bins are one row."""
-    counts, edges = lengths["counts"], lengths["edges"]
-    most, ends = max(counts), [*(first - 1 for first in edges[1:]), lengths["max"]]
+    counts = lengths["counts"]
+    edges = lengths["edges"]
+    most = max(counts)
+    ends = [*(first - 1 for first in edges[1:]), lengths["max"]]
     rows = []
     bins = zip(edges, ends, counts, strict=True)
     for _, run in groupby(enumerate(bins), key=lambda item: item[0] if item[1][2] else "empty"):
         members = [values for _, values in run]
-        first, last, count = members[0][0], members[-1][1], members[0][2]
+        first = members[0][0]
+        last = members[-1][1]
+        count = members[0][2]
         bar = "█" * round(BAR * count / most)
         rows.append((f"{first} to {last}" if last > first else str(first), f"{bar} {count}".strip()))
     return rows
@@ -221,8 +229,10 @@ def _visible(value: Any) -> Any:
 
 def _bars(lengths: dict[str, Any]) -> dict[str, Any]:
     """Return the bars in pixels and the labels of the axis."""
-    counts, edges = lengths["counts"], lengths["edges"]
-    width, most = WIDTH / len(counts), max(counts)
+    counts = lengths["counts"]
+    edges = lengths["edges"]
+    width = WIDTH / len(counts)
+    most = max(counts)
     bin_width = edges[1] - edges[0] if len(edges) > 1 else 1
     bars = [
         {

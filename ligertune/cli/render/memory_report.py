@@ -41,7 +41,8 @@ def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
 
 def show_contexts(plan: Plan, found: Iterable[LongContext]) -> None:
     """Print the longest row of each way to save memory, and the lines of the recipe for the longest."""
-    found, where = [one for one in found if one.tokens], format_bytes(plan.machine.memory_bytes)
+    found = [one for one in found if one.tokens]
+    where = format_bytes(plan.machine.memory_bytes)
     if not found:
         sentence(f"\nNot even a row of a few hundred tokens fits in {where}.")
         return
@@ -63,7 +64,8 @@ def _context_row(settings: dict, found: LongContext) -> tuple[str, str]:
 def _fit_lines(plan: Plan, fit: Fit) -> Iterable[str]:
     """Yield what fits in the device's memory, and the lines of the recipe that use it."""
     how = f"{'with' if fit.checkpointing else 'without'} checkpointing"
-    where, length = f"in {format_bytes(plan.machine.memory_bytes)}", f"{plan.row_length:,} tokens"
+    where = f"in {format_bytes(plan.machine.memory_bytes)}"
+    length = f"{plan.row_length:,} tokens"
     if not fit.micro_batch_size:
         yield f"Not even one row of {length} fits {where} {how}."
     else:

@@ -19,7 +19,10 @@ from ligertune.progress import Display
 
 REFRESHES = 5  # drawings per second
 PATH = 24  # characters of a data set's path
-BAR_OF_DATA, ELAPSED, RATE = 70, 70, 90  # columns of the smallest terminal that shows them
+# columns of the smallest terminal that shows them
+BAR_OF_DATA = 70
+ELAPSED = 70
+RATE = 90
 # Styles of logged lines, widest first: separator, short labels, decimals of the loss.
 STYLES = (("  ", False, 4), ("  ", True, 4), (" ", True, 3))
 
@@ -32,7 +35,9 @@ class RemainingTime:
     """
 
     def __init__(self, total_steps: int, warmup_steps: int) -> None:
-        self.total_steps, self._warmup_steps, self._seen = total_steps, warmup_steps, 0
+        self.total_steps = total_steps
+        self._warmup_steps = warmup_steps
+        self._seen = 0
         self._first = self._last = (0, 0.0)  # (step, seconds)
         self.step_seconds: float | None = None
 
@@ -77,7 +82,8 @@ class RunDisplay(Progress, Display):
     """What a command does, while it does it. enabled: False shows nothing, for ranks other than the first."""
 
     def __init__(self, *, enabled: bool = True) -> None:
-        self._enabled, self._is_live = enabled, enabled and OUTPUT.console.is_terminal
+        self._enabled = enabled
+        self._is_live = enabled and OUTPUT.console.is_terminal
         super().__init__(
             console=OUTPUT.console, transient=True, disable=not self._is_live, refresh_per_second=REFRESHES
         )
@@ -160,7 +166,8 @@ class RunDisplay(Progress, Display):
 
     def _logged(self, line: dict) -> str:
         """Return the numbers of a line, in the widest style that fits; an evaluation has that of the line above it."""
-        total, left = self._remaining.total_steps, self._remaining.seconds(time.perf_counter())
+        total = self._remaining.total_steps
+        left = self._remaining.seconds(time.perf_counter())
         if "loss" in line:
             lengths = [len(separator.join(_fields(line, total, *style))) for separator, *style in STYLES]
             self._style = next((i for i, length in enumerate(lengths) if length <= self.console.width), -1)
@@ -181,7 +188,8 @@ class RunDisplay(Progress, Display):
 def _fields(line: dict, total: int, short: bool, decimals: int) -> list[str]:
     """Return the parts of a logged line, each as wide in every line of a run."""
     step = f"{line['step']:>{len(str(total))}}/{total}"
-    step, loss = step if short else f"step {step}", line.get("loss", line.get("eval_loss"))
+    step = step if short else f"step {step}"
+    loss = line.get("loss", line.get("eval_loss"))
     fields = [step, f"loss {loss:{decimals + 3}.{decimals}f}"]
     found = (line.get(f"{kind}{name}") for name in ("rewards/accuracies", "accuracy") for kind in ("", "eval_"))
     accuracy = next((value for value in found if value is not None), None)
@@ -189,10 +197,12 @@ def _fields(line: dict, total: int, short: bool, decimals: int) -> list[str]:
         fields.append(f"{'acc' if short else 'accuracy'} {accuracy:.2f}")
     if "eval_loss" in line:
         return [*fields, "on the evaluation data"]
-    norm, memory = line["grad_norm"], line["peak_memory"]["allocated_run"]
+    norm = line["grad_norm"]
+    memory = line["peak_memory"]["allocated_run"]
     if norm is not None:
         fields.append(f"norm {norm:5.2f}" if short else f"grad norm {norm:6.2f}")
-    rate, speed = line["learning_rate"], f"{format_count(line['tokens_per_second']):>5}"
+    rate = line["learning_rate"]
+    speed = f"{format_count(line['tokens_per_second']):>5}"
     if short:
         return [*fields, f"lr {rate:.1e}", f"{speed} tok/s", f"{memory / 2**30:4.1f}G"]
     # on a CPU it is the memory of the process, not that of tensors

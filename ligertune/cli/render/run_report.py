@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def show_plan(plan: Plan) -> None:
     """Print the plan, before anything is trained."""
-    batching, schedule, data = plan.batching, plan.schedule, plan.data
+    batching = plan.batching
+    schedule = plan.schedule
+    data = plan.data
     place = "in host memory for each device" if plan.parallel.cpu_offload else "on each device"
     group = ("process", "processes")
     if batching.cp_size > 1:
@@ -97,7 +99,8 @@ def _predicted(plan: Plan) -> str:
         from ligertune.planning.memory.activation_policy import why_not_predicted
 
         return f"not predicted: {why_not_predicted(plan.build.task)}"
-    total, available = format_bytes(plan.peak.total), format_bytes(plan.machine.memory_bytes)
+    total = format_bytes(plan.peak.total)
+    available = format_bytes(plan.machine.memory_bytes)
     if plan.machine.vendor == "cpu":
         return f"{total} of tensors predicted, of {available} of host memory; Python and torch themselves take more"
     return f"{total} predicted of {available} on each device"
@@ -124,7 +127,8 @@ def _dataset(plan: Plan) -> str:
 
 def _batch(plan: Plan) -> str:
     """Return the global batch size, what it counts, and how rows are made."""
-    rows, size = plan.rows, plan.batching.global_batch_size
+    rows = plan.rows
+    size = plan.batching.global_batch_size
     if not rows.packed:
         words = [plural(size, rows.example_noun) + " per step"]
         words += ["grouped by length"] if rows.kind == "grouped" else []
@@ -137,7 +141,8 @@ def _batch(plan: Plan) -> str:
 
 def _evaluation_loss(report: Report) -> str:
     """Return the evaluation losses before and after training, which are of the same rows, and the last measures."""
-    before, after = report.eval_loss_before_training, report.eval_loss
+    before = report.eval_loss_before_training
+    after = report.eval_loss
     words = [f"{before:.4f} before training"] if before is not None else []
     if after is not None:
         words.append(f"{after:.4f} after" if words else f"{after:.4f}")
@@ -213,7 +218,8 @@ def show_heads(found: dict[str, Any]) -> None:
     decoding = found["decoding"]
     if decoding is None:
         return
-    tokens, prompts = plural(decoding["new_tokens"], "new token"), plural(decoding["prompts"], "prompt")
+    tokens = plural(decoding["new_tokens"], "new token")
+    prompts = plural(decoding["prompts"], "prompt")
     with_heads, plain = (format_rate(decoding[key]) for key in ("tokens_per_second", "plain_tokens_per_second"))
     rows = [
         ("tree", f"{plural(found['tree_nodes'], 'node')}, depth {found['tree_depth']}"),
@@ -250,7 +256,8 @@ def resumed(arguments: Sequence[str]) -> list[str]:
 def command() -> str:
     """Return how to call this ligertune from the user's shell: its environment may not be on the PATH."""
     # another environment's ligertune may come first on the PATH
-    found, own = shutil.which("ligertune"), Path(sys.executable).with_name("ligertune")
+    found = shutil.which("ligertune")
+    own = Path(sys.executable).with_name("ligertune")
     if found and Path(found).parent == own.parent:
         return "ligertune"
     here = Path.cwd()
@@ -268,7 +275,9 @@ def _kernels(lines: Iterable[KernelLine], backend: str) -> str:
 
 def _losses(counts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return how the losses were computed, if any was counted. Replays of CUDA graphs are not."""
-    fused, from_logits, elsewhere = counts["fused"], sum(counts["materialised"].values()), counts["elsewhere"]
+    fused = counts["fused"]
+    from_logits = sum(counts["materialised"].values())
+    elsewhere = counts["elsewhere"]
     if not from_logits + elsewhere:
         return [("losses", "in the output head, without logits")] if fused else []
     numbers = {"in the output head, without logits": fused, "from logits": from_logits, "elsewhere": elsewhere}
@@ -280,7 +289,9 @@ def _experts(load: dict[str, Any] | None) -> list[tuple[str, str]]:
     if load is None:
         return []
     layers = sorted(load["layers"], key=lambda layer: layer["imbalance"])
-    median, worst, unused = layers[len(layers) // 2], layers[-1], sum(layer["unused"] for layer in layers)
+    median = layers[len(layers) // 2]
+    worst = layers[-1]
+    unused = sum(layer["unused"] for layer in layers)
     total = sum(layer["experts"] for layer in layers)
     auxiliary = ", ".join(f"{name} {value:g}" for name, value in load["auxiliary_loss"].items()) or "no router loss"
     words = f"largest load {median['imbalance']:.2f} times the mean, {worst['imbalance']:.2f} in {worst['layer']}"

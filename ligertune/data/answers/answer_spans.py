@@ -70,7 +70,8 @@ class AnswerFinder:
             span = self._between_tags(index) if rewrites else None
             span = span or self._after_prompt(index)
             if span is None and not rewrites:
-                rewrites, span = True, self._between_tags(index)
+                rewrites = True
+                span = self._between_tags(index)
             spans.append(self._checked(index, span))
         return spans
 
@@ -90,7 +91,9 @@ class AnswerFinder:
         turn = self.text if is_last else self.render(self.messages[: index + 1])
         if prompt is None or turn is None or not turn.startswith(prompt) or not self.text.startswith(prompt):
             return None
-        start, stop, content = len(prompt), n_shared(self.text, turn), _content(self.messages[index])
+        start = len(prompt)
+        stop = n_shared(self.text, turn)
+        content = _content(self.messages[index])
         inner = content if content in self.text[start:stop] else content.strip()
         found = self.text.find(inner, start, stop)
         if found < 0 or (stop < len(turn) and (not inner or "tool_calls" in self.messages[index])):
@@ -128,7 +131,9 @@ class AnswerFinder:
         start = self._start(index, written[0])
         if end is None or start is None or self._fields[end.number].turn != index:
             return None
-        after, tail, content = end.place, turn[last.end() :], _content(self.messages[index])
+        after = end.place
+        tail = turn[last.end() :]
+        content = _content(self.messages[index])
         trail = content[len(content.rstrip()) :]
         stop = after + n_shared(self.text[after : after + len(tail)], tail)
         is_whole = stop == after + len(tail)
@@ -145,7 +150,8 @@ class AnswerFinder:
         prompt = self.render(self._tagged[:index], add_generation_prompt=True)
         if prompt is None:
             return place
-        before, last = self._tags[first - 1] if first else None, _last_tag(prompt)
+        before = self._tags[first - 1] if first else None
+        last = _last_tag(prompt)
         if (before and before.number) != (last and int(last[2] or last[1])):
             return None
         begin = before.place if before else 0
@@ -206,7 +212,8 @@ def find_tags(written: str | None, text: str) -> list[Tag]:
     """Return the tags in `written`, a rendering of tagged messages, or none unless it equals `text` but for them."""
     if written is None or _TAG.sub("", written) != text:
         return []
-    tags, length_of_tags = [], 0
+    tags = []
+    length_of_tags = 0
     for match in _TAG.finditer(written):
         tags.append(Tag(int(match[1] or match[2]), match[1] is None, match.start() - length_of_tags))
         length_of_tags += len(match[0])

@@ -119,7 +119,8 @@ def static_shapes_of(plan: Plan, packs: Packs | None) -> StaticShapes | None:
     """
     if not (plan.layout.few_shapes and plan.rows.packed):
         return None
-    rows, longest = plan.batching.micro_batch_size, min(plan.rows.length, plan.data.longest)
+    rows = plan.batching.micro_batch_size
+    longest = min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of
     each = plan.rows.length // SHORT_DOCUMENT if packs is None else packs.most_documents * plan.rows.documents
     return StaticShapes(tokens, longest, documents=rows * each + -(-tokens // longest))
@@ -243,7 +244,8 @@ class ContextParallelSplit:
 
         `shift_labels` are the labels that its tokens predict. Some belong to another rank's tokens.
         """
-        rank, ranks = self.group.rank(), self.group.size()
+        rank = self.group.rank()
+        ranks = self.group.size()
         length = batch["input_ids"].shape[1]
         pieces = [rank_pieces(other, ranks, length) for other in range(ranks)]
         runs = document_runs(batch["document_lengths"], pieces[rank])

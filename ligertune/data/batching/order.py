@@ -64,7 +64,8 @@ class DataOrder:
 
     def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
         """Return this rank's slices of the step, one for each micro-batch that any rank has. A slice may be empty."""
-        size, world = self.batching.micro_batch_size, self.batching.row_ranks
+        size = self.batching.micro_batch_size
+        world = self.batching.row_ranks
         rows = self.step(step)
         n_micro = -(-len(rows) // (size * world))
         starts = ((m * world + rank) * size for m in range(n_micro))
@@ -118,8 +119,10 @@ class StreamOrder(DataOrder):
     """
 
     def __init__(self, examples: StreamedExamples, *, seed: int, batching: Batching, max_length: int | None) -> None:
-        self.batching, self.seed = batching, seed
-        self._examples, self._max_length = examples, max_length
+        self.batching = batching
+        self.seed = seed
+        self._examples = examples
+        self._max_length = max_length
         self._windows: deque[_Window] = deque()
         self._made = self._rows = 0  # windows, and the rows in them
 
@@ -156,7 +159,9 @@ class ByImageCount:
     packs = None  # rows of tiled images are not packed
 
     def __init__(self, order: DataOrder, n_images: np.ndarray) -> None:
-        self.batching, self._order, self._n_images = order.batching, order, n_images
+        self.batching = order.batching
+        self._order = order
+        self._n_images = n_images
         self.step = order.step
 
     def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:

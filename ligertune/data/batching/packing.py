@@ -19,7 +19,8 @@ class Packs(Sequence[np.ndarray]):
 
     def __init__(self, lengths: np.ndarray, max_length: int, places: np.ndarray, row_of_place: np.ndarray) -> None:
         """Assign examples to rows. places: examples in order of falling length; row_of_place: the row of each."""
-        self.example_lengths, self.max_length = lengths, max_length
+        self.example_lengths = lengths
+        self.max_length = max_length
         self._row_of_place = row_of_place
         self._members = places[np.argsort(row_of_place, kind="stable")]
         self._ends = np.cumsum(np.bincount(row_of_place)) if len(places) else np.zeros(0, dtype=np.int64)

@@ -180,7 +180,8 @@ def repair_turns(messages: Sequence[Message]) -> tuple[list[Message], list[str]]
 def _repair_opening(turns: list[Message], repairs: list[str]) -> list[Message]:
     """Keep the turns that may precede the first question: system turns, and answers directly after them."""
     n_system = next((number for number, turn in enumerate(turns) if turn.role != "system"), len(turns))
-    system, others = turns[:n_system], turns[n_system:]
+    system = turns[:n_system]
+    others = turns[n_system:]
     if system and others and all(turn.role == "assistant" for turn in others):
         answers = [turn for turn in others if not turn.is_empty]
         if len(answers) < len(others):

@@ -38,7 +38,8 @@ class DataFile:
     """A data file while it is read: its current line, and the share of its bytes that was read."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_RECORD_BYTES) -> None:
-        self.path, self.max_bytes = path, max_bytes
+        self.path = path
+        self.max_bytes = max_bytes
         self.name = display_path(path)
         self.line = 0
         self.size = max(path.stat().st_size, 1)
@@ -156,7 +157,8 @@ class _Zstandard(io.RawIOBase):
 
 def display_path(path: Path) -> str:
     """Return the path relative to the current folder if the file is below it, else as it is."""
-    found, here = path.resolve(), Path.cwd()
+    found = path.resolve()
+    here = Path.cwd()
     return str(found.relative_to(here) if found.is_relative_to(here) else path)
 
 

@@ -50,7 +50,9 @@ _DOCUMENT = 1 << 20  # bytes of a text file that make one record; it ends at the
 def _read_json(file: DataFile) -> Iterator[Record]:
     """Read records in any of the four layouts. The content decides, not whether the name is .json or .jsonl."""
     layout, key = _json_layout(file)
-    file.line, file.unparsed, file.row_share = 0, 0.0, 0.0
+    file.line = 0
+    file.unparsed = 0.0
+    file.row_share = 0.0
     with file.open() as stream:
         if layout == "lines":
             yield from _read_json_lines(file, stream)
@@ -166,8 +168,11 @@ class _JsonText:
     """The text of a JSON file from `at` on, decoded chunk by chunk. `file.line` is the line of `at`."""
 
     def __init__(self, file: DataFile, stream: BinaryIO) -> None:
-        self.file, self._stream = file, stream
-        self._text, self._at, self._ended = "", 0, False
+        self.file = file
+        self._stream = stream
+        self._text = ""
+        self._at = 0
+        self._ended = False
         self._decoded = 0  # characters
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         file.line = 1
@@ -185,7 +190,8 @@ class _JsonText:
                 deque(again.lines(stream), maxlen=0)
             raise self.file.error("not UTF-8") from error
         self._decoded += len(text)
-        self._text, self._at = rest + text, 0
+        self._text = rest + text
+        self._at = 0
 
     def _advance(self, place: int) -> None:
         self.file.line += self._text.count("\n", self._at, place)
@@ -244,7 +250,9 @@ class _JsonText:
 
     def _pass_value(self) -> int:
         """Read to the end of the object, list or string that begins here; return about its number of bytes."""
-        depth, in_string, n_bytes = 0, False, 0
+        depth = 0
+        in_string = False
+        n_bytes = 0
         while True:
             for sign in _JSON_SIGN.finditer(self._text, self._at):
                 if sign[0] == '"':
@@ -293,7 +301,8 @@ def _read_member(text: _JsonText, key: str) -> Iterator[Record]:
 
 def _elements(text: _JsonText) -> Iterator[tuple[Any, int, int]]:
     """Yield (value, bytes, line) of each element of the list that begins here."""
-    file, skip = text.file, len("[")
+    file = text.file
+    skip = len("[")
     while (following := text.next_character(skip=skip)) != "]":
         if not following:
             raise file.error("the list is not closed: the file is cut off")
@@ -309,7 +318,8 @@ def _elements(text: _JsonText) -> Iterator[tuple[Any, int, int]]:
 
 def _members(text: _JsonText) -> Iterator[str]:
     """Yield the key of each member of the object that begins here. The caller reads the value before the next one."""
-    file, following = text.file, text.next_character(skip=len("{"))
+    file = text.file
+    following = text.next_character(skip=len("{"))
     while following != "}":
         if not following:
             raise file.error("the object is not closed: the file is cut off")
@@ -347,7 +357,8 @@ def _read_csv(file: DataFile) -> Iterator[Record]:
     csv.field_size_limit(file.max_bytes)  # the default, 131,072 characters, is less than one long conversation
     delimiter = "\t" if file_type(file.path) == ".tsv" else _delimiter(file)
     with file.open() as stream:
-        rows, line = csv.reader(_csv_lines(file, stream), strict=True, delimiter=delimiter), 1
+        rows = csv.reader(_csv_lines(file, stream), strict=True, delimiter=delimiter)
+        line = 1
         try:
             header = next(rows, [])
             _check_header(header, file)
@@ -392,14 +403,18 @@ def _csv_lines(file: DataFile, stream: BinaryIO) -> Iterator[str]:
 
 def _read_text(file: DataFile) -> Iterator[Record]:
     """Read the file as one document in the column `text`, or as one for about every 2**20 characters."""
-    pieces, length, begin = [], 0, 1
+    pieces = []
+    length = 0
+    begin = 1
     with file.open() as stream:
         for line, n_bytes in file.lines(stream):
             pieces.append(line)
             length += n_bytes
             if length >= min(_DOCUMENT, file.max_bytes) or n_bytes > file.max_bytes:
                 yield file.record({"text": "".join(pieces)}, begin, length)
-                pieces, length, begin = [], 0, file.line + 1
+                pieces = []
+                length = 0
+                begin = file.line + 1
     if pieces:
         yield file.record({"text": "".join(pieces)}, begin, length)
 

@@ -199,7 +199,8 @@ def _prompt_completion(row: dict[str, Any], reader: RowReader) -> Conversation:
 
 def _question_answer(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `question` and `answer`; with `tools` the answer may be a list of calls (xLAM)."""
-    tools, answer = parse_tools(row.get("tools")), row.get("answer")
+    tools = parse_tools(row.get("tools"))
+    answer = row.get("answer")
     messages = reader.instruction({**row, "instruction": reader.text(row.get("question"), "`question`")})
     if tools and _are_calls(answer):
         messages.append(reader.message({"from": "function_call", "value": answer}))

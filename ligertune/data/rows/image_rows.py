@@ -124,7 +124,8 @@ def _mark_first_question(row: dict[str, Any], images: _RowImages) -> None:
         for number, turn in enumerate(value or ()):
             if isinstance(turn, dict) and _role(turn) == "user":
                 name = "value" if turn.get("value") is not None else "content"
-                content, marks = turn.get(name), images.mark_all()
+                content = turn.get(name)
+                marks = images.mark_all()
                 parts = [{"type": "text", "text": marks}, *content] if isinstance(content, list) else None
                 value[number] = {**turn, name: parts or f"{marks}{content or ''}"}
                 return
@@ -168,7 +169,8 @@ class ImageTokens:
             raise BadRow("image marks do not fit", f"{is_image.sum()} tokens for {len(images)} images")
         times = np.ones(len(is_image), dtype=np.int64)
         times[is_image] = [self.reader.tokens(image) for image in images]
-        input_ids, labels = np.repeat(encoded.input_ids, times), np.repeat(encoded.labels, times)
+        input_ids = np.repeat(encoded.input_ids, times)
+        labels = np.repeat(encoded.labels, times)
         labels[np.isin(input_ids, list(self.reader.untrained))] = IGNORE_INDEX
         return Encoded(input_ids, labels, encoded.straddling)
 

@@ -31,7 +31,8 @@ class LabelFormat(Format):
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return one conversation, or one for each of two texts, and the row's labels."""
-        row, reader = record.row, RowReader(record.source, repair=repairs is not None)
+        row = record.row
+        reader = RowReader(record.source, repair=repairs is not None)
         reader.refuse_media(row)
         targets = self._targets(row.get(self.label))
         if not self.texts:

@@ -40,7 +40,8 @@ class PairFormat(Format):
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return the chosen and the rejected conversation. Raises BadRow for a pair without a preference."""
-        row, reader = record.row, RowReader(record.source, repair=repairs is not None)
+        row = record.row
+        reader = RowReader(record.source, repair=repairs is not None)
         reader.refuse_media(row)
         for names in SCORE_COLUMNS:
             chosen_score, rejected_score = (
@@ -156,7 +157,8 @@ def _hh_turns(text: str) -> list[Message]:
 
 def _prompt(row: dict[str, Any], reader: RowReader, *, column: str | None, is_text: bool = False) -> Conversation:
     """Read the prompt in `column`, turns or with `is_text` also a text, and the optional `system` and `tools`."""
-    value, messages = turns_in(row.get(column or "")), []
+    value = turns_in(row.get(column or ""))
+    messages = []
     if is_text and isinstance(value, str):
         messages = [Message("user", value)]
     elif column and (value is not None or isinstance(row.get("chosen"), str)):

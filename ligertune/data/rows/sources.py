@@ -92,7 +92,8 @@ class RecordStream:
 
 def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
     """Return the records with message trees assembled, if the first record that is not too large has their columns."""
-    head, row = [], {}
+    head = []
+    row = {}
     while not row and (record := next(records, None)):
         head.append(record)
         row = record.row
@@ -162,7 +163,8 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
 
 def class_names(spec: DatasetOptions, column: str) -> tuple[str, ...]:
     """Return the names of a ClassLabel column of `datasets`, on the hub or in a parquet or arrow file; else none."""
-    files, name = find_files(spec.path, spec.split), spec.columns.get(column, column)
+    files = find_files(spec.path, spec.split)
+    name = spec.columns.get(column, column)
     if not files:
         return names_of_classes(hub_rows(spec, download=True).features, name)
     if file_type(files[0]) not in (".parquet", ".arrow", ".feather"):

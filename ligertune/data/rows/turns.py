@@ -205,7 +205,8 @@ def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
 
     Variables that are null are left out: they are those of other rows in parquet files.
     """
-    given, reason = row.get("chat_template_kwargs"), "chat_template_kwargs are wrong"
+    given = row.get("chat_template_kwargs")
+    reason = "chat_template_kwargs are wrong"
     if given in (None, ""):
         return {}
     parsed = parse_json(given, reason) if isinstance(given, str) else given

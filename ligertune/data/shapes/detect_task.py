@@ -33,7 +33,8 @@ _TEXT_NAMES = (*(names[0] for names in TEXT_COLUMNS if len(names) == 1), "body",
                "description", "sms", "statement", "utterance", "headline",
                "comment_text", "review_text", "review_body", "sentence_text", "tweet_text", "full_text")  # fmt: skip
 # A column that is not called `label` is one of labels only if its values repeat: a score of 100 rows does not.
-_MOST_LABELS, _MOST_DISTINCT = 20, 0.5
+_MOST_LABELS = 20
+_MOST_DISTINCT = 0.5
 _PROBLEMS = {"names": "single_label_classification", "ids": "single_label_classification", "values": "regression"}
 
 

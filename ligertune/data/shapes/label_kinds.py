@@ -17,7 +17,9 @@ from ligertune.errors import UserError, plural
 if TYPE_CHECKING:
     from ligertune.data.rows.data_files import Record
 
-SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+SINGLE = "single_label_classification"
+MULTI = "multi_label_classification"
+REGRESSION = "regression"
 # ids: whole numbers from 0; values: other numbers; indicators: lists of 0 and 1, one for each label
 LabelKind = Literal["names", "ids", "booleans", "values", "indicators"]
 KIND_WORDS: dict[LabelKind, str] = {
@@ -130,7 +132,9 @@ def _number_kind(
 ) -> LabelKind:
     """Return ids or values for labels that are mostly numbers. missing: rows whose label is null."""
     counts = Counter(kind for kind, _ in found)
-    whole_numbers, floats, fractions = counts["ids"] + counts["whole"], counts["whole"], counts["fractions"]
+    whole_numbers = counts["ids"] + counts["whole"]
+    floats = counts["whole"]
+    fractions = counts["fractions"]
     if problem_type == REGRESSION or (fractions and floats + fractions >= counts["ids"]):
         return "values"
     if fractions == 0:

@@ -87,7 +87,8 @@ def parse_marked_text(text: str) -> list[dict[str, Any]] | None:
 
 def _join_call(turns: list[dict[str, Any]]) -> None:
     """Make one turn of a text by the assistant and the call that follows it, which glaive writes as two turns."""
-    before, last = turns[-2] if len(turns) > 1 else {}, turns[-1]
+    before = turns[-2] if len(turns) > 1 else {}
+    last = turns[-1]
     if before.get("role") == "assistant" and "function_call" in last and "function_call" not in before:
         texts = [text for text in (before["content"], last["content"]) if text]
         turns[-2:] = [{**last, "content": "\n\n".join(texts)}]
@@ -143,7 +144,9 @@ def functions_in(system: str) -> tuple[str, list[dict[str, Any]]]:
     found = _FUNCTIONS.search(system)
     if not found or found.end() == len(system):
         return system, []
-    decoder, place, functions = json.JSONDecoder(), found.end(), []
+    decoder = json.JSONDecoder()
+    place = found.end()
+    functions = []
     while place < len(system):
         try:
             function, place = decoder.raw_decode(system, place)

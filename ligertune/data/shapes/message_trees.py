@@ -78,7 +78,8 @@ def _of_messages(records: Iterable[Record]) -> Iterator[Record]:
         next_tree = record.row.get("message_tree_id", record.row.get("message_id") if is_root else tree)
         if next_tree != tree:
             yield from _of_tree(messages)
-            tree, messages = next_tree, []
+            tree = next_tree
+            messages = []
         messages.append(record)
     yield from _of_tree(messages)
 

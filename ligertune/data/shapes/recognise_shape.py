@@ -51,7 +51,8 @@ def recognise_shape(
     problem_type: of a classification, if the recipe has one.
     Raises UserError, naming `path`, for rows that fit no format, several, or another task.
     """
-    sample, columns = SampleColumns(first), dict[str, str]()
+    sample = SampleColumns(first)
+    columns = dict[str, str]()
     if "thread" in sample and rows != "conversations":
         raise UserError(
             f"{path}: message trees hold conversations, and this task needs rows of another kind.",
@@ -128,7 +129,9 @@ class _Recognition:
     """
 
     def __init__(self, sample: SampleColumns, named: Collection[str], path: str) -> None:
-        self.sample, self.named, self.path = sample, set(named), path
+        self.sample = sample
+        self.named = set(named)
+        self.path = path
         self.prompts = self._texts(PROMPT_NAMES)
         self.answers = self._texts(ANSWER_NAMES, or_calls="tools" in sample)
         if len(self.prompts) > 1:  # `input` is the second part of another prompt

@@ -206,7 +206,10 @@ def render_chat_template(
 def _rendered(
     source: str, messages: Sequence[dict[str, Any]], spans: bool, variables: dict[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    template, pieces, found, length = _compiled(source), [], [], 0
+    template = _compiled(source)
+    pieces = []
+    found = []
+    length = 0
     budget.begin()
     variables = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     variables["messages"] = [_with_reasoning(message) for message in messages]

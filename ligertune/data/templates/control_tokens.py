@@ -40,7 +40,9 @@ class Rendered(NamedTuple):
 
     def substitute(self, matches: Iterable[re.Match[str]], replacement: str) -> Rendered:
         """Replace each match by `replacement`, and move the spans."""
-        pieces, changes, done = [], [], 0
+        pieces = []
+        changes = []
+        done = 0
         for match in matches:
             pieces += [self.text[done : match.start()], replacement]
             done = match.end()
@@ -110,7 +112,9 @@ class ControlTokens:
         Raises BadRow if the tokenizer makes a control token of the row's text nevertheless.
         """
         literal = set(rendered.literal)
-        pieces, places, done = [], [], 0
+        pieces = []
+        places = []
+        done = 0
         for start, end in self.found_in(rendered.text):
             if (start, end) not in literal:
                 alias = self._aliases[rendered.text[start:end]]

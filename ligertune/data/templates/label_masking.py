@@ -41,7 +41,8 @@ class Encoded(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Encoded:
         """Return a copy of the tokens [start, stop). Straddling tokens are counted with the whole example."""
-        input_ids, labels = self.input_ids[start:stop].copy(), self.labels[start:stop].copy()
+        input_ids = self.input_ids[start:stop].copy()
+        labels = self.labels[start:stop].copy()
         labels[:1] = IGNORE_INDEX
         return Encoded(input_ids, labels, 0)
 
@@ -94,7 +95,8 @@ class Encoder:
 
 def mark_word_tokens(rendered: Rendered, tokens: WordTokens) -> TokenizedText:
     """As mark_tokens, for a text that was tokenized word by word."""
-    trained, straddling = [], 0
+    trained = []
+    straddling = 0
     for start, end in rendered.trained:
         if end > start:
             inside, n_straddling = tokens.first_from(start)
@@ -105,8 +107,10 @@ def mark_word_tokens(rendered: Rendered, tokens: WordTokens) -> TokenizedText:
 
 def mark_tokens(rendered: Rendered, encoding: Encoding) -> TokenizedText:
     """Find the tokens that begin in each trained span, and count those that begin before it and reach into it."""
-    n_tokens, last = len(encoding), len(rendered.text)
-    trained, straddling = [], 0
+    n_tokens = len(encoding)
+    last = len(rendered.text)
+    trained = []
+    straddling = 0
     for start, end in rendered.trained:
         if n_tokens == 0 or end <= start:
             continue
@@ -143,7 +147,10 @@ def mark_tokens_by_offsets(rendered: Rendered, ids: list[int], offsets: Sequence
 
 def _label(texts: Sequence[tuple[Rendered, TokenizedText]]) -> Iterator[Encoded]:
     """Add BOS and EOS, label all texts in one array, and yield each text's part of it."""
-    parts, places, ends, total = [], [], [], 0
+    parts = []
+    places = []
+    ends = []
+    total = 0
     for rendered, marked in texts:
         bos, eos = ([] if token is None else [token] for token in (rendered.bos, rendered.eos))
         parts += [bos, marked.input_ids, eos]

@@ -61,7 +61,8 @@ def choose_template(
         return PlainTemplate(tokenizer, data.train_on, mask_reasoning=data.mask_reasoning)
     if wanted == "alpaca":
         return AlpacaTemplate(tokenizer, data.system_prompt, data.train_on, mask_reasoning=data.mask_reasoning)
-    name, source = wanted, None
+    name = wanted
+    source = None
     if wanted != "chat":
         name = template_path(wanted).name
         try:
@@ -255,9 +256,12 @@ class PlainTemplate:
                 hint="Name one in model.tokenizer.eos_token.",
             )
         writes_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-        self._train_on, self._mask_reasoning = train_on, mask_reasoning
-        self._bos, self._eos = tokenizer.bos_token_id if writes_bos else None, tokenizer.eos_token_id
-        self._bos_text, self._eos_text = tokenizer.bos_token or "", tokenizer.eos_token
+        self._train_on = train_on
+        self._mask_reasoning = mask_reasoning
+        self._bos = tokenizer.bos_token_id if writes_bos else None
+        self._eos = tokenizer.eos_token_id
+        self._bos_text = tokenizer.bos_token or ""
+        self._eos_text = tokenizer.eos_token
 
     def render(self, conversation: Conversation) -> Rendered:
         """Return prompt and completion, with BOS and EOS unless the text has its own."""

@@ -45,7 +45,9 @@ class Budget:
 
     def begin(self, n_characters: int = MAX_TOTAL) -> None:
         """Begin a rendering, or the compilation of a template."""
-        self.end, self.characters, self.steps = time.monotonic() + MAX_SECONDS, n_characters, 0
+        self.end = time.monotonic() + MAX_SECONDS
+        self.characters = n_characters
+        self.steps = 0
 
     def step(self) -> None:
         """Count a loop iteration, call or filter."""

@@ -90,7 +90,8 @@ def reads_reasoning(source: str) -> list[str]:
 def _template_message(message: Message, source: str, form: MessageForm) -> dict[str, Any]:
     """Return one message. Fields that this template does not read become text of the content."""
     content = f"{message.content}\n\n{message.input}" if message.input.strip() else message.content
-    reasoning, fields = message.reasoning, {"role": message.role}
+    reasoning = message.reasoning
+    fields = {"role": message.role}
     names = reads_reasoning(source) if reasoning else []
     if message.calls and form.as_text:
         content = "\n".join([*([content] if content else []), *(call.text for call in message.calls)])
@@ -98,7 +99,8 @@ def _template_message(message: Message, source: str, form: MessageForm) -> dict[
         calls = ({"name": call.name, "arguments": _arguments(call.arguments, form)} for call in message.calls)
         fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         if form.joined and names and content.strip():
-            reasoning, content = f"{reasoning}\n\n{content}", ""
+            reasoning = f"{reasoning}\n\n{content}"
+            content = ""
     if reasoning and names:
         fields |= dict.fromkeys(names, reasoning)
     elif reasoning:
@@ -117,7 +119,8 @@ def check_calls(messages: Sequence[dict[str, Any]], text: str, render: Callable[
     """
     if not any("tool_calls" in message for message in messages):
         return
-    number, tagged = 0, []
+    number = 0
+    tagged = []
     for message in messages:
         functions = []
         for call in message.get("tool_calls", ()):

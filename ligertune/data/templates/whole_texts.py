@@ -54,7 +54,8 @@ class SpecialTokens:
 
 def _between(ids: list[int], texts: Sequence[list[int]], name: str) -> list[list[int]]:
     """Return the tokens before, between and after the tokens of some texts."""
-    parts, done = [], 0
+    parts = []
+    done = 0
     for text in texts:
         starts = range(done, len(ids) - len(text) + 1)
         start = next((start for start in starts if ids[start : start + len(text)] == text), None)

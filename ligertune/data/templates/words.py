@@ -46,7 +46,8 @@ class WordTokens:
 
     def __init__(self, words: list[str], tokens: list[tuple[int, ...]], length_of: Callable[[int], int]) -> None:
         self._ends = list(accumulate(map(len, words)))
-        self._tokens, self._length_of = tokens, length_of
+        self._tokens = tokens
+        self._length_of = length_of
         self.ids = list(chain.from_iterable(tokens))
 
     def first_from(self, character: int) -> tuple[int, int]:
@@ -98,7 +99,9 @@ class WordTokenizer:
         """Tokenize a text; None if only the tokenizer itself can."""
         if not (text.isascii() and _PLAIN.fullmatch(text)):
             return None
-        words, tokens, cache = [], [], self._cache
+        words = []
+        tokens = []
+        cache = self._cache
         for place, part in enumerate(self._added_pattern.split(text)):  # added tokens are at odd places
             inside = [part] if place % 2 else self._pattern.findall(part)
             words += inside

@@ -57,7 +57,8 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
     def refuse(key: str, value: Any, expected: str) -> UserError:
         return origin.error(f"{path}: {key} is {json.dumps(value)[:40]}, and must be {expected}.")
 
-    rank, alpha = values.get("r", 1), values.get("lora_alpha", 1)
+    rank = values.get("r", 1)
+    alpha = values.get("lora_alpha", 1)
     if type(rank) is not int or not 0 < rank < MAX_RANK:
         raise refuse("r", rank, f"a whole number from 1 to {MAX_RANK - 1:,}")
     if type(alpha) not in (int, float) or not 0 < alpha < MAX_RANK:

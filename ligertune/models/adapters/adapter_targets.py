@@ -49,7 +49,8 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     Raises UserError for names that the model does not have, for an adapter on a tied head, and for DoRA of parameters.
     """
     _check_names(model, spec)
-    vision, experts = _vision_linears(model), expert_parameters(model)
+    vision = _vision_linears(model)
+    experts = expert_parameters(model)
     layers = [name for name in _adapted_layers(model, spec) if name not in vision]
     renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
     # in a family of mixtures PEFT takes these names for those of experts, even in a model with dense layers only
@@ -111,7 +112,8 @@ def shortest_names(wanted: Iterable[str], every: Iterable[str]) -> list[str]:
 
     A name starts after the number of its layer, if that is enough.
     """
-    wanted, found = set(wanted), set()
+    wanted = set(wanted)
+    found = set()
     others = set(every) - wanted
     for name in wanted:
         short = _relative(name)
@@ -148,7 +150,8 @@ def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
         ]
     if wanted != ALL_LINEAR:
         return _matching_layers(model, wanted)
-    head, routers = score_head(model) or model.get_output_embeddings(), _linear_routers(model)
+    head = score_head(model) or model.get_output_embeddings()
+    routers = _linear_routers(model)
     return [
         name
         for name, module in model.named_modules()
@@ -175,7 +178,8 @@ def _matching_layers(model: PreTrainedModel, expression: str) -> list[str]:
 
 def _linear_routers(model: nn.Module) -> set[str]:
     """Return the names of the linear layers that choose experts: next to the experts, with one output for each."""
-    found, modules = set(), dict(model.named_modules())
+    found = set()
+    modules = dict(model.named_modules())
     for name in expert_parameters(model):
         experts = name.rpartition(".")[0]
         block = experts.rpartition(".")[0]
@@ -243,7 +247,8 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
                     f"method.{key}: the model has no layer called {name}.{meant}",
                     hint=f"Its linear layers are {', '.join(sorted(linear))}.{_about_experts(model, key)}",
                 )
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return
     embedding_name = next(name for name, module in model.named_modules() if module is embedding)
@@ -280,7 +285,8 @@ def _check_trained(model: PreTrainedModel, spec: MethodOptions, parameters: list
 
     PEFT refuses a module whose parameters have an adapter; weights in 4 or 8 bits have no gradient.
     """
-    head, experts = score_head(model) or model.get_output_embeddings(), set(expert_parameters(model))
+    head = score_head(model) or model.get_output_embeddings()
+    experts = set(expert_parameters(model))
     bits = {"nf4": "4", "int8": "8"}.get(spec.stored_as)
     for wanted in spec.lora_modules_to_save:
         for name, module in model.named_modules():

@@ -75,7 +75,9 @@ def expert_adapters(outer: ParamWrapper, *, transposed: bool) -> dict[str, Exper
 
 def expert_lora(wrapper: ParamWrapper, name: str, *, transposed: bool) -> ExpertLora:
     """Return the adapter `name` of one weight of all experts, as views of its parameters."""
-    a, b, n_experts = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
+    a = wrapper.lora_A[name].weight
+    b = wrapper.lora_B[name].weight
+    n_experts = wrapper.num_experts
     a = a.view(n_experts, -1, a.shape[1])  # (X, R, inputs)
     b = b.view(len(b), -1, n_experts).permute(2, 0, 1)  # (X, outputs, R)
     if getattr(wrapper.get_base_layer(), "is_transposed", False) != transposed:
@@ -104,7 +106,8 @@ def merge_parameters(model: nn.Module) -> None:
     PEFT's `merge` rounds the update first, then the sum.
     """
     for wrapper in [module for module in model.modules() if isinstance(module, ParamWrapper)]:
-        parameter, base_transposed = wrapper.get_param(), getattr(wrapper.get_base_layer(), "is_transposed", False)
+        parameter = wrapper.get_param()
+        base_transposed = getattr(wrapper.get_base_layer(), "is_transposed", False)
         for name in _active(wrapper):
             a, b, scale = expert_lora(wrapper, name, transposed=base_transposed)
             for weight, one_a, one_b in zip(parameter.data.view(len(a), *parameter.shape[-2:]), a, b, strict=True):

@@ -59,7 +59,8 @@ class _LastWeight:
         self._key: tuple[weakref.ref, int, torch.dtype] | None = None  # parameter, address of its bytes, dtype
 
     def of(self, weight: FourBitWeight) -> Tensor:
-        shape, parameter = (1, *weight.shape), weight.parameter
+        shape = (1, *weight.shape)
+        parameter = weight.parameter
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph reads only what it writes
             return dequantize_nf4(weight.nf4, shape, weight.dtype)[0]
         now = parameter.data_ptr(), weight.dtype
@@ -101,11 +102,14 @@ class _LowRankUpdate(torch.autograd.Function):
         scale: float,
         base: Tensor,
     ) -> Tensor:  # (..., F)
-        rows, narrow_a, scaled_b = x.flatten(0, -2), a.to(x.dtype), (scale * b).to(x.dtype)
+        rows = x.flatten(0, -2)
+        narrow_a = a.to(x.dtype)
+        scaled_b = (scale * b).to(x.dtype)
         low = rows @ narrow_a.t()  # (N, R)
         y = torch.addmm(base.flatten(0, -2), low, scaled_b.t())
         ctx.save_for_backward(x, narrow_a, scaled_b, low)
-        ctx.scale, ctx.adapter_dtypes = scale, (a.dtype, b.dtype)
+        ctx.scale = scale
+        ctx.adapter_dtypes = (a.dtype, b.dtype)
         return y.view(*x.shape[:-1], len(b))
 
     @staticmethod
@@ -130,7 +134,8 @@ class FusedLora(ModulePatch):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or torch.compiler.is_compiling():  # torch.compile optimises peft's code better
             return super().forward(x, *args, **kwargs)
-        recomputation, siblings = recomputation_of(x), siblings_of(self)
+        recomputation = recomputation_of(x)
+        siblings = siblings_of(self)
         with recomputation.replacing(x) if recomputation is not None else contextlib.nullcontext():
             y = None if siblings is None else siblings.output(self, x, _terms_of)
             if y is not None:
@@ -151,7 +156,8 @@ class LoraLossHead(LossHead):
     """
 
     def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        base, reason = self.base_layer, why_not_low_rank(self)
+        base = self.base_layer
+        reason = why_not_low_rank(self)
         is_off = self.disable_adapters and not self.merged  # for a reference; then the head is its base
         if reason is not None and not is_off:
             return self.dense_loss(hidden, labels, options, f"the head's adapter {reason}")
@@ -160,7 +166,8 @@ class LoraLossHead(LossHead):
         count_fused(self)
         if not is_off:
             name = self.active_adapters[0]
-            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            a = self.lora_A[name].weight
+            b = self.lora_B[name].weight
             options = {**options, "lora_a": a, "lora_b": b, "lora_scale": self.scaling[name]}
         if STATE.head_loss is not None:
             return STATE.head_loss.fused(hidden, base.weight, base.bias, labels, options)
@@ -205,7 +212,8 @@ def _uses_one_dtype(x: Tensor, module: LoraLinear, packed: FourBitWeight | None)
 
     packed: the base layer's weight, if it is in 4 bits.
     """
-    kind, name = x.device.type, module.active_adapters[0]
+    kind = x.device.type
+    name = module.active_adapters[0]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if dtype != x.dtype or not x.is_floating_point():
         return False

@@ -42,13 +42,15 @@ def restore_initial(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     if owner is None:
         return
     for path, layer in owner.named_modules():
-        a, b = f"{path}.lora_A.default.weight", f"{path}.lora_B.default.weight"
+        a = f"{path}.lora_A.default.weight"
+        b = f"{path}.lora_B.default.weight"
         if a not in owner.initial_lora or f"{PREFIX}{a}" not in saved:
             continue
         before, after = ([t[name] for name in (b, a)] for t in (owner.initial_lora, _without_prefix(saved)))
         if all(map(torch.equal, before, after)):
             continue
-        weight, scale = layer.get_base_layer().weight, layer.scaling["default"]
+        weight = layer.get_base_layer().weight
+        scale = layer.scaling["default"]
         (b0, a0), (b1, a1) = ([t.to(weight.device) for t in pair] for pair in (before, after))
         weight.copy_(weight.float() + scale * (b0 @ a0 - b1 @ a1))
         owner.initial_lora |= {b: after[0], a: after[1]}
@@ -63,12 +65,14 @@ def as_plain_lora(
     """
     weights = dict(state_dict or adapted.state_dict())
     for name, initial in adapted.initial_lora.items():
-        trained, is_a = weights[name], ".lora_A." in name
+        trained = weights[name]
+        is_a = ".lora_A." in name
         initial = initial.to(trained)
         weights[name] = torch.cat((trained, initial if is_a else -initial), dim=0 if is_a else 1)
     config = copy.deepcopy(adapted.peft_config["default"])
     config.lora_alpha *= math.sqrt(2.0) if config.use_rslora else 2
-    config.r, config.init_lora_weights = 2 * config.r, True
+    config.r = 2 * config.r
+    config.init_lora_weights = True
     return weights, config
 
 

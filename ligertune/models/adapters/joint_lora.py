@@ -49,7 +49,8 @@ class _JointUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: tuple, *adapters: Tensor) -> tuple[Tensor, ...]:
         count = len(frozen)
-        rows, ranks = x.flatten(0, -2), [a.shape[0] for a in adapters[:count]]
+        rows = x.flatten(0, -2)
+        ranks = [a.shape[0] for a in adapters[:count]]
         narrow_a = torch.cat([a.to(x.dtype) for a in adapters[:count]])  # (sum of R, E)
         scaled_b = [(scale * b).to(x.dtype) for (scale, *_), b in zip(frozen, adapters[count:], strict=True)]
         low = rows @ narrow_a.t()  # (N, sum of R)
@@ -61,13 +62,16 @@ class _JointUpdate(torch.autograd.Function):
         kept = [weight if isinstance(weight, Tensor) else None for _, weight, _ in frozen]
         ctx.save_for_backward(x, narrow_a, low, *scaled_b, *kept)
         ctx.packed = [None if isinstance(weight, Tensor) else weight for _, weight, _ in frozen]
-        ctx.scales, ctx.ranks, ctx.dtypes = [scale for scale, *_ in frozen], ranks, [a.dtype for a in adapters]
+        ctx.scales = [scale for scale, *_ in frozen]
+        ctx.ranks = ranks
+        ctx.dtypes = [a.dtype for a in adapters]
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        count, ranks = len(gradients), ctx.ranks
+        count = len(gradients)
+        ranks = ctx.ranks
         x, narrow_a, low, *rest = ctx.saved_tensors
         weights = [packed if kept is None else kept for kept, packed in zip(rest[count:], ctx.packed, strict=True)]
         needs_dx, _, *needs = ctx.needs_input_grad
@@ -138,12 +142,15 @@ class Siblings:
             if not self._waiting:
                 self._input = None
             return y
-        self._input, self._waiting = None, {}  # drop the unused outputs of an earlier input
+        # drop the unused outputs of an earlier input
+        self._input = None
+        self._waiting = {}
         terms = [terms_of(one(), x) for one in self._layers]
         if any(one is None for one in terms):
             return None
         outputs = joint_update(x, terms)
-        self._input, self._waiting = x, {i: y for i, y in enumerate(outputs) if i != place}
+        self._input = x
+        self._waiting = {i: y for i, y in enumerate(outputs) if i != place}
         return outputs[place]
 
 

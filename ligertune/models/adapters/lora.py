@@ -42,7 +42,8 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
 
     Raises UserError for names that the model does not have, for an adapter on a tied head, and for DoRA of experts.
     """
-    targets, is_meta = find_targets(model, spec), model.device.type == "meta"
+    targets = find_targets(model, spec)
+    is_meta = model.device.type == "meta"
     config = peft.LoraConfig(
         r=spec.lora_r,
         lora_alpha=spec.lora_alpha,

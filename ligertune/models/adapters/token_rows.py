@@ -50,7 +50,8 @@ class TokensLossHead(LossHead):
     """Mixin of PEFT's layer around the output head: (..., E) -> (..., V), or -> the loss if labels are passed."""
 
     def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        base, name = self.base_layer, _active(self)
+        base = self.base_layer
+        name = _active(self)
         if type(base.weight) not in (Tensor, nn.Parameter):
             return self.dense_loss(hidden, labels, options, f"lm_head.weight is a {type(base.weight).__name__}")
         count_fused(self)
@@ -74,7 +75,8 @@ class SavedEmbedding(ModulePatch):
 
 def trained_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, Any]:
     """Return PEFT's `modules_to_save` and `ensure_weight_tying`. Of a tied weight, PEFT trains the embedding."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tied = {_name_of(model, layer) for layer in (embedding, head)} if _is_tied(model) else set()
     asked = {name for name in spec.lora_modules_to_save if _leaf(name) in map(_leaf, tied)}
     names = [name for name in spec.lora_modules_to_save if name not in asked]
@@ -88,7 +90,9 @@ def token_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, list[
     Layers of `lora_modules_to_save` are left out, since all their rows train. Raises UserError.
     """
     ids = sorted({int(token) for token in spec.trainable_token_indices})
-    embedding, head, key = model.get_input_embeddings(), model.get_output_embeddings(), "method.trainable_token_indices"
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    key = "method.trainable_token_indices"
     if not ids:
         return None
     if ids[-1] >= len(embedding.weight):

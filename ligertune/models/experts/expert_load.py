@@ -49,7 +49,8 @@ class ExpertLoad:
         layers = []
         for (name, own), counts in zip(self._counts.items(), total.tolist(), strict=True):
             counts = counts[: len(own)]
-            n_choices, number = sum(counts), len(counts)
+            n_choices = sum(counts)
+            number = len(counts)
             if not n_choices:
                 continue
             shares = [count / n_choices for count in counts]

@@ -64,7 +64,8 @@ def read_experts(config: PreTrainedConfig, layer: nn.Module) -> ExpertsShape | N
     if not stacks:
         return None
     prefix, stack = next(iter(stacks.items()))
-    hidden, own = config.hidden_size, list(stack.module.parameters(recurse=False))
+    hidden = config.hidden_size
+    own = list(stack.module.parameters(recurse=False))
     adapters = [(name, p) for name, p in layer.named_parameters() if name.startswith(prefix) and ".lora_" in name]
     shared = [
         full_shape(p)

@@ -110,7 +110,8 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
 
 class _Quantize(ConversionOps):
     def __init__(self, quantizer: Nf4ExpertsQuantizer) -> None:
-        self.quantizer, self.linear = quantizer, Bnb4bitQuantize(quantizer)
+        self.quantizer = quantizer
+        self.linear = Bnb4bitQuantize(quantizer)
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
         result = {}
@@ -130,7 +131,9 @@ class _RandomWeight:
     """A parameter of a checkpoint that is initialised when transformers reads it, as `tensor[...]`."""
 
     def __init__(self, skeleton: PreTrainedModel, name: str, device: torch.device, seed: int) -> None:
-        self.skeleton, self.name, self.device = skeleton, name, device
+        self.skeleton = skeleton
+        self.name = name
+        self.device = device
         self.seed = seed + zlib.crc32(name.encode())
 
     @torch.no_grad()

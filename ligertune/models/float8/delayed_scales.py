@@ -82,7 +82,9 @@ class DelayedScales:
     def __init__(
         self, dtypes: list[torch.dtype], device: torch.device, sizes: dict[int, tuple[int, int]] | None = None
     ) -> None:
-        self.dtypes, self.steps, self._sizes = dtypes, 0, sizes or {}
+        self.dtypes = dtypes
+        self.steps = 0
+        self._sizes = sizes or {}
         self.groups: dict[int, InputGroup] = {}  # by a layer's first slot
         slots = len(dtypes)
         self.largest = torch.tensor([torch.finfo(dtype).max for dtype in dtypes], device=device)  # (slots,)
@@ -145,7 +147,8 @@ class DelayedScales:
         return found
 
     def _share(self, slot: int, other: int) -> None:
-        own, source = self._sources[slot], self._sources[other]
+        own = self._sources[slot]
+        source = self._sources[other]
         if own != source:
             self._sources = [source if each == own else each for each in self._sources]
             self._shared = None
@@ -185,7 +188,8 @@ class DelayedScales:
     def load(self, state: dict[str, Tensor]) -> None:
         """Continue from a saved state. Raises ValueError if it belongs to another model."""
         if state["history"].shape != self.history.shape:
-            found, expected = tuple(state["history"].shape), tuple(self.history.shape)
+            found = tuple(state["history"].shape)
+            expected = tuple(self.history.shape)
             raise ValueError(f"float8 scales have shape {found}: expected {expected}")
         self.history.copy_(state["history"])
         self.steps = int(state["steps"])

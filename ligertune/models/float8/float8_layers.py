@@ -41,7 +41,8 @@ class Float8Linears:
 
 def float8_linears(model: PreTrainedModel) -> Float8Linears:
     """Choose the linear layers that use float8. Raises UserError if there are none."""
-    kinds, family = set(getattr(model, "_no_split_modules", None) or ()), family_of(model.config)
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    family = family_of(model.config)
     taken: dict[str, None] = {}
     left: dict[str, str] = {}
     for outer, layer in model.named_modules():

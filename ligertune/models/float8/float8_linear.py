@@ -56,7 +56,10 @@ class _Float8Product(torch.autograd.Function):
         needs_dw = weight.requires_grad
         ctx.save_for_backward(*((quantized_x.columns, quantized_x.inverse) if needs_dw else ()))
         # The layer keeps these until the next step, so no hook has to save them.
-        ctx.quantized_weight, ctx.layer, ctx.record, ctx.call = quantized_weight, layer, layer.training, call
+        ctx.quantized_weight = quantized_weight
+        ctx.layer = layer
+        ctx.record = layer.training
+        ctx.call = call
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.first = call is not None and call.first == layer.float8_slot
         return y.view(*quantized_x.rows.shape[:-1], y.shape[-1]), x.new_empty(0) if ctx.first else None
@@ -66,7 +69,9 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        call, layer, weight = ctx.call, ctx.layer, ctx.quantized_weight
+        call = ctx.call
+        layer = ctx.layer
+        weight = ctx.quantized_weight
         dx = dw = db = None
         if needs_dx or needs_dw:
             rows = call.rows_for(layer.float8_slot, dy) if call is not None else needs_dx
@@ -90,8 +95,10 @@ class Float8Linear(ModulePatch):
     """Mixin of an nn.Linear that multiplies in float8. Name, weight and bias stay those of the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, q = self.quantized_weight(), self.quantized_input(x)
-        group, dtype = self.input_group, dtype_of_product(x)
+        weight = self.quantized_weight()
+        q = self.quantized_input(x)
+        group = self.input_group
+        dtype = dtype_of_product(x)
         call, token = (None, None) if group is None or weight.whole is None else group.call_of(self.float8_slot, x)
         read = x if token is None else token
         y, token = _Float8Product.apply(read, self.weight, self.bias, q, weight, self, dtype, call)
@@ -128,7 +135,9 @@ class Float8Linear(ModulePatch):
         return self.float8_weight[1]
 
     def _quantize_weight(self, version: Hashable) -> Quantized:
-        weight, slot, group = self.weight.detach(), self.float8_slot, self.input_group
+        weight = self.weight.detach()
+        slot = self.float8_slot
+        group = self.input_group
         if group is None:
             return self.float8_scales.quantize(slot + 1, weight)
         columns, whole = group.columns_for(slot, version, weight)
@@ -155,7 +164,8 @@ def to_float8_linears(
     scales = DelayedScales(list(SLOTS) * len(layers), device, sizes)
     for i, layer in enumerate(layers):
         patch_module(layer, Float8Linear)
-        layer.float8_scales, layer.float8_slot = scales, i * len(SLOTS)
+        layer.float8_scales = scales
+        layer.float8_slot = i * len(SLOTS)
         layer.float8_weight = layer.float8_frozen = None
     return scales
 

@@ -47,7 +47,9 @@ class _Float8MLP(torch.autograd.Function):
         layers: Projections,
         dtype: torch.dtype,
     ) -> Tensor:  # (..., E)
-        q, down, training = quantized_x, layers[2], layers[2].training
+        q = quantized_x
+        down = layers[2]
+        training = layers[2].training
         weights = [layer.quantized_weight() for layer in layers]
         gate, up = (
             float8_product(q.rows.flatten(0, -2), w.rows, q.inverse, w.inverse, dtype, fast=True) for w in weights[:2]
@@ -62,7 +64,10 @@ class _Float8MLP(torch.autograd.Function):
         trained = (q.columns, q.inverse) if gate_weight.requires_grad else ()
         ctx.save_for_backward(gate, up, *trained)
         # The layers keep the weights' copies until the next step, so no hook has to save them.
-        ctx.weights, ctx.layers, ctx.training, ctx.scale = weights, layers, training, scale
+        ctx.weights = weights
+        ctx.layers = layers
+        ctx.training = training
+        ctx.scale = scale
         ctx.dtypes = x.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -156,7 +161,8 @@ class Float8MLPs:
 def float8_mlps(model: nn.Module, linears: Collection[str]) -> Float8MLPs:
     """Choose among the patched MLPs. linears: names of the linear layers that multiply in float8."""
     in_float8 = {id(model.get_submodule(name)) for name in linears}
-    taken, left = [], Counter[str]()
+    taken = []
+    left = Counter[str]()
     for module in model.modules():
         if not isinstance(module, KernelMLP) or not isinstance(module.patch_spec, GatedSpec):
             continue

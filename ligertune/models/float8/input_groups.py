@@ -33,7 +33,8 @@ class InputGroup:
     def __init__(self, widths: dict[int, int]) -> None:  # out_features by slot
         ends = list(itertools.accumulate(widths.values()))
         self.places = {slot: slice(end - width, end) for (slot, width), end in zip(widths.items(), ends, strict=True)}
-        self.width, self.first = ends[-1], min(widths)
+        self.width = ends[-1]
+        self.first = min(widths)
         self._written: dict[int, Hashable] = {}
         self._columns: Tensor | None = None  # (E, width) float8
         self._open: _OpenCall | None = None
@@ -45,7 +46,8 @@ class InputGroup:
         """
         if self._columns is None or self._written.get(slot, version) != version:
             size = weight.shape[1], self.width
-            self._columns, self._written = torch.empty(size, dtype=OPERAND, device=weight.device), {}
+            self._columns = torch.empty(size, dtype=OPERAND, device=weight.device)
+            self._written = {}
         self._written[slot] = version
         return self._columns[:, self.places[slot]], self._columns
 
@@ -88,7 +90,8 @@ class JointCall:
     """The backward of one call of each layer on the same tensor. It holds no token, which would hold its graph."""
 
     def __init__(self, group: InputGroup, first: int) -> None:
-        self.group, self.first = group, first
+        self.group = group
+        self.first = first
         self._rows: Tensor | None = None  # (N, width) float8
         self._arrived: dict[int, tuple[Quantized, Quantized]] = {}
         self._backward = -1  # autograd's number of the backward pass in which they arrived
@@ -103,13 +106,16 @@ class JointCall:
         """Keep a layer's quantised gradient and weight for the first one's backward."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # an earlier pass that needed no gradient of x may have left some
-            self._arrived, self._backward = {}, backward
+            self._arrived = {}
+            self._backward = backward
         self._arrived[slot] = dy, weight
 
     def input_gradient(self, dtype: torch.dtype) -> Tensor:  # (N, E)
         """Return the sum of the products of the gradients that have arrived, and forget them."""
-        arrived, rows = self._arrived, self._rows
-        self._arrived, self._rows = {}, None
+        arrived = self._arrived
+        rows = self._rows
+        self._arrived = {}
+        self._rows = None
         (dy, weight), *others = arrived.values()
         if len(arrived) == len(self.group.places) and all(w.whole is weight.whole for _, w in others):
             return float8_product(rows, weight.whole, dy.inverse, weight.inverse, dtype, fast=False)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+OPERAND = torch.float8_e4m3fn
+GRADIENT = torch.float8_e5m2
 
 
 class Quantized(NamedTuple):

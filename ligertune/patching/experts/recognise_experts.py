@@ -38,7 +38,8 @@ from ligertune.patching.probe import (
 )
 
 OUR_IMPLEMENTATION = "ligertune"  # value of transformers' `experts_implementation`
-WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
+WEIGHTS = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,11 @@ class _Sizes:
     biased: bool
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        gate_up, down = (self.experts, 2 * self.width, self.hidden), (self.experts, self.hidden, self.width)
+        gate_up = (self.experts, 2 * self.width, self.hidden)
+        down = (self.experts, self.hidden, self.width)
         if self.transposed:
-            gate_up, down = (gate_up[0], gate_up[2], gate_up[1]), (down[0], down[2], down[1])
+            gate_up = (gate_up[0], gate_up[2], gate_up[1])
+            down = (down[0], down[2], down[1])
         biases = (self.experts, 2 * self.width), (self.experts, self.hidden)
         return dict(zip(WEIGHTS, (gate_up, down), strict=True)) | (
             dict(zip(BIASES, biases, strict=True)) if self.biased else {}

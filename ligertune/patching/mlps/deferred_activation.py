@@ -49,7 +49,9 @@ class DeferredActivation:
     __slots__ = ("_activation", "_gate", "_product")
 
     def __init__(self, activation: Callable[[Tensor], Tensor], product: Callable[..., Tensor], gate: Tensor) -> None:
-        self._activation, self._product, self._gate = activation, product, gate
+        self._activation = activation
+        self._product = product
+        self._gate = gate
 
     def __mul__(self, up: Tensor) -> Tensor:
         if up.dtype != self._gate.dtype or up.shape != self._gate.shape:  # under autocast, after a layer in fp32
@@ -110,7 +112,8 @@ def _recognise(module: nn.Module) -> ProductSpec | Refusal:
     if len(found) != 1:
         named = [specs[name] for name in ("act_fn", "activation_fn", "act", "activation") if name in specs]
         return named[0] if len(found) == 0 and named else Refusal("it does not hold one activation")
-    spec, hidden = found[0], _most_common_inputs(module)
+    spec = found[0]
+    hidden = _most_common_inputs(module)
     for dtype, training in itertools.product((torch.float32, torch.bfloat16), (True, False)):
         plain = _stand_in(module, "", dtype)
         if isinstance(plain, Refusal):

@@ -175,13 +175,15 @@ class _ProjectionProbe(nn.Module):
     def __init__(self, projection: Projection, seed: int, calls: list[_Call]) -> None:
         super().__init__()
         self.name, (self.inputs, self.outputs) = projection
-        self.seed, self.calls = seed, calls
+        self.seed = seed
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.inputs:
             raise ValueError(f"{self.name} takes {self.inputs} values, not {x.shape[-1]}")
         columns = torch.arange(self.outputs, device="cpu") % self.inputs
-        factor, shift = numbers(self.outputs, seed=self.seed), 0.1 * numbers(self.outputs, seed=self.seed + 1)
+        factor = numbers(self.outputs, seed=self.seed)
+        shift = 0.1 * numbers(self.outputs, seed=self.seed + 1)
         y = x[..., columns] * factor.to(x.dtype) + shift.to(x.dtype)
         self.calls.append(_Call(self.name, x.detach().clone(), y.clone()))
         return y

@@ -41,7 +41,8 @@ from ligertune.patching.probe import (
     stub,
 )
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 MIXED = ((FP32, BF16, BF16), (BF16, FP32, FP32), (BF16, BF16, FP32), (BF16, FP32, BF16))  # weight, hidden states, gate
 OTHER_NUMBERS = "its numbers are not those of an RMS norm with a SiLU or sigmoid gate before or after it"
 

@@ -223,7 +223,8 @@ def recognise(module: nn.Module) -> NormSpec | LayerNormSpec | Refusal:
         return refusal or LayerNormSpec()
     if uses_stored_statistics(module):
         return NotNeeded("it uses stored statistics, so there is nothing to sum")
-    cls, settings = type(module), settings_of(module)
+    cls = type(module)
+    settings = settings_of(module)
     if hasattr(module, "normalized_shape"):  # torch's layer norm passes it on
         settings += (("normalized_shape", tuple(module.normalized_shape)),)
     return _recognise_class(cls, definition_of(cls), settings, norm_parameters(module))

@@ -57,7 +57,8 @@ def is_rotary_table(module: nn.Module) -> bool:
 @functools.cache
 def _rotary_names(cls: type[nn.Module], forward: Callable[..., Any]) -> tuple[str, ...]:
     function = inspect.unwrap(forward)
-    code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    code = getattr(function, "__code__", None)
+    namespace = getattr(function, "__globals__", {})
     named = filter(ROTARY_FUNCTION.search, sorted(names_in(code)) if code else ())
     return tuple(name for name in named if callable(namespace.get(name, getattr(cls, name, None))))
 

@@ -45,7 +45,9 @@ FORMS: dict[bool, tuple[Form, ...]] = {
     True: (Form(4, 3, 1), Form(4, 3, 2), Form(4, 2, 0), Form(3, 2, 1)),
     False: (Form(4, 3), Form(4, 2), Form(3, 2)),
 }
-ROTATED, WIDER = 8, 12  # columns of a head that rotate, and of a head of which some do not
+# columns of a head that rotate, and of a head of which some do not
+ROTATED = 8
+WIDER = 12
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # models round every product, our kernel rounds once
 
 
@@ -139,7 +141,8 @@ def _equal_rotations(function: Callable[..., Any]) -> list[Rotation]:
     forms = FORMS[HEADS_ARGUMENT in parameters]
     for arguments, form, axis in itertools.product(_possible_arguments(parameters), forms, (1, 2)):
         for table in ("complex",) if "complex" in arguments else ("column", "first half", "pair"):
-            probe, first = _Probe(form), Rotation(arguments, "half", table, ((form, axis),))
+            probe = _Probe(form)
+            first = Rotation(arguments, "half", table, ((form, axis),))
             if isinstance(probe.call(function, first), Refusal):
                 continue
             directions = itertools.product(PAIRINGS, (False, True))

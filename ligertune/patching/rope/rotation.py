@@ -87,15 +87,18 @@ def rotary_function(
     default_axis = defaults.pop(HEADS_ARGUMENT, None)
     # Numbers in a tuple: torch.compile of torch 2.11 fails on a dict whose keys are tuples.
     forms = tuple((form.q_dims, form.table_dims, form.heads_argument, axis) for form, axis in rotation.axes)
-    needs_k, one = k_name is not None and rotation.alone is None, k_name is None or rotation.alone == "tensor"
-    pairing, all_or_first = PAIRINGS[rotation.pairing], rotation.columns != "last"
+    needs_k = k_name is not None and rotation.alone is None
+    one = k_name is None or rotation.alone == "tensor"
+    pairing = PAIRINGS[rotation.pairing]
+    all_or_first = rotation.columns != "last"
 
     def rotary(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         q, k, cos = given.get(q_name), given.get(k_name), given.get(cos_name)
         if q is None or cos is None or (k is None and needs_k):
             return otherwise(*args, **kwargs)
-        argument, axis = given.get(HEADS_ARGUMENT, default_axis), None
+        argument = given.get(HEADS_ARGUMENT, default_axis)
+        axis = None
         for q_dims, table_dims, value, its_axis in forms:
             if q.ndim == q_dims and cos.ndim == table_dims and argument == value:
                 axis = its_axis
@@ -127,11 +130,14 @@ def _call(rotation: Rotation, axis: int, q: Tensor, k: Tensor | None, cos: Tenso
     if cos.requires_grad or sin.requires_grad:
         return None
     if cos.ndim == 2:  # shared by all sequences, or there is no batch
-        cos, sin = cos[None], sin[None]
+        cos = cos[None]
+        sin = sin[None]
     if q.dtype != cos.dtype and not rotation.keeps_dtype and not _autocasts(q.device.type):
         wide = torch.promote_types(q.dtype, cos.dtype)
-        q, k = q.to(wide), None if k is None else k.to(wide)
-    q, k = _heads_first(q, axis), None if k is None else _heads_first(k, axis)
+        q = q.to(wide)
+        k = None if k is None else k.to(wide)
+    q = _heads_first(q, axis)
+    k = None if k is None else _heads_first(k, axis)
     (batch, _, n_tokens, head_dim), (table_batch, table_tokens, width) = q.shape, cos.shape
     rotary_dim = 2 * width if rotation.table in ("pair", "complex") else width
     fits = rotary_dim == head_dim or (rotary_dim < head_dim and rotation.columns != "all")
@@ -139,7 +145,8 @@ def _call(rotation: Rotation, axis: int, q: Tensor, k: Tensor | None, cos: Tenso
     if not fits or (k is not None and (k.shape[0], *k.shape[2:]) != (batch, n_tokens, head_dim)):
         return None
     if rotation.table == "first half":
-        cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+        cos = cos[..., : width // 2]
+        sin = sin[..., : width // 2]
     return _Call(q, k, cos, -sin if rotation.backwards else sin, rotary_dim)
 
 

@@ -141,7 +141,8 @@ def recomputed_elements(layer: LayerShape, policy: ActivationPolicy) -> tuple[in
     """
     if not policy.recompute or policy.checkpointing:
         return 0, 0, 0
-    normed, dense = policy.fused_norm and layer.normed, layer.experts is None
+    normed = policy.fused_norm and layer.normed
+    dense = layer.experts is None
     return (
         (layer.attn_in and normed) * layer.hidden,
         (layer.mlp_in and normed and dense) * layer.hidden,
@@ -274,6 +275,14 @@ def gradient_bytes(
     return before_first, layer_gradients * last // layers + end_shard * head.head_trains, 0
 
 
+def _end_bytes(layer: LayerShape, itemsize: int) -> int:
+    """Return the bytes per token outside the layers: the output of the embedding or of the last layer, that of the
+    last norm, and rotary tables (cos and sin, D wide).
+    """
+    head_dim = layer.query // layer.heads
+    return 2 * (layer.hidden + head_dim) * itemsize
+
+
 def step_phases(
     layer: LayerShape,
     head: HeadShape,
@@ -293,10 +302,11 @@ def step_phases(
     layer's weights if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense: the
     layers of a mixture of experts that have a dense MLP instead, and their number.
     """
-    itemsize, gradients = step.itemsize, step.gradients
+    itemsize = step.itemsize
+    gradients = step.gradients
     last = min(policy.not_checkpointed, layers) if policy.checkpointing else layers  # layers that save everything
-    plain = policy.without_checkpointing()
-    policy_of_last, policy_of_first = plain if last else policy, policy if last < layers else plain
+    policy_of_last = policy.without_checkpointing() if last else policy
+    policy_of_first = policy if last < layers else policy.without_checkpointing()
     hidden_states = batch.tokens * layer.hidden * itemsize
     saved = [saved_bytes(one or layer, policy_of_last, itemsize, batch) for one in (layer, dense[0])]
     saved_by_last = last * saved[0] + round(last * dense[1] / layers) * (saved[1] - saved[0])
@@ -305,8 +315,7 @@ def step_phases(
     held = saved_by_last + inputs + tower
     whole_layer = saved_bytes(layer, policy_of_first, itemsize, batch)
     gate = gate_bytes(layer, policy_of_first, itemsize) * batch.tokens
-    # the embedding's or the last layer's output, the last norm's output, and rotary tables (cos and sin, D wide)
-    ends = batch.tokens * (2 * layer.hidden + 2 * (layer.query // layer.heads)) * itemsize
+    ends = _end_bytes(layer, itemsize) * batch.tokens
     loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free, in_backward=step.in_backward)
     # When a layer is run again, the last norm and the loss have freed their tensors, and its input is held already.
     run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
@@ -314,7 +323,7 @@ def step_phases(
     new = not layer_weights  # under FSDP2 the whole gradient of a layer is one of the three gathered layers
     back = backward_bytes(layer, policy_of_first, itemsize, batch.tokens, expert_gradients=new)
     back_of_last = backward_bytes(layer, policy_of_last, itemsize, batch.tokens, expert_gradients=new)
-    back_of_done = backward_bytes(layer, policy_of_first, itemsize, batch.tokens)
+    done_layer = backward_bytes(layer, policy_of_first, itemsize, batch.tokens)
     end_weight = head.elements * itemsize  # of the embedding or of the head
     embedding = end_weight * (head.embedding_trains and (head.tied or batch.accumulates))
     # FSDP2 units: a tied embedding and head stay gathered to the end of the backward. If they are separate, the
@@ -331,6 +340,6 @@ def step_phases(
         StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
         *([again] if 0 < last < layers else []),
         StepPhase("first layer", whole_layer + tower, existing, another, back + gathered),
-        StepPhase("gradients", ends, gradients, embedding, step.workspace + back_of_done + 2 * gathered_end),
+        StepPhase("gradients", ends, gradients, embedding, step.workspace + done_layer + 2 * gathered_end),
         StepPhase("step", 0, gradients, 0, step.workspace + step.optimizer_step),
     )

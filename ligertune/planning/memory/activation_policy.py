@@ -122,7 +122,8 @@ def with_checkpointed_layers(
 def _with_fewest_layers(
     estimate: MemoryEstimate, batching: Batching, row_length: int, machine: Machine
 ) -> MemoryEstimate:
-    accumulates, memory = batching.accumulation > 1, machine.memory_bytes
+    accumulates = batching.accumulation > 1
+    memory = machine.memory_bytes
 
     def fits(not_checkpointed: int) -> bool:
         some = estimate.with_checkpointing(not_checkpointed=not_checkpointed)
@@ -135,7 +136,8 @@ def checkpointing_notes(
     recipe: Recipe, estimate: MemoryEstimate | None, batching: Batching, row_length: int, machine: Machine
 ) -> tuple[str, ...]:
     """Return a note if some layers are not checkpointed, or if fewer layers would be enough."""
-    wanted, key = recipe.train.gradient_checkpointing_layers, "train.gradient_checkpointing"
+    wanted = recipe.train.gradient_checkpointing_layers
+    key = "train.gradient_checkpointing"
     if estimate is None or estimate.policy.tile or not recipe.train.gradient_checkpointing:
         return ()
     if wanted != "all":

@@ -101,7 +101,8 @@ class MemoryEstimate:
         if self.heads is None and not (self.loss_chunk and self.policy.fused_loss):
             return phases
         if self.heads is None:
-            held, loss = 0, chunked_loss_bytes(self.head, batch, step.itemsize, self.loss_chunk)
+            held = 0
+            loss = chunked_loss_bytes(self.head, batch, step.itemsize, self.loss_chunk)
         else:
             held, loss = self._heads_loss(batch, step.free)
         return tuple(
@@ -111,8 +112,10 @@ class MemoryEstimate:
 
     def frozen_model_phases(self, batch: MicroBatch, step: StepBytes) -> tuple[StepPhase, ...]:
         """Return the phases of a step that trains Medusa heads on a frozen model (stage 1)."""
-        layer, row = self.layer, self.head.hidden * step.itemsize
-        hidden_states, before = batch.tokens * row, step.gradients if batch.accumulates else 0
+        layer = self.layer
+        row = self.head.hidden * step.itemsize
+        hidden_states = batch.tokens * row
+        before = step.gradients if batch.accumulates else 0
         # widest point of a frozen layer: its input, attention's output, their sum, that normed; gate, up, their product
         elements = 4 * layer.hidden + (3 + (not self.policy.fused_mlp)) * layer.mlp
         held, loss = self._heads_loss(batch, step.free)
@@ -138,8 +141,11 @@ class MemoryEstimate:
 
     def _heads_loss(self, batch: MicroBatch, free: int | None) -> tuple[int, int]:
         """Return (bytes that the heads' blocks read and save, additional peak bytes of the loss)."""
-        heads, head, itemsize = self.heads, self.head, self.itemsize
-        row, number = batch.labels * head.hidden * itemsize, heads.number + heads.joint
+        heads = self.heads
+        head = self.head
+        itemsize = self.itemsize
+        row = batch.labels * head.hidden * itemsize
+        number = heads.number + heads.joint
         blocks = row + heads.number * (2 * heads.blocks - 1) * row
         if not heads.own_projection:
             needs_dw = head.head_trains
@@ -231,7 +237,8 @@ class MemoryEstimate:
 
     def host_notes(self, micro_batch_size: int, row_length: int) -> tuple[str, ...]:
         """Return a note about offloaded activations, if there are any."""
-        size, how = self.host_bytes(micro_batch_size, row_length), self.policy.checkpointing
+        size = self.host_bytes(micro_batch_size, row_length)
+        how = self.policy.checkpointing
         what = {"offload": "inputs", "offload_gate": "gates"}.get(how, "inputs and gates")
         note = f"each process offloads the layers' {what} to {size / 2**30:.2f} GiB of pinned host memory"
         return (f"train.gradient_checkpointing: {how}: {note}",) if size else ()
@@ -267,9 +274,11 @@ def largest(fits: Callable[[int], bool], *, limit: int) -> int:
     """Return the largest n in 1..limit for which `fits(n)` holds, or 0. `fits` must be monotonic."""
     if not fits(1):
         return 0
-    low, high = 1, 2
+    low = 1
+    high = 2
     while high <= limit and fits(high):
-        low, high = high, high * 2
+        low = high
+        high = high * 2
     high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2

@@ -11,8 +11,11 @@ from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.plan import Plan
 
-MAX_ROWS, MAX_TOKENS = 4096, 1 << 20
-MAX_CONTEXT, CONTEXT_STEP = 1 << 23, 256  # tokens of `longest_contexts`
+MAX_ROWS = 4096
+MAX_TOKENS = 1 << 20
+# tokens of `longest_contexts`
+MAX_CONTEXT = 1 << 23
+CONTEXT_STEP = 256
 RecipeLines = dict[str, dict[str, int | bool | str]]  # section -> key -> value
 
 
@@ -58,7 +61,8 @@ def longest_contexts(plan: Plan) -> tuple[LongContext, ...]:
     """
     if plan.memory is None:
         raise UserError(f"--fit context: no memory is predicted: {why_not_predicted(plan.build.task)}.")
-    execution, memory = plan.build.execution, plan.memory
+    execution = plan.build.execution
+    memory = plan.memory
     if memory.shards > 1 or memory.cp_size > 1 or memory.heads is not None or memory.layer.experts is not None:
         raise UserError("--fit context is for dense models, on one device or with ddp, and without Medusa heads.")
     tiles = not (execution.torch_compile or execution.fp8 or plan.build.method.lora_dropout)
@@ -71,7 +75,8 @@ def longest_contexts(plan: Plan) -> tuple[LongContext, ...]:
 def _longest(plan: Plan, memory: MemoryEstimate, checkpointing: bool | str, tile: int) -> LongContext:
     estimate = memory.checkpointed(checkpointing)
     estimate = estimate.tiled(tile) if tile else estimate
-    accumulates, memory_bytes = plan.batching.accumulation > 1, plan.machine.memory_bytes
+    accumulates = plan.batching.accumulation > 1
+    memory_bytes = plan.machine.memory_bytes
     step = CONTEXT_STEP * plan.rows.documents
     count = largest(
         lambda count: estimate.fits(1, count * step, accumulates=accumulates, memory=memory_bytes),
@@ -86,12 +91,14 @@ def _longest(plan: Plan, memory: MemoryEstimate, checkpointing: bool | str, tile
 
 
 def _fit(plan: Plan, estimate: MemoryEstimate) -> Fit:
-    multiple_of, longest = max(64, plan.rows.multiple_of), min(MAX_TOKENS, plan.context or MAX_TOKENS)
+    multiple_of = max(64, plan.rows.multiple_of)
+    longest = min(MAX_TOKENS, plan.context or MAX_TOKENS)
     fits = partial(estimate.fits, accumulates=plan.batching.accumulation > 1, memory=plan.machine.memory_bytes)
     rows = largest(lambda count: fits(count, plan.row_length), limit=MAX_ROWS)
     step = multiple_of * plan.rows.documents  # a row holds all sequences of an example
     length = multiple_of * largest(lambda count: fits(1, count * step), limit=-(-longest // multiple_of))
-    length, checkpointing = min(length, longest), estimate.policy.checkpointing
+    length = min(length, longest)
+    checkpointing = estimate.policy.checkpointing
     return Fit(
         bool(checkpointing),
         rows,

@@ -62,7 +62,9 @@ def states_of(
     parameters: (kind, number of parameters of that kind). GaLore's optimizer states have the size of its projected
     gradients.
     """
-    optim, method, offload = recipe.train.optim, recipe.method.type, recipe.train.optim_offload
+    optim = recipe.train.optim
+    method = recipe.method.type
+    offload = recipe.train.optim_offload
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size)
     # DeepSpeed's optimizer keeps float32 copies of the weights.
     master_weights = strategy.startswith("deepspeed") and weight_dtype != "float32"

@@ -75,8 +75,11 @@ def tiled_phases(
     tower: int = 0,
 ) -> tuple[StepPhase, ...]:
     """Return the phases of a step on one device. layers: number of layers with a backward. tower: as `step_phases`."""
-    itemsize, tokens, gradients = step.itemsize, batch.tokens, step.gradients
-    hidden, width = tokens * layer.hidden * itemsize, tokens * itemsize
+    itemsize = step.itemsize
+    tokens = batch.tokens
+    gradients = step.gradients
+    hidden = tokens * layer.hidden * itemsize
+    width = tokens * itemsize
     # rotary tables (cos and sin) and the batch
     always = tokens * (2 * (layer.query // layer.heads) * itemsize + BATCH_BYTES) + tower
     inputs = 0 if policy.offloads_inputs else layers * hidden

@@ -125,7 +125,8 @@ def peer_of(document: Document) -> Peer:
 def _apply(work: Import, rows: Sequence[Alias]) -> None:
     """Apply aliases; of two names of one key with different values, the first one counts."""
     document = work.document
-    before, read = len(document.complaints), len(document.notices)
+    before = len(document.complaints)
+    read = len(document.notices)
     apply_aliases(document, rows)
     for notice in document.notices[read:]:
         name, _, key = notice.sentence.rstrip(".").partition(" is read as ")
@@ -150,7 +151,8 @@ def _flat_keys(work: Import) -> None:
         if name in keys() and isinstance(document.data[name], dict):
             continue
         if name in homes and name not in NOT_FLAT and not document.has(split(homes[name])):
-            place, value = document.place((name,)), document.data.pop(name)
+            place = document.place((name,))
+            value = document.data.pop(name)
             document.put(split(homes[name]), value, Place("", place.line, place.file, name))
 
 
@@ -179,7 +181,8 @@ def _unknown_keys(work: Import) -> None:
 
 
 def _leave_unknown(work: Import, path: KeyPath) -> None:
-    name, value = str(path[-1]), work.document.get(path)
+    name = str(path[-1])
+    value = work.document.get(path)
     reason = REASONS.get(name)
     if reason is None and isinstance(value, dict) and value and len(path) < MAX_DEPTH:
         for inner in list(value):  # a section with keys that are converted, or have a reason
@@ -205,7 +208,8 @@ def _similar(name: str) -> list[str]:
 def _replaced_keys(work: Import) -> None:
     """Remove one of two keys that exclude each other; as in TrainingArguments, a positive number of steps wins."""
     for key, rival in EITHER_OR.items():
-        path, other = ("train", key), ("train", rival)
+        path = ("train", key)
+        other = ("train", rival)
         if not work.document.has(other):
             continue
         steps = work.document.get(other)
@@ -306,8 +310,10 @@ def _invalid_values(error: ValidationError, document: Document) -> dict[KeyPath,
 
 def _drop(work: Import, path: KeyPath, why: str) -> None:
     """Leave a value out; if it is the objective, refuse the file: the run would train something else."""
-    document, key = work.document, dotted(path)
-    value, place = document.get(path), document.place(path)
+    document = work.document
+    key = dotted(path)
+    value = document.get(path)
+    place = document.place(path)
     why = VALUES.get((key, str(value)), why)
     if path[:1] == ("data",) and len(path) == 3 and path[1] in ("datasets", "eval_datasets"):
         path = path[:2]  # the others would move up to the place of a data set that is removed

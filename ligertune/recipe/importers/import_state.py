@@ -17,7 +17,9 @@ from ligertune.recipe.importers.reasons import FALSE_MATTERS, HARMLESS, HARMS, T
 
 NOTHING = (None, False, "", "none", "no")  # an unknown key with one of these values switches nothing on
 KEEP_THE_TOOL = "Keep the other tool for this file."
-IMPORTED, LEFT, OFF = "imported", "not imported", "off"
+IMPORTED = "imported"
+LEFT = "not imported"
+OFF = "off"
 UNTRACED = "ligertune does not read it with the other keys of this file"
 
 
@@ -132,7 +134,8 @@ class Import:
 
     def leave(self, path: KeyPath, why: str, harm: str = TRAINING, *, even_off: bool = False) -> None:
         """Remove a key of the document and record the reason; without `even_off`, not for a value that is off."""
-        value, key = self.document.get(path), dotted(path)
+        value = self.document.get(path)
+        key = dotted(path)
         sources = [at for at, fate in self.fates.items() if fate.state == IMPORTED and _is_for(key, fate.into)]
         self.document.remove(path)
         if not sources and key in (name.partition(": ")[0] for name in self.defaults):

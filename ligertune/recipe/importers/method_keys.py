@@ -73,7 +73,8 @@ def _convert_rates(work: Import, adapts: bool) -> None:
     if not (adapts and "lr_groups" not in data and ("embed_tokens" in saved or "lm_head" in saved)):
         return
     for name in ("embedding_lr", "embedding_lr_scale"):
-        rate, scale = data.get(name), data.get("learning_rate") if name == "embedding_lr_scale" else 1.0
+        rate = data.get(name)
+        scale = data.get("learning_rate") if name == "embedding_lr_scale" else 1.0
         if isinstance(rate, float) and isinstance(scale, float):
             group = {"parameters": r"(?:embed_tokens|lm_head)\.", "learning_rate": rate * scale}
             work.put("train.lr_groups", [group], name)

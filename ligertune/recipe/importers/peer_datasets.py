@@ -67,7 +67,8 @@ def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted:
             work.trace(source, dotted(path))
             continue
         for at, _ in leaves(given):
-            written, kept = str(at[0]), new if isinstance(new, Mapping) else {}
+            written = str(at[0])
+            kept = new if isinstance(new, Mapping) else {}
             is_flattened = len(at) > 1 and ".".join(map(str, at)) in kept
             if is_flattened or (written in kept and (written in UNCONVERTED or written not in OWN_KEYS)):
                 continue  # without a counterpart: the import reports it later
@@ -271,7 +272,9 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
 
 def _one_trl_dataset(work: Import) -> None:
     """Convert TRL's flat keys of one data set."""
-    data, trained, tested = work.data, "data.datasets[0]", "data.eval_datasets[0]"
+    data = work.data
+    trained = "data.datasets[0]"
+    tested = "data.eval_datasets[0]"
     common = {"path": work.take("dataset_name", f"{trained}.path")}
     if data.get("dataset_config"):
         common["name"] = work.take("dataset_config", f"{trained}.name")
@@ -304,7 +307,8 @@ def _trl_mixture(work: Import) -> None:
     if "test_split_size" in data:
         work.names["val_set_size"] = work.path_of("test_split_size")
         data["val_set_size"] = data.pop("test_split_size")
-    given, source = data.pop("datasets", None), work.path_of("datasets")
+    given = data.pop("datasets", None)
+    source = work.path_of("datasets")
     if isinstance(given, list):
         for index, item in enumerate(given):
             _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])

@@ -204,7 +204,8 @@ def _schedule(work: Import) -> None:
 
 def _saves(work: Import) -> None:
     """Convert the interval of saves; a number per epoch is a share of all steps, unless it is one."""
-    data, strategy = work.data, "checkpoint.save_strategy"
+    data = work.data
+    strategy = "checkpoint.save_strategy"
     per_epoch = data.pop("saves_per_epoch", None)
     if per_epoch:
         _per_epoch(work, per_epoch, "saves_per_epoch", strategy, "checkpoint.save_steps")
@@ -265,7 +266,8 @@ def _processes(work: Import) -> None:
     data = work.data
     if "fsdp_config" in data and not isinstance(data["fsdp_config"], dict):  # the name of a file
         work.leave(("fsdp_config",), FSDP_OPTIONS.why, FSDP_OPTIONS.harm)
-    fsdp, config = data.get("fsdp"), nested(data.get("fsdp_config"))
+    fsdp = data.get("fsdp")
+    config = nested(data.get("fsdp_config"))
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
     if config or (words and words != "no_shard") or data.get("fsdp_version"):
         names = [name for name in ("fsdp", "fsdp_version") if name in data]

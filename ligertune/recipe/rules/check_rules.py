@@ -21,7 +21,8 @@ def _warms_up(recipe: Recipe) -> bool:
 
 
 def _accumulates(recipe: Recipe) -> bool:
-    train, wanted = recipe.train, recipe.train.global_batch_size
+    train = recipe.train
+    wanted = recipe.train.global_batch_size
     micro = train.per_device_train_batch_size
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 

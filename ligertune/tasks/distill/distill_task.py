@@ -23,7 +23,8 @@ class DistillTask(Task):
 
     def __init__(self, shape: ModelShape, plan: Plan) -> None:
         super().__init__(shape)
-        self._plan, self._divergence = plan, Divergence.of(plan.build.distill)
+        self._plan = plan
+        self._divergence = Divergence.of(plan.build.distill)
         self.measures = Measures(self._divergence.measures)
         self._teacher: Teacher | None = None
 

@@ -96,7 +96,10 @@ class DistillLoss:
         teacher_hidden: Tensor,  # (N, E')
         measures: Measures,
     ) -> None:
-        self.divergence, self.head, self.teacher_hidden, self.measures = divergence, head, teacher_hidden, measures
+        self.divergence = divergence
+        self.head = head
+        self.teacher_hidden = teacher_hidden
+        self.measures = measures
         self.ran = self.in_chunks = False
 
     def fused(
@@ -106,7 +109,8 @@ class DistillLoss:
 
         options: also lora_a (R, E), lora_b (V, R) and lora_scale if the head has a LoRA adapter.
         """
-        student, taught = LogitTransform(options["logit_scale"], options["softcap"]), self.teacher_hidden
+        student = LogitTransform(options["logit_scale"], options["softcap"])
+        taught = self.teacher_hidden
         hidden, weight = with_lora_term(hidden, weight, options)
         hidden, labels = take_labelled(hidden, labels, rows := options["labelled_rows"])
         taught = taught if rows is None else taught.index_select(0, rows)
@@ -137,7 +141,8 @@ class DistillLoss:
 
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
         """Return the loss of the student's logits (N, V); the teacher's are made a chunk of rows at a time."""
-        size, total = self._shared_vocabulary(logits.shape[1]), 0.0
+        size = self._shared_vocabulary(logits.shape[1])
+        total = 0.0
 
         def part(logits: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
             return self.divergence.sum_of_logits(logits[:, :size], self.head.logits(taught, size), labels)
@@ -145,7 +150,8 @@ class DistillLoss:
         for rows in _chunks(len(labels)):
             inputs = logits[rows], self.teacher_hidden[rows], labels[rows]
             total = total + checkpoint(part, *inputs, use_reentrant=False)
-        divisor, sft = divisor_of_labels(labels, num_items_in_batch), None
+        divisor = divisor_of_labels(labels, num_items_in_batch)
+        sft = None
         if self.divergence.sft_weight:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             sft = F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum") / divisor
@@ -191,7 +197,8 @@ def total_loss(
     count: int | Tensor | None,  # what both were divided by; None: the number of labels
 ) -> Tensor:
     """Return the loss; add its parts, as sums over tokens, to the measures."""
-    labelled, divisor = (labels != IGNORE_INDEX).sum(), divisor_of_labels(labels, count)
+    labelled = (labels != IGNORE_INDEX).sum()
+    divisor = divisor_of_labels(labels, count)
     measures.add("kl", found.detach() * divisor, count=labelled)
     if sft is None:
         return found

@@ -47,7 +47,10 @@ class StoredLoss:
     """The loss of one batch, a `HeadLoss`. ids, log_probs: (M, K), of the labelled tokens in the order of the batch."""
 
     def __init__(self, divergence: Divergence, ids: Tensor, log_probs: Tensor, measures: Measures) -> None:
-        self.divergence, self.ids, self.log_probs, self.measures = divergence, ids, log_probs, measures
+        self.divergence = divergence
+        self.ids = ids
+        self.log_probs = log_probs
+        self.measures = measures
         self.ran = False
 
     def fused(
@@ -67,7 +70,8 @@ class StoredLoss:
         total = hidden.sum() * 0.0  # with a gradient if no row has a label
         for rows, *stored in self._chunks(labels):
             total = total + checkpoint(part, hidden[rows], weight, bias, *stored, use_reentrant=False)
-        count, sft = options["num_items_in_batch"], None
+        count = options["num_items_in_batch"]
+        sft = None
         if self.divergence.sft_weight:
             scaled = {"logit_scale": student.logit_scale, "softcap": student.softcap}
             scaled["skip_ignored"] = options["labelled_rows"] is None
@@ -76,7 +80,9 @@ class StoredLoss:
 
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
         """Return the loss of logits (N, V)."""
-        total, sft, divisor = logits.sum() * 0.0, None, divisor_of_labels(labels, num_items_in_batch)
+        total = logits.sum() * 0.0
+        sft = None
+        divisor = divisor_of_labels(labels, num_items_in_batch)
         for rows, *stored in self._chunks(labels):
             total = total + checkpoint(self._sum, logits[rows], *stored, use_reentrant=False)
         if self.divergence.sft_weight:
@@ -93,7 +99,8 @@ class StoredLoss:
     def _sum(self, logits: Tensor, labels: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
         """Return the divergence summed over labelled rows, of logits (c, V)."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.divergence.temperature
-        log_q, lse = log_q.to(logits.dtype), logits.logsumexp(-1)
+        log_q = log_q.to(logits.dtype)
+        lse = logits.logsumexp(-1)
         q = log_q.exp()
         rows = (q * (log_q - (logits.gather(-1, ids) - lse[:, None]))).sum(-1)
         if ids.shape[1] < logits.shape[1]:
@@ -112,7 +119,8 @@ class OfflineDistillTask(Task):
 
     def __init__(self, shape: ModelShape, plan: Plan) -> None:
         super().__init__(shape)
-        self._folder, self._divergence = Path(plan.build.distill.teacher_file), Divergence.of(plan.build.distill)
+        self._folder = Path(plan.build.distill.teacher_file)
+        self._divergence = Divergence.of(plan.build.distill)
         self.measures = Measures(self._divergence.measures)
         self._stored: list[tuple[Examples, StoredTeacher]] = []
 

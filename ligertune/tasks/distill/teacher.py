@@ -192,7 +192,8 @@ class Teacher:
 
 def load_teacher(plan: Plan, device: torch.device) -> Teacher:
     """Load the teacher of a plan: frozen, in evaluation mode, with our kernels if the plan uses them."""
-    teacher, kernels = plan.teacher, plan.build.kernels
+    teacher = plan.teacher
+    kernels = plan.build.kernels
     attention = teacher.attn_implementation if plan.rows.is_padding_free else None
     spec = teacher_options(plan.build, attention or "auto")
     dtype = getattr(torch, teacher.dtype)

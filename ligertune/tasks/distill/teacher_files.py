@@ -160,7 +160,8 @@ def check_space_for(folder: Path, plan: Plan, data: PreparedData, vocab_size: in
     """Raise UserError if the disk of `folder` has no space for the arrays. vocab_size: the student's."""
     tokens = int(data.train.trained.sum()) + (int(data.eval.trained.sum()) if data.eval else 0)
     row_bytes = min(plan.build.distill.top_k, vocab_size) * sum(np.dtype(dtype).itemsize for dtype in STORED.values())
-    needed, existing = tokens * row_bytes, next(path for path in folder.absolute().parents if path.exists())
+    needed = tokens * row_bytes
+    existing = next(path for path in folder.absolute().parents if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
@@ -176,7 +177,8 @@ def write_teacher_file(
     plan: Plan, data: PreparedData, folder: Path, *, pad_token_id: int, vocab_size: int, show: Callable[[str], None]
 ) -> TeacherFile:
     """Run the teacher over all examples and write its log-probabilities. vocab_size: the student's."""
-    options, device = plan.build.distill, torch.device(plan.machine.device)
+    options = plan.build.distill
+    device = torch.device(plan.machine.device)
     check_space_for(folder, plan, data, vocab_size)
     teacher = load_teacher(plan, device)
     size = min(vocab_size, len(teacher.head.weight))

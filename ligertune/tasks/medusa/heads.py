@@ -46,7 +46,8 @@ class MedusaHeads(nn.ModuleList):
                 layers.append(projection)
             heads.append(nn.Sequential(*layers))
         super().__init__(heads)
-        self.num_layers, self.own_lm_head = num_layers, own_lm_head
+        self.num_layers = num_layers
+        self.own_lm_head = own_lm_head
 
     def hidden(self, hidden: Tensor) -> list[Tensor]:
         """Return each head's blocks applied to the model's last hidden state (..., E): K tensors (..., E)."""

@@ -142,7 +142,8 @@ def write_heads(
     base: it as it was while the heads were trained. expand: write a copy of a shared projection for each head.
     """
     num_heads, num_layers = _heads_and_blocks(heads)
-    shared, weight = f"0.{num_layers}.weight" not in heads, weight.detach().to("cpu").contiguous()
+    shared = f"0.{num_layers}.weight" not in heads
+    weight = weight.detach().to("cpu").contiguous()
     config = HeadsConfig(
         medusa_num_heads=num_heads,
         medusa_num_layers=num_layers,
@@ -218,7 +219,8 @@ def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS} could not be read: {error}", hint="Train the heads again.") from error
-    described, stored = (config.medusa_num_heads, config.medusa_num_layers), _heads_and_blocks(tensors)
+    described = (config.medusa_num_heads, config.medusa_num_layers)
+    stored = _heads_and_blocks(tensors)
     if described != stored:  # before they are allocated
         raise UserError(
             f"{folder / WEIGHTS} does not hold {described[0]} heads of {described[1]} blocks, as its {CONFIG} says:"
@@ -241,7 +243,8 @@ def read_heads(folder: Path, weight: Tensor) -> MedusaHeads:
 
 def base_model_of(folder: Path, config: HeadsConfig) -> str:
     """Return the folder or hub id of the base model. If its folder has moved, look for model/ next to the heads."""
-    named, sibling = config.base_model_name_or_path, folder.resolve().parent / "model"
+    named = config.base_model_name_or_path
+    sibling = folder.resolve().parent / "model"
     if Path(named).is_absolute() and not Path(named).is_dir() and (sibling / CONFIG).is_file():
         return str(sibling)
     return named

@@ -114,15 +114,21 @@ class Losses(NamedTuple):
 
 def fused_loss(inputs: LossInputs) -> Losses:
     """Return the Medusa loss, computed by our kernels in chunks of rows. Rows outside `rows` meet no block."""
-    heads, weight, counts = inputs.heads, inputs.weight, inputs.counts
-    weights, rows = list(inputs.weights), inputs.rows
-    hidden, targets = inputs.hidden.flatten(0, -2), inputs.targets.flatten(1)  # (N, E), (S, N)
+    heads = inputs.heads
+    weight = inputs.weight
+    counts = inputs.counts
+    weights = list(inputs.weights)
+    rows = inputs.rows
+    # (N, E), (S, N)
+    hidden = inputs.hidden.flatten(0, -2)
+    targets = inputs.targets.flatten(1)
     if rows is not None:
         hidden = take_rows(hidden, rows) if hidden.requires_grad else hidden.index_select(0, rows)
         targets = targets.index_select(1, rows)
     # Few of `rows` lack a target of one head: on a GPU the host would wait for little.
     skip_ignored = rows is None or hidden.device.type == "cpu"
-    with_model, own = inputs.with_model, None
+    with_model = inputs.with_model
+    own = None
     if inputs.teacher is not None:
         taught = inputs.teacher.hidden.flatten(0, -2)
         taught = taught if rows is None else taught.index_select(0, rows)
@@ -130,7 +136,10 @@ def fused_loss(inputs: LossInputs) -> Losses:
         own = distillation_loss(
             hidden, weight, teacher, targets[0], counts and counts[0], inputs.transform, skip_ignored=skip_ignored
         )
-        with_model, targets, weights, counts = False, targets[1:], weights[1:], counts and counts[1:]
+        with_model = False
+        targets = targets[1:]
+        weights = weights[1:]
+        counts = counts and counts[1:]
     hiddens: list[Tensor] | Tensor = [hidden] * with_model + heads.hidden(hidden)
     shared = not heads.own_lm_head
     if shared:
@@ -180,7 +189,10 @@ def _kl(student: Tensor, teacher: Tensor, targets: Tensor, count: int | None) ->
 
 def naive_loss(inputs: LossInputs) -> Losses:
     """Return the Medusa loss from all logits (S, B, T, V) at once. `rows` is not used."""
-    hidden, heads, weight, counts = inputs.hidden, inputs.heads, inputs.weight, inputs.counts
+    hidden = inputs.hidden
+    heads = inputs.heads
+    weight = inputs.weight
+    counts = inputs.counts
     hiddens = [hidden] * inputs.with_model + heads.hidden(hidden)
     projections = [weight] * inputs.with_model + heads.projections(weight)
     logits = [inputs.transform.logits(F.linear(h, w)) for h, w in zip(hiddens, projections, strict=True)]

@@ -91,8 +91,11 @@ class MedusaModel(nn.Module):
         fused: bool,
     ) -> None:
         super().__init__()
-        self.base_model, self.medusa_head = base_model, heads
-        self.spec, self.transform, self.fused = spec, transform, fused
+        self.base_model = base_model
+        self.medusa_head = heads
+        self.spec = spec
+        self.transform = transform
+        self.fused = fused
         self._no_split_modules = base_model._no_split_modules  # the layer classes that FSDP wraps
         self.teacher = None
         if spec.stage == 2 and spec.self_distillation:

@@ -15,7 +15,8 @@ class MedusaShape(ModelShape):
     @staticmethod
     def of_heads(model: MedusaModel) -> MedusaShape:
         """Read the sizes of a built model, which may be on the meta device."""
-        base, heads = read_shape(model.base_model), model.medusa_head
+        base = read_shape(model.base_model)
+        heads = model.medusa_head
         n_heads = sum(p.numel() for p in heads.parameters())
         n_teacher = 0 if model.teacher is None else base.n_parameters
         with_heads = dataclasses.replace(
@@ -38,7 +39,9 @@ class MedusaShape(ModelShape):
         A block costs 6 per weight and token, a projection 4, or 6 if it trains. With a frozen model a weight costs 2,
         attention runs forward only, and the first blocks give no gradient to their input.
         """
-        heads, block, projection = self.heads, self.hidden_size**2, self.hidden_size * self.vocab_size
+        heads = self.heads
+        block = self.hidden_size**2
+        projection = self.hidden_size * self.vocab_size
         trains_projection = heads.own_projection or self.head.head_trains
         per_head = 6 * heads.blocks * block + (6 if trains_projection else 4) * projection
         if heads.joint:

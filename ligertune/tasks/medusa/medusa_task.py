@@ -26,7 +26,8 @@ class MedusaTask(Task):
     ) -> None:
         super().__init__(shape)
         self.label_shifts = label_shifts
-        self._heads_coefficient, self._warmup_steps = heads_coefficient, warmup_steps
+        self._heads_coefficient = heads_coefficient
+        self._warmup_steps = warmup_steps
 
     def inputs(
         self, examples: Examples | StreamedExamples, indices: np.ndarray, *, step: int | None = None

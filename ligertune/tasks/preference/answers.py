@@ -50,7 +50,8 @@ def train_on_chosen_prompts(batch: dict[str, Any], fields: dict[str, Tensor]) ->
     fields: of `answer_fields`. token_weights and answer_mask (N,) are 0 at the prompts. The chosen sequences of padded
     rows end at their last label.
     """
-    labels, ids = batch["labels"].flatten().clone(), batch["input_ids"].flatten()
+    labels = batch["labels"].flatten().clone()
+    ids = batch["input_ids"].flatten()
     in_answer = next_tokens(batch["labels"], IGNORE_INDEX).flatten() != IGNORE_INDEX
     starts = (fields["answer_lengths"].cumsum(0) - fields["answer_lengths"])[: len(fields["answer_tokens"])]
     for start, length in zip(starts.tolist()[::2], fields["answer_lengths"].tolist()[::2], strict=False):
@@ -81,7 +82,8 @@ class AnswerLogProbs:
     """
 
     def __init__(self, fields: dict[str, Tensor], *, statistics: bool = False) -> None:
-        self.fields, self.statistics = fields, statistics
+        self.fields = fields
+        self.statistics = statistics
         self.sums: AnswerSums | None = None  # of the forward
 
     def fused(
@@ -117,7 +119,8 @@ class AnswerLogProbs:
         if tokens.entropy is not None:
             counted = self.fields.get("answer_mask", labels != IGNORE_INDEX)
             hits = (tokens.argmax == labels) & counted
-            entropy, correct = summed(tokens.entropy * counted), summed(hits.to(tokens.entropy.dtype))
+            entropy = summed(tokens.entropy * counted)
+            correct = summed(hits.to(tokens.entropy.dtype))
         self.sums = AnswerSums(weighted, plain, entropy, correct)
         return self.loss_of(self.sums)
 

@@ -59,8 +59,10 @@ def mismatched_examples(examples: Examples, *, block: int, max_length: int) -> I
     for index in range(len(examples)):
         first = index // block * block
         last = min(first + block, len(examples)) - 1
-        prompt, other = examples[index], examples[index - 1 if index > first else last]
-        end, start = answer_start(prompt), answer_start(other)
+        prompt = examples[index]
+        other = examples[index - 1 if index > first else last]
+        end = answer_start(prompt)
+        start = answer_start(other)
         ids = np.concatenate([prompt.input_ids[:end], other.input_ids[start:]])[:max_length]
         labels = np.concatenate([prompt.labels[:end], other.labels[start:]])[:max_length]
         yield Example(ids, labels, prompt.source)
@@ -71,14 +73,17 @@ class KtoTask(Task):
 
     def __init__(self, shape: ModelShape, plan: Plan, reference: Reference, device: torch.device) -> None:
         super().__init__(shape)
-        self.options, self._plan, self._reference = plan.build.preference, plan, reference
+        self.options = plan.build.preference
+        self._plan = plan
+        self._reference = reference
         self.measures = KtoMeasures(MEASURES, device)
         self._model: nn.Module | None = None
         self._mismatched: dict[int, Batcher] = {}  # by the id of the examples that they are made from
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         self._model = model
-        block, longest = max(self._plan.batching.global_batch_size, 2), self._plan.data_options.max_length
+        block = max(self._plan.batching.global_batch_size, 2)
+        longest = self._plan.data_options.max_length
         for batcher in batchers:
             made = Examples(mismatched_examples(batcher.examples, block=block, max_length=longest))
             self._mismatched[id(batcher.examples)] = replace(batcher, examples=made)
@@ -90,7 +95,9 @@ class KtoTask(Task):
 
     def _kl(self, examples: Examples, indices: np.ndarray, *, trains: bool) -> Tensor:
         """Return the estimate of kl over the mismatched answers of the examples at `indices`."""
-        model, batcher, batching = self._model, self._mismatched[id(examples)], self._plan.batching
+        model = self._model
+        batcher = self._mismatched[id(examples)]
+        batching = self._plan.batching
         size = batching.micro_batch_size if trains else batching.eval_batch_size
         total = torch.zeros((), device=batcher.device)
         was_training = model.training
@@ -140,10 +147,15 @@ class KtoHeadLoss(AnswerLogProbs):
         divisor: int,
     ) -> None:
         super().__init__(fields, statistics=True)
-        self._task, self._reference, self._desirable, self._kl, self._divisor = task, reference, desirable, kl, divisor
+        self._task = task
+        self._reference = reference
+        self._desirable = desirable
+        self._kl = kl
+        self._divisor = divisor
 
     def loss_of(self, sums: AnswerSums) -> Tensor:
-        tokens, options = self.fields["answer_tokens"], self._task.options
+        tokens = self.fields["answer_tokens"]
+        options = self._task.options
         counts = tokens > 0  # not the untrained answer of a rank without rows
         scores = sums.plain - self._reference
         losses = kto_losses(scores, self._desirable, self._kl, options).masked_fill(~counts, 0.0)

@@ -27,7 +27,9 @@ from torch.nn.functional import logsigmoid
 if TYPE_CHECKING:
     from ligertune.planning.options import PreferenceOptions
 
-CHOSEN, REJECTED = 0, 1  # columns of the tensors (P, 2)
+# columns of the tensors (P, 2)
+CHOSEN = 0
+REJECTED = 1
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,14 @@ def _margin(scores: Tensor) -> Tensor:
 
 
 def _sigmoid(scores: Tensor, options: PreferenceOptions) -> Tensor:
-    margin, smoothing = options.beta * _margin(scores), options.label_smoothing
+    margin = options.beta * _margin(scores)
+    smoothing = options.label_smoothing
     return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
 
 
 def _robust(scores: Tensor, options: PreferenceOptions) -> Tensor:
-    margin, smoothing = options.beta * _margin(scores), options.label_smoothing
+    margin = options.beta * _margin(scores)
+    smoothing = options.label_smoothing
     return (-(1 - smoothing) * logsigmoid(margin) + smoothing * logsigmoid(-margin)) / (1 - 2 * smoothing)
 
 

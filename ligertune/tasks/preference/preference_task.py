@@ -97,7 +97,8 @@ class PreferenceTask(Task):
     def _measure(self, sums: AnswerSums, policy: Tensor, rewards: Tensor, tokens: Tensor) -> None:
         """Add to the measures. policy, rewards, tokens: (P, 2)."""
         counts = tokens.sum(1) > 0
-        margins, pairs = rewards[:, CHOSEN] - rewards[:, REJECTED], counts.sum()
+        margins = rewards[:, CHOSEN] - rewards[:, REJECTED]
+        pairs = counts.sum()
         of_pairs = {
             "rewards/chosen": rewards[:, CHOSEN],
             "rewards/rejected": rewards[:, REJECTED],
@@ -120,7 +121,9 @@ class PairHeadLoss(AnswerLogProbs):
         self, task: PreferenceTask, fields: dict[str, Tensor], reference: Tensor | None, divisors: dict[str, int]
     ) -> None:
         super().__init__(fields, statistics=True)
-        self._task, self._reference, self._divisors = task, reference, divisors
+        self._task = task
+        self._reference = reference
+        self._divisors = divisors
 
     def loss_of(self, sums: AnswerSums) -> Tensor:
         return self._task.loss_of_pairs(sums, self.fields["answer_tokens"], self._reference, self._divisors)

@@ -127,7 +127,8 @@ class PrecomputedReference:
     """Log-probabilities of all training and evaluation examples, computed before the first step."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._of = plan, {}
+        self._plan = plan
+        self._of = {}
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool, say: Say) -> None:
         for batcher in batchers:
@@ -176,7 +177,9 @@ def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.n
 
     All ranks call it, and each computes its share. Rows are packed as in an evaluation. say: shows progress.
     """
-    lengths, found, shown = batcher.examples.lengths, None, time.monotonic()
+    lengths = batcher.examples.lengths
+    found = None
+    shown = time.monotonic()
     batches = list(rank_batches(plan, lengths, np.arange(len(lengths)), size=plan.batching.eval_batch_size))
     # PiSSA and OLoRA subtract the initial adapter from the weights: before training, the model is the one with it.
     base = contextlib.nullcontext() if plan.build.method.init_changes_weights else without_adapter(model)

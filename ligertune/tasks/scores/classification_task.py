@@ -34,7 +34,8 @@ class F1Measures(Measures):
     def __init__(self, num_labels: int, problem_type: str, device: torch.device | str) -> None:
         counts = [f"{part}/{label}" for part in PARTS for label in range(num_labels)]
         super().__init__(("accuracy", *counts), device)
-        self._num_labels, self._problem_type = num_labels, problem_type
+        self._num_labels = num_labels
+        self._problem_type = problem_type
 
     def add_counts(self, predicted: Tensor, true: Tensor) -> None:
         """Add the counts of D texts. predicted, true: (D, labels) bool."""
@@ -60,7 +61,8 @@ class ClassificationTask(ScoreTask):
 
     def __init__(self, shape: ModelShape, options: ClassificationOptions, device: torch.device) -> None:
         super().__init__(shape)
-        self._num_labels, self._problem_type = options.num_labels, options.problem_type
+        self._num_labels = options.num_labels
+        self._problem_type = options.problem_type
         self.measures = (
             Measures(("mean_absolute_error",), device)
             if options.problem_type == REGRESSION
@@ -96,8 +98,10 @@ class ClassificationTask(ScoreTask):
             return
         if self._problem_type == SINGLE:
             labels = torch.arange(self._num_labels, device=scores.device)
-            predicted, true = scores.argmax(1)[:, None] == labels, targets[:, None] == labels
+            predicted = scores.argmax(1)[:, None] == labels
+            true = targets[:, None] == labels
         else:
-            predicted, true = scores > 0, targets > 0
+            predicted = scores > 0
+            true = targets > 0
         self.measures.add("accuracy", (predicted == true).all(1) & counts, texts)
         self.measures.add_counts(predicted & counts[:, None], true & counts[:, None])

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 ROWS = "score_rows"  # keyword of a forward: (D,) int64, places of last tokens among all N tokens of the batch
 _TOKENS = 9  # of the text on which `check_scores` compares
-EXACT, ROUNDED = 1e-3, 3e-2  # largest differences relative to the largest score, in float32 and in half precision
+# largest differences relative to the largest score, in float32 and in half precision
+EXACT = 1e-3
+ROUNDED = 3e-2
 
 
 class DocumentScores(ModulePatch):
@@ -65,7 +67,9 @@ def check_scores(model: PreTrainedModel, *, multiple_of: int, packed: bool) -> N
 
     multiple_of, packed: of the batches.
     """
-    was_training, device, config = model.training, next(model.parameters()).device, model.config.get_text_config()
+    was_training = model.training
+    device = next(model.parameters()).device
+    config = model.config.get_text_config()
     length = -(-_TOKENS // multiple_of) * multiple_of
     others = [token for token in range(config.vocab_size) if token != config.pad_token_id]
     ids = np.resize(others[1 : length + 1], length)

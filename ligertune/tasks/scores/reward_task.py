@@ -48,7 +48,8 @@ class RewardTask(ScoreTask):
 
     def _measure(self, rewards: Tensor, difference: Tensor, counts: Tensor) -> None:
         """Add to the measures. rewards: (P, 2), difference, counts: (P,)."""
-        pairs, some = counts.sum(), counts.any().float()
+        pairs = counts.sum()
+        some = counts.any().float()
         self.measures.add("min_reward", rewards.min() * some, some)
         self.measures.add("max_reward", rewards.max() * some, some)
         self.measures.add("mean_reward", rewards * counts[:, None], 2 * pairs)

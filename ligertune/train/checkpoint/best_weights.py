@@ -15,7 +15,8 @@ from ligertune.train.checkpoint.load_checkpoint import explain_unusable
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_weights, trained
 from ligertune.train.distributed import full_state_dict, is_sharded
 
-FOLDER, RECORD = "best", "best.json"
+FOLDER = "best"
+RECORD = "best.json"
 
 
 def save_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
@@ -39,7 +40,8 @@ def load_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> t
 
     Raises UserError if they are damaged.
     """
-    folder, damage = output_dir / FOLDER, damage_of_best(output_dir)
+    folder = output_dir / FOLDER
+    damage = damage_of_best(output_dir)
     if damage is not None:
         raise UserError(
             f"The best weights in {folder} are damaged: {damage}.",

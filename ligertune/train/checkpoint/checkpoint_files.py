@@ -66,7 +66,8 @@ def complete(plan: Plan, step: int, partial: Path) -> None:
     """Write progress.json into a folder with all states, rename it, and remove the oldest. The main rank calls it."""
     CheckpointRecord.of(plan, step, file_checksums(partial)).write(partial, plan)
     put_in_place(partial, partial.with_name(f"step-{step}"))
-    limit, saved = plan.checkpoint.save_total_limit, complete_checkpoints(plan.output_dir)
+    limit = plan.checkpoint.save_total_limit
+    saved = complete_checkpoints(plan.output_dir)
     for old in saved[:-limit] if limit else ():
         remove(old)
 
@@ -99,8 +100,10 @@ class Saver:
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self._accelerator, self._plan = accelerator, plan
-        self._model, self._optimizer = model, optimizer
+        self._accelerator = accelerator
+        self._plan = plan
+        self._model = model
+        self._optimizer = optimizer
         # Python waits for the pool's thread at exit, also after an error.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
@@ -111,13 +114,15 @@ class Saver:
             save_checkpoint(self._accelerator, self._plan, step)
             return
         self.finish()
-        partial, accelerator = begin(self._accelerator, self._plan, step), self._accelerator
+        partial = begin(self._accelerator, self._plan, step)
+        accelerator = self._accelerator
         with explain_failed_save(self._plan, step, partial):  # each rank's random states are small
             rank = accelerator.process_index
             save_accelerator_state(str(partial), [], [], [], [], rank, accelerator.step, accelerator.scaler)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            weights, states = self._copy_weights(), _copy_to_host(self._optimizer.state_dict())
+            weights = self._copy_weights()
+            states = _copy_to_host(self._optimizer.state_dict())
             if (scales := scales_of(self._model)) is not None:  # small: written at once
                 write_scales(scales, partial)
             self._running = self._pool.submit(self.write_and_complete, step, partial, weights, states)
@@ -129,7 +134,8 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the running save, and raise its error if it had one."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             running.result()
 

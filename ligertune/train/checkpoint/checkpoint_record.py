@@ -169,11 +169,13 @@ def file_checksums(folder: Path, names: Collection[str] | None = None) -> dict[s
 
 
 def _checksum(path: Path) -> tuple[int, int] | str:
-    size, crc = 0, 0
+    size = 0
+    crc = 0
     try:
         with open_regular(path) as file:
             while chunk := file.read(CHUNK_BYTES):
-                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+                size = size + len(chunk)
+                crc = zlib.crc32(chunk, crc)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

@@ -28,7 +28,9 @@ def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
         return None, ()
     if wanted not in ("auto", "newest"):
         return _named_folder(wanted), _about_lines(plan)
-    folders, limits, notes = step_folders(plan.output_dir), _limits(plan), []
+    folders = step_folders(plan.output_dir)
+    limits = _limits(plan)
+    notes = []
     for step, folder in reversed(folders):
         why = next((f"cannot be continued from: {why}" for last, why in limits if step > last), None)
         if why is None:
@@ -66,7 +68,8 @@ def _named_folder(wanted: str) -> Path:
 
 def _limits(plan: Plan) -> list[tuple[int, str]]:
     """Return (last step that a checkpoint may have, why) for damaged evaluations or best weights that decide."""
-    keeps_best, found = plan.checkpoint.load_best_model_at_end, []
+    keeps_best = plan.checkpoint.load_best_model_at_end
+    found = []
     if not (keeps_best or plan.evaluation.early_stopping_patience or plan.schedule.follows_evaluations):
         return []
     path = plan.output_dir / "metrics.jsonl"

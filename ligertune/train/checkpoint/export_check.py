@@ -33,7 +33,9 @@ from ligertune.vision.families import has_vision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_ROWS, MAX_TOKENS = 4, 128  # of the data
+# of the data
+MAX_ROWS = 4
+MAX_TOKENS = 128
 READ_ROWS = 64  # rows of the data set that are prepared; some may be dropped
 
 # Largest relative difference that rounding explains: of the logits' norm, by the dtype of the weights.
@@ -138,7 +140,8 @@ def compare_logits(
     name: str, folder: Path, model: nn.Module, rows: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> LogitsComparison:
     """Compare a model's logits with the expected ones (T, V) of each row."""
-    found, truth = torch.cat(logits(model, rows)), torch.cat(list(expected))
+    found = torch.cat(logits(model, rows))
+    truth = torch.cat(list(expected))
     dtype = max((p.dtype for p in model.parameters() if p.dtype in TOLERANCES), key=TOLERANCES.__getitem__)
     difference = found - truth
     return LogitsComparison(
@@ -162,7 +165,8 @@ def _stored_as(options: RunOptions | None) -> Literal["nf4", "int8"] | None:
 
 def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
     """Return the model as it was trained, with its adapter in the layers."""
-    source, trust = Path(plan.source.name), plan.trust_remote_code
+    source = Path(plan.source.name)
+    trust = plan.trust_remote_code
     if plan.source.is_checkpoint:
         return load_checkpoint(plan.source, trust_remote_code=trust)
     if options is None or not _is_adapter(source):

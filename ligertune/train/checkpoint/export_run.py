@@ -168,7 +168,8 @@ def _check_out(out: Path) -> None:
 
 def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: bool) -> str:
     """Merge an adapter that peft has saved, and return a note. Without a saved recipe it counts as LoRA."""
-    folder, base = Path(source.name), source_base(source)
+    folder = Path(source.name)
+    base = source_base(source)
     merged, tokenizer, carried = merge_saved_adapter(folder, base, trust_remote_code=trust_remote_code)
     write_model(merged, tokenizer, out, state_dict=None, **read_prompt(folder), base=base, carried=carried)
     return _said(carried)
@@ -181,7 +182,8 @@ def _said(carried: tuple[ModelOptions, CarriedTensors] | None) -> str:
 def source_base(source: SavedModel) -> TrainedBase | None:
     """Return the base that an adapter or a checkpoint was trained on; None if neither it nor its run says it."""
     folder = Path(source.name)
-    base, options = trained_base(folder, source.run), saved_options(source.run or folder)
+    base = trained_base(folder, source.run)
+    options = saved_options(source.run or folder)
     if options is None or (base is not None and base.name):
         return base
     # A run of an earlier version has recorded the dtype only, in plan.json.
@@ -202,7 +204,9 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
 
     Raises UserError for a damaged checkpoint, and for one that holds shards.
     """
-    folder, build, base = Path(source.name), saved_options(source.run).build, source_base(source)
+    folder = Path(source.name)
+    build = saved_options(source.run).build
+    base = source_base(source)
     damage = damage_of(folder, only=(FILE, WEIGHTS))
     if damage is not None:
         raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
@@ -227,7 +231,8 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
 
 def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> str:
     """Write the model of a checkpoint in Hugging Face's format, and return a note."""
-    options, model = saved_options(source.run), load_checkpoint(source, trust_remote_code=trust_remote_code)
+    options = saved_options(source.run)
+    model = load_checkpoint(source, trust_remote_code=trust_remote_code)
     if kind == "merged model":
         from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
 
@@ -238,7 +243,8 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
         raise UserError(f"--checkpoint: {source.run / 'plan.json'} is missing or damaged, so its prompt is not known.")
     base = source_base(source)
     spec = spec_of_base(options.build, base, trust_remote_code=trust_remote_code)
-    prompt, config = prompt_of(template, options.data_options), read_config(spec, SAVED_MODEL)
+    prompt = prompt_of(template, options.data_options)
+    config = read_config(spec, SAVED_MODEL)
     prepare_config(config, options.build, SAVED_MODEL)
     found = None if kind == "adapter" else carried_by(spec, config, origin=SAVED_MODEL)
     carried = None if found is None else (spec, found)

@@ -29,8 +29,10 @@ def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) ->
 
 def _save_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[str, dict | None]:
     """Write `output_dir/medusa`, and `output_dir/model` if the model was trained with its heads (stage 2)."""
-    plan, report = job.plan, None
-    weights, model = full_state_dict(accelerator, model), accelerator.unwrap_model(model)
+    plan = job.plan
+    report = None
+    weights = full_state_dict(accelerator, model)
+    model = accelerator.unwrap_model(model)
     if plan.build.method.type == "lora" and (weights is None or accelerator.is_main_process):
         weights = merge_adapter(plan, job.config, model, weights)
     if plan.build.medusa.stage == 2:
@@ -45,7 +47,8 @@ def _save_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[s
 
 def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weights: dict[str, Tensor] | None) -> str:
     """Write model, tokenizer, prompt template and image processor on the main rank."""
-    folder, template = job.plan.output_dir / "model", job.plan.data_options.prompt_template
+    folder = job.plan.output_dir / "model"
+    template = job.plan.data_options.prompt_template
     tokenizer = job.tokenizer.tokenizer
     if template not in ("auto", "chat", "alpaca"):  # a file or a name: programs that serve the model need it, too
         tokenizer.chat_template = read_template(template)

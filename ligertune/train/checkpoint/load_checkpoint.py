@@ -41,7 +41,9 @@ from ligertune.train.distributed import local_shard
 from ligertune.train.optim.gradients import unwrap_optimizer
 
 # accelerate's names: folders with the ranks' shards of weights and optimizer states, and the file of whole states
-MODEL_SHARDS, OPTIMIZER_SHARDS, OPTIMIZER_FILE = "pytorch_model_fsdp_0", "optimizer_0", "optimizer.bin"
+MODEL_SHARDS = "pytorch_model_fsdp_0"
+OPTIMIZER_SHARDS = "optimizer_0"
+OPTIMIZER_FILE = "optimizer.bin"
 
 
 # ---- does the checkpoint belong to this run?
@@ -196,7 +198,8 @@ def restore_random_states(folder: Path, rank: int) -> None:
         torch.set_rng_state(states["torch_manual_seed"])
         if torch.cuda.is_available() and "torch_cuda_manual_seed" in states:
             # the states of all devices that the rank saw; here it may see more, or fewer
-            saved, device = states["torch_cuda_manual_seed"], torch.cuda.current_device()
+            saved = states["torch_cuda_manual_seed"]
+            device = torch.cuda.current_device()
             if device < len(saved):
                 torch.cuda.set_rng_state(saved[device], device)
     except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError,

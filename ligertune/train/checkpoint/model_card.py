@@ -166,8 +166,12 @@ def _prompt(source: SavedModel, plan: dict, options: RunOptions | None) -> dict:
 
 
 def _training(plan: dict, options: RunOptions) -> Rows:
-    data, rows, batching = plan["data"], plan["rows"], plan["batching"]
-    schedule, optimizer, precision = plan["schedule"], plan["optimizer"], plan["precision"]
+    data = plan["data"]
+    rows = plan["rows"]
+    batching = plan["batching"]
+    schedule = plan["schedule"]
+    optimizer = plan["optimizer"]
+    precision = plan["precision"]
     sets = [path if _is_hub_id(path) else f"{Path(path).name} (a local file)" for path in
             (dataset.path for dataset in options.data_options.datasets)]  # fmt: skip
     autocast = "" if precision["autocast"] == "no" else f", autocast to {precision['autocast']}"
@@ -215,7 +219,8 @@ def _results(report: dict) -> Rows:
         if report.get(key) is not None
     ]
     if report.get("throughput"):
-        rate, devices = report["throughput"]["tokens_per_second"], f"{report['world_size']} x {report['device']}"
+        rate = report["throughput"]["tokens_per_second"]
+        devices = f"{report['world_size']} x {report['device']}"
         rows.append(("speed", f"{rate:,.0f} tokens/s without padding on {devices}, {report['strategy']}"))
     if report.get("ended"):
         rows.append(("trained", report["ended"][:10]))

@@ -20,7 +20,8 @@ KERNEL_STEP_CHIPS = ("sm90",)
 KERNEL_STEP_SIZE = 1 << 22
 PIECE = 1 << 24  # elements of AdamWBf16's pieces; the six fp32 temporaries of one take 400 MB
 # GaLore: extra directions of the subspace iteration, which make the R kept ones accurate, and its iterations
-OVERSAMPLING, ITERATIONS = 8, 2
+OVERSAMPLING = 8
+ITERATIONS = 2
 
 
 class ParameterWise(torch.optim.Optimizer):
@@ -134,7 +135,8 @@ def _adam(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, group: dict, *, ste
     """Return Adam's direction (R, L) in the gradient's dtype; update both moments (R, L) in place."""
     beta1, beta2 = group["betas"]
     wide = grad.float()
-    mean, square = exp_avg.float().lerp(wide, 1 - beta1), exp_avg_sq.float().lerp(wide * wide, 1 - beta2)
+    mean = exp_avg.float().lerp(wide, 1 - beta1)
+    square = exp_avg_sq.float().lerp(wide * wide, 1 - beta2)
     exp_avg.copy_(mean)
     exp_avg_sq.copy_(square)
     return mean.div_(1 - beta1**step).div_(square.div_(1 - beta2**step).sqrt_().add_(group["eps"])).to(grad.dtype)
@@ -212,7 +214,8 @@ def kernel_step_pays(optimizer: torch.optim.Optimizer, device: torch.device, *, 
 
     ranks: the number among which FSDP2 shards each tensor.
     """
-    chip, groups = chip_of(device), optimizer.param_groups
+    chip = chip_of(device)
+    groups = optimizer.param_groups
     fused = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in groups)
     if not fused or chip is None or chip.arch not in KERNEL_STEP_CHIPS:
         return False

@@ -33,7 +33,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let each part load its own states, so that quantised states are not cast by another part."""
-        saved, self.state = iter(state_dict["param_groups"]), defaultdict(dict)
+        saved = iter(state_dict["param_groups"])
+        self.state = defaultdict(dict)
         for part in self.parts:
             groups = [next(saved) for _ in part.param_groups]
             owned = {i for group in groups for i in group["params"]} & state_dict["state"].keys()
@@ -56,7 +57,8 @@ class OptimizerInBackward(CombinedOptimizer):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(parts)
-        self.updates, self._hooks = 0, []
+        self.updates = 0
+        self._hooks = []
         self.attach()
 
     def attach(self) -> None:

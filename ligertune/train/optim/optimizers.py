@@ -81,7 +81,8 @@ def build_optimizer(model: nn.Module, plan: Optimizer) -> torch.optim.Optimizer:
 
     Parameters are grouped as `parameter_groups` says. Raises UserError for a group that no parameter is in.
     """
-    trained, settings = [p for p in model.parameters() if p.requires_grad], group_settings_of(model, plan)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    settings = group_settings_of(model, plan)
     hidden = hidden_parameters(model)
     if plan.in_backward:
         return OptimizerInBackward([_build(plan, hidden, settings, [p]) for p in trained])
