@@ -21,7 +21,8 @@ class _PatchedAuto:
     def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
         check_switches(cls.__name__, {"keep_logits": keep_logits})
         register_experts()
-        model = cls.auto_class.from_pretrained(*args, **{"trust_remote_code": False, **kwargs})  # no prompt
+        kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal
+        model = cls.auto_class.from_pretrained(*args, **kwargs)
         patch(model, keep_logits=keep_logits)
         return model
 

@@ -191,7 +191,9 @@ PAIR_FORMATS = (
     _pairs("pairs", None, "plain"),
 )
 LABELLED_FORMATS = tuple(
-    LabelledFormat(**{**vars(row), "optional": (*row.optional, *LABEL_COLUMNS)})
+    LabelledFormat(
+        row.name, row.required, (*row.optional, *LABEL_COLUMNS), row.template, row.read, is_fallback=row.is_fallback
+    )
     for row in FORMATS
     if row.name in ("alpaca", "sharegpt", "messages", "prompt_completion", "question_answer")
 )

@@ -301,7 +301,9 @@ def _recognise_gate(module: nn.Module) -> GatedSpec | Refusal:
 def _refuse_gate(cls: type, definition: Definition, settings: Settings, activation_name: str) -> Refusal | None:
     gate_up = numbers(len(MAGNITUDES), 16) * torch.tensor(MAGNITUDES, device="cpu").view(-1, 1)
     gate, up = gate_up.chunk(2, dim=-1)
-    given = answer(lambda: cls._apply_gate(stub(cls, settings, **{activation_name: waves}), gate_up))
+    probed = stub(cls, settings)
+    setattr(probed, activation_name, waves)
+    given = answer(lambda: cls._apply_gate(probed, gate_up))
     if isinstance(given, Refusal):
         return given
     if not close(given, waves(gate) * up, rtol=1e-5, atol=1e-5):

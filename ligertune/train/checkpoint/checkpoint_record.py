@@ -96,8 +96,8 @@ class CheckpointRecord:
             raise DamagedRecordError("is not what was written (its checksum differs)")
         if found["step"] < 0:
             raise DamagedRecordError("holds a wrong step")
-        kept = {name: found[name] for name in fields if name in found}
-        return cls(**{**kept, "files": _sums(found["files"])})
+        found["files"] = _sums(found["files"])
+        return cls(**{name: found[name] for name in fields if name in found})
 
 
 def _sums(files: dict[str, Any]) -> dict[str, tuple[int, int]]:
