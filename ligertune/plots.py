@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligertune.storage import read_metrics, write_bytes
+from ligertune.files.storage import read_metrics, write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

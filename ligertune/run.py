@@ -12,6 +12,7 @@ from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.attention.sdpa import prefer_flash
 from ligertune.data.prepare import ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
+from ligertune.files.storage import mask_secrets, utc_now, write_json, write_text
 from ligertune.hardware import (
     Machine,
     available_memory,
@@ -43,7 +44,6 @@ from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, loss_unit, make_report, model_title, write_page
-from ligertune.storage import mask_secrets, utc_now, write_json, write_text
 from ligertune.tasks.distill.teacher import plan_teacher, with_attention
 from ligertune.tasks.distill.teacher_files import teacher_file_notes
 from ligertune.train.checkpoint.checkpoint_files import check_space

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from ligertune.checked_files import DamagedFileError, open_regular, parse_fields, read_fields, read_json_value
+from ligertune.files.checked_files import DamagedFileError, open_regular, parse_fields, read_fields, read_json_value
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ligertune.errors import UserError
-from ligertune.storage import (
+from ligertune.files.storage import (
     MetricsFile,
     check_replaceable,
     damaged_lines,

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
 from ligertune.errors import UserError
 from ligertune.patching.mlps.recognise_mlps import gate_of
-from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module
-from ligertune.patching.recompute import RecomputingLinear, is_linear
+from ligertune.patching.module_patch import patch_module, unpatch_module
+from ligertune.patching.recompute import LinearPatch, RecomputingLinear, is_linear
 
 _thread = threading.local()  # the running layer: a backward runs in its own thread
 
@@ -81,7 +81,7 @@ class _Gate(torch.autograd.Function):
         return dx, dw, rows.sum(0) if needs_db else None, None
 
 
-class OffloadedGate(ModulePatch):
+class OffloadedGate(LinearPatch):
     """Mixin of a plain linear layer whose output a checkpointed layer's second run reads back."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from ligertune.attention import flash_4
-from ligertune.attention.context_parallel import ContextParallelKeys
 from ligertune.attention.flash import flash_varlen
-from ligertune.attention.untraced_inputs import Untraced, reveal
+from ligertune.data.batching.context_parallel import ContextParallelKeys
 from ligertune.errors import UserError
 from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
+from ligertune.untraced_inputs import Untraced, reveal
 
 
 class _RowState(threading.local):

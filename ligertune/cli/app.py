@@ -100,7 +100,7 @@ def main() -> None:
         _report(problem)
         sys.exit(problem.exit_code)
     except OSError as problem:  # a full disk or a missing permission can surface in any library
-        from ligertune.storage import cannot_write, disk_error
+        from ligertune.files.storage import cannot_write, disk_error
 
         reason = disk_error(problem)
         if problem.errno in _PATH_ERRORS and problem.filename is not None:

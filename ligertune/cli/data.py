@@ -27,10 +27,10 @@ def data(
     """
     from ligertune.cli.render import data_report
     from ligertune.cli.render.run_display import RunDisplay
+    from ligertune.files.storage import write_text
     from ligertune.hardware import world_size
     from ligertune.planning.preflight import check_report_path, check_sources
     from ligertune.recipe import load_recipe
-    from ligertune.storage import write_text
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, set_ or [])

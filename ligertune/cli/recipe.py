@@ -212,6 +212,11 @@ def _draft(model: str, data: list[str], changes: list[str]) -> Recipe:
         return load_recipe(draft, changes)
 
 
+def _columns_override(index: int, columns: dict[str, str]) -> str:
+    names = ", ".join(f"{ours}: {name!r}" for ours, name in columns.items())
+    return f"data.datasets.{index}.columns={{{names}}}"
+
+
 def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     """Append the overrides for the task that fits the data, unless the user names it; return the reasons."""
     from ligertune.data.rows.data_files import display_path
@@ -240,8 +245,7 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
         changes.append(f"train.learning_rate={DPO_RATE}")
     for index, (_, spec, one) in enumerate(found):
         if one is not None and one.columns and not spec.columns:
-            names = ", ".join(f"{ours}: {name!r}" for ours, name in one.columns.items())
-            changes.append(f"data.datasets.{index}.columns={{{names}}}")
+            changes.append(_columns_override(index, one.columns))
     kto = detected.settings.get("preference.loss_type") == "kto"
     choice = f"task: {detected.task}" + (" with preference.loss_type: kto" if kto else "")
     reasons = [f"{choice}, because {name} {one.why}." for name, one in known]

@@ -19,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ligertune.checked_files import DamagedFileError, read_fields
 from ligertune.compare.side import Side
 from ligertune.errors import UserError, printable
+from ligertune.files.checked_files import DamagedFileError, read_fields
+from ligertune.files.storage import open_to_append, read_metrics, write_json, write_text
 from ligertune.hardware import is_main_process
 from ligertune.launcher.signals import before_leaving, handle_by_leaving
 from ligertune.progress import importing
 from ligertune.recipe import KernelsSpec, Recipe, dump_recipe, load_recipe
-from ligertune.storage import open_to_append, read_metrics, write_json, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

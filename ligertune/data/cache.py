@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from ligertune.checked_files import open_regular, read_json_value
 from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.sources import find_files, hub_rows
 from ligertune.data.templates.named_templates import template_path
 from ligertune.errors import UserError
-from ligertune.storage import put_in_place, write_text
+from ligertune.files.checked_files import open_regular, read_json_value
+from ligertune.files.storage import put_in_place, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS
+from ligertune.bad_rows import DROP_REASONS, LENGTH_REASONS
 from ligertune.errors import UserError, plural
 
 if TYPE_CHECKING:

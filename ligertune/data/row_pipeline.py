@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from ligertune.bad_rows import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.examples import Block, Example, Preparation
-from ligertune.data.rows.conversation import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.formats import Format, RowShape, plain_format
 from ligertune.data.rows.image_rows import ImageTokens, extract_images

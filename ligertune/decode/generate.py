@@ -15,15 +15,16 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_images, image_parts
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.errors import UserError, panics_as_errors
+from ligertune.files.model_files import reason_of
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
-from ligertune.models.model_files import reason_of
 from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
 from ligertune.models.score_head import gives_scores
 from ligertune.planning.options import ModelOptions

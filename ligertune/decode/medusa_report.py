@@ -13,9 +13,9 @@ import torch
 
 from ligertune.decode.tree_decoding import decode_with_heads, eos_token_ids
 from ligertune.errors import format_rate
+from ligertune.files.storage import write_json
 from ligertune.models.compile import run_eagerly
 from ligertune.plots import has_matplotlib, new_figure, save_figure
-from ligertune.storage import write_json
 from ligertune.tasks.medusa.candidate_tree import CandidateTree, best_paths
 from ligertune.tasks.medusa.heads_loss import IGNORE_INDEX, shifted_targets, target_shifts
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ligertune.attention.packing_checks import prepare_masks
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.decode.medusa_report import MedusaReport, head_accuracy, measure_heads, write_report
 from ligertune.errors import UserError
@@ -16,6 +15,7 @@ from ligertune.models.load import build_model, hide_loading_bars, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
+from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.planning.precision import choose_precision
 from ligertune.planning.preflight import check_heads_path, check_run_files
 from ligertune.tasks.medusa.candidate_tree import best_paths, chain

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ligertune.files.storage import newest_checkpoint, read_object, write_json
 from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_traceback
 from ligertune.launcher.signals import (
     HANGUP,
@@ -33,7 +34,6 @@ from ligertune.launcher.signals import (
     say,
     stopped_by,
 )
-from ligertune.storage import newest_checkpoint, read_object, write_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext

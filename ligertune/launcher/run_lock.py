@@ -28,10 +28,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ligertune.checked_files import parse_json_text
 from ligertune.errors import UserError, format_duration
+from ligertune.files.checked_files import parse_json_text
+from ligertune.files.storage import name_kind, utc_now
 from ligertune.launcher.signals import before_leaving, say
-from ligertune.storage import name_kind, utc_now
 
 LOCK_FILE = ".run.lock"
 SIGN_OF_LIFE = 15.0  # seconds between two renewals

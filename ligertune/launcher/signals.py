@@ -24,9 +24,9 @@ from pathlib import Path
 from types import FrameType
 
 from ligertune.errors import printable
+from ligertune.files.storage import newest_checkpoint
 from ligertune.hardware import is_main_process
 from ligertune.launcher.failures import is_started_rank
-from ligertune.storage import newest_checkpoint
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 HANGUP = getattr(signal, "SIGHUP", None)

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
 from ligertune.errors import UserError
-from ligertune.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ligertune.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ligertune.errors import UserError, format_bytes, plural
-from ligertune.models.model_files import (
+from ligertune.files.model_files import (
     SAFE_INDEX,
     SAFE_WEIGHTS,
     ModelOrigin,

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from ligertune.attention.untraced_inputs import hide_from_layers
 from ligertune.errors import UserError
+from ligertune.untraced_inputs import hide_from_layers
 
 # Graphs per layer class: eight sequence lengths in training and eight in evaluation, with a margin. torch allows 8.
 MAX_GRAPHS = 32

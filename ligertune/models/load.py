@@ -27,10 +27,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from ligertune.errors import UserError, plural
-from ligertune.models.added_tokens import grow, needed_rows
-from ligertune.models.carried_tensors import find_carried, is_separate
-from ligertune.models.load_tokenizer import read_tokenizer
-from ligertune.models.model_files import (
+from ligertune.files.model_files import (
     RECIPE_MODEL,
     RECIPE_TOKENIZER,
     ModelOrigin,
@@ -42,6 +39,9 @@ from ligertune.models.model_files import (
     shape_error,
     stored_shapes,
 )
+from ligertune.models.added_tokens import grow, needed_rows
+from ligertune.models.carried_tensors import find_carried, is_separate
+from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.score_head import gives_scores, is_outside_backbone
 from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.vision.families import has_vision
@@ -111,13 +111,8 @@ def _build(
         # transformers' quantizers import bitsandbytes, which takes seconds
         from ligertune.models.experts import four_bit_experts
     is_random = spec.init == "random"
-    if (four_bits or eight_bits) and not is_random and quantization_of(config) == "fp8":
-        raise origin.error(
-            f"the weights of {spec.model_name_or_path} are quantised already (fp8), and method quantises weights in 16"
-            " or 32 bits.",
-            hint="Write method.type: lora without load_in_8bit, which dequantises them to model.dtype, or give the"
-            " checkpoint in bfloat16.",
-        )
+    if (four_bits or eight_bits) and not is_random:
+        _refuse_float8(spec.model_name_or_path, config, origin)
     if device.type == "meta" or (is_random and not four_bits):
         # Same seed and device: same weights. The global random state is restored.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -129,12 +124,12 @@ def _build(
     with torch.device("meta"):  # building changes a configuration
         skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
     options = _attention(spec.attn_implementation, config)
-    if device.type == "cuda" or four_bits or eight_bits:  # tensors go to the device one by one: no copy in host memory
-        options |= {"device_map": {"": device}}
     if four_bits:
         options["quantization_config"] = four_bit_experts.four_bit_config(skeleton, dtype)
-    if eight_bits:
+    elif eight_bits:
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    if device.type == "cuda" or "quantization_config" in options:
+        options["device_map"] = {"": device}  # tensors go to the device one by one: no copy in host memory
     if is_random:
         with quiet_reports():  # of buffers that no weight initialises
             return four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
@@ -144,6 +139,16 @@ def _build(
         torch.manual_seed(seed)  # of a score head that the checkpoint does not have
         model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
     return model if "device_map" in options else model.to(device)
+
+
+def _refuse_float8(name: str, config: PreTrainedConfig, origin: ModelOrigin) -> None:
+    """Raise UserError for weights that would be quantised twice."""
+    if quantization_of(config) == "fp8":
+        raise origin.error(
+            f"the weights of {name} are quantised already (fp8), and method quantises weights in 16 or 32 bits.",
+            hint="Write method.type: lora without load_in_8bit, which dequantises them to model.dtype, or give the"
+            " checkpoint in bfloat16.",
+        )
 
 
 def _new_model(

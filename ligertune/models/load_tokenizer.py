@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from ligertune.data.templates.named_templates import known_templates, template_path
 from ligertune.data.templates.tokenizer_limits import check_tokenizer, check_tokenizer_file
 from ligertune.errors import UserError
+from ligertune.files.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
 from ligertune.models.added_tokens import add_tokens
-from ligertune.models.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
 from ligertune.planning.hub import TOKENIZER_FILES, check_hub_model
 from ligertune.planning.preflight import is_hub_id
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from ligertune.errors import UserError, plural
-from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin, check_sizes, loading, read_json
+from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin, check_sizes, loading, read_json
 from ligertune.planning.hub import check_hub_model
 from ligertune.vision.families import family_of
 

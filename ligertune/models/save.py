@@ -18,11 +18,7 @@ import torch
 
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
-from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
-from ligertune.models.carried_tensors import add_carried
-from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, through, whole_model
-from ligertune.models.load_tokenizer import read_tokenizer
-from ligertune.models.model_files import (
+from ligertune.files.model_files import (
     ADAPTER_CONFIG,
     ModelOrigin,
     check_contents,
@@ -31,13 +27,17 @@ from ligertune.models.model_files import (
     read_json,
     stored_shapes,
 )
+from ligertune.files.storage import new_folder, write_text
+from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
+from ligertune.models.carried_tensors import add_carried
+from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, through, whole_model
+from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, TrainedBase, trained_base
 from ligertune.recipe.section import path_fault
-from ligertune.storage import new_folder, write_text
 from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ligertune.errors import UserError
-from ligertune.models.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
+from ligertune.files.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
 from ligertune.planning.options import SCORE_TASKS, saved_options
 from ligertune.vision.families import has_vision
 

@@ -30,14 +30,14 @@ MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "Wi", "wi",
 MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
 
 
-def read_shape(model: PreTrainedModel) -> ModelShape:
-    """Return the sizes of a model, with or without adapters."""
+def read_shape(model: PreTrainedModel, kind: type[ModelShape] = ModelShape) -> ModelShape:
+    """Return the sizes of a model, with or without adapters, as a `kind`."""
     config = model.config.get_text_config()
     matmul = _matmul_sizes(model)
     in_front = _layers_without_backward(model)
     layer, dense_layer, dense_layers = _layer_shapes(model)
     in_front_ids = {id(p) for layer in in_front for p in layer.parameters()}
-    return ModelShape(
+    return kind(
         family=type(next(module for module in model.modules() if isinstance(module, PreTrainedModel))).__name__,
         n_parameters=sum(p.numel() for p in model.parameters()),
         n_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),

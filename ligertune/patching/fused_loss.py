@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ligertune.attention.untraced_inputs import Untraced, reveal
 from ligertune.errors import UserError
 from ligertune.patching.deferred_logits import (
     STATE,
@@ -37,6 +36,7 @@ from ligertune.patching.lazy_output import without_deferred
 from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
 from ligertune.patching.observers import observer_of
 from ligertune.patching.probe import Refusal
+from ligertune.untraced_inputs import Untraced, reveal
 
 CHUNK_ROWS = 1024  # rows whose logits `ChunkedHead` makes at a time
 

@@ -182,7 +182,7 @@ def patch(
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     _explain_rotary_tables(model, tallies["apply_rope"])
     if "peft" in sys.modules:  # importing peft takes seconds
-        from ligertune.models.adapters.expert_lora import split_adapters
+        from ligertune.patching.experts.expert_lora import split_adapters
 
         split_adapters(model)
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]

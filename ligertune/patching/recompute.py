@@ -113,7 +113,11 @@ class RecomputableOutput:
     """Marker of the mixins that call `mark_recomputable` on their output."""
 
 
-class RecomputingLinear(ModulePatch):
+class LinearPatch(ModulePatch):
+    """Marker of the mixins of an nn.Linear that keep no reference to its output."""
+
+
+class RecomputingLinear(LinearPatch):
     """Mixin of a plain nn.Linear: instead of a recomputable input it keeps the recomputation."""
 
     def forward(self, input: Tensor) -> Tensor:

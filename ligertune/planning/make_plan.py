@@ -107,44 +107,66 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
     )
     if model.shape.tower is not None:
         check_image_accumulation(recipe, batching.accumulation)
-    options = RunOptions.of(recipe)
     before = evaluates_before_training(recipe, inputs, schedule, batching)
+    options = RunOptions.of(recipe)
     plan = Plan(
-        **vars(replace(options, evaluation=options.evaluation.model_copy(update={"eval_on_start": before}))),
-        **vars(resources),
-        **{name: value for name, value in vars(model).items() if name not in ("shape", "frozen_model", "notes")},
+        build=options.build,
+        data_options=options.data_options,
+        layout=options.layout,
+        parallel=options.parallel,
+        checkpoint=options.checkpoint,
+        evaluation=options.evaluation.model_copy(update={"eval_on_start": before}),
+        logging=options.logging,
+        measurement=options.measurement,
         settings=recipe.model_dump(mode="json"),
         num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
         machine=machine,
+        strategy=resources.strategy,
+        strategy_why=resources.strategy_why,
         precision=inputs.precision,
+        attn_implementation=model.attn_implementation,
+        attn_why=model.attn_why,
         model_family=model.shape.family,
         context=model.shape.context,
         n_parameters=model.shape.n_parameters,
         n_trainable=model.shape.n_trainable,
         n_active=model.shape.n_active,
+        bytes=resources.bytes,
+        memory=resources.memory,
+        kernels_backend=model.kernels_backend,
+        kernels=model.kernels,
+        batching=batching,
+        tile=resources.tile,
         rows=rows,
         schedule=schedule,
         optimizer=make_optimizer(recipe),
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, every_save),
         evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", every_eval),
-        notes=(
-            *notes,
-            *model.notes,
-            *optimizer_notes(recipe.train.optim, model.shape),
-            *repeats,
-            *padding_free_notes(recipe),
-            *cuda_graphs_notes(recipe, machine),
-            *float8_notes(recipe, machine),
-            *_memory_notes(recipe, inputs, resources),
-            *_teacher_notes(inputs.teacher, machine),
-            *_few_steps_notes(recipe, inputs, schedule, batching),
-        ),
+        notes=(*notes, *_notes(recipe, inputs, resources, schedule, repeats)),
         teacher=inputs.teacher,
+        carried=model.carried,
     )
     if recipe.train.cuda_graphs:
         check_cuda_graphs(plan, has_images=inputs.has_images)
     return suggest_cuda_graphs(plan, recipe, has_images=inputs.has_images)
+
+
+def _notes(
+    recipe: Recipe, inputs: PlanInputs, resources: Resources, schedule: TrainSchedule, repeats: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return what a user should know of the plan. repeats: the note on rows that are trained on several times."""
+    return (
+        *inputs.model.notes,
+        *optimizer_notes(recipe.train.optim, inputs.model.shape),
+        *repeats,
+        *padding_free_notes(recipe),
+        *cuda_graphs_notes(recipe, inputs.machine),
+        *float8_notes(recipe, inputs.machine),
+        *_memory_notes(recipe, inputs, resources),
+        *_teacher_notes(inputs.teacher, inputs.machine),
+        *_few_steps_notes(recipe, inputs, schedule, resources.batching),
+    )
 
 
 def evaluates_before_training(recipe: Recipe, inputs: PlanInputs, schedule: TrainSchedule, batching: Batching) -> bool:
@@ -437,12 +459,21 @@ def _few_steps_notes(
 ) -> tuple[str, ...]:
     """Return a note if packing and the batch size leave very few optimizer steps, with the keys that give more."""
     rows = inputs.rows
-    train = recipe.train
-    if train.max_steps or rows.streamed or schedule.total_steps >= FEW_STEPS:
+    if recipe.train.max_steps or rows.streamed or schedule.total_steps >= FEW_STEPS:
         return ()
     examples = plural(inputs.data.examples, rows.example_noun)
     packed = f", packed into {plural(rows.count, 'row')}" if rows.packed else ""
     size = plural(batching.global_batch_size, "row" if rows.packed else rows.example_noun)
+    ways = _ways_to_more_steps(recipe, inputs, batching)
+    return (
+        f"The whole run has only {plural(schedule.total_steps, 'optimizer step')}: {examples}{packed}, and a step "
+        f"takes {size}. For more steps, write {', '.join(ways[:-1])}{' or ' if len(ways) > 1 else ''}{ways[-1]}.",
+    )
+
+
+def _ways_to_more_steps(recipe: Recipe, inputs: PlanInputs, batching: Batching) -> list[str]:
+    rows = inputs.rows
+    train = recipe.train
     ways = [f"a larger train.num_train_epochs (now {train.num_train_epochs:g})"]
     if rows.count == 1:
         pass  # a smaller batch has no more steps
@@ -452,8 +483,6 @@ def _few_steps_notes(
         ways.append(f"a smaller train.per_device_train_batch_size (now {batching.micro_batch_size})")
     if rows.count > 1 and train.global_batch_size is None and batching.accumulation > 1:
         ways.append(f"a smaller train.gradient_accumulation_steps (now {batching.accumulation})")
-    ways += ["data.packing: false"] if rows.packed and inputs.data.examples > rows.count else []
-    return (
-        f"The whole run has only {plural(schedule.total_steps, 'optimizer step')}: {examples}{packed}, and a step "
-        f"takes {size}. For more steps, write {', '.join(ways[:-1])}{' or ' if len(ways) > 1 else ''}{ways[-1]}.",
-    )
+    if rows.packed and inputs.data.examples > rows.count:
+        ways.append("data.packing: false")
+    return ways

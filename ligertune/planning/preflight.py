@@ -9,11 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ligertune.errors import UserError, pip_install
+from ligertune.files.storage import (
+    check_replaceable,
+    damaged_lines,
+    name_kind,
+    newest_checkpoint,
+    read_metrics,
+    write_text,
+)
 from ligertune.planning.hub import TOKENIZER_FILES, check_hub_dataset, check_hub_model
 from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
-from ligertune.storage import check_replaceable, damaged_lines, name_kind, newest_checkpoint, read_metrics, write_text
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (

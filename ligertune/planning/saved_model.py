@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ligertune.errors import UserError
+from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
 from ligertune.planning.hub import MODEL_FILES, check_hub_model
 from ligertune.planning.preflight import HEADS_FILES, looks_local
 from ligertune.recipe.section import path_fault
-from ligertune.storage import PROGRESS_FILE, newest_checkpoint, read_object
 
 PROMPT_FILE = "ligertune.json"  # saved with the model: the prompt template of training, and the base as it was trained
 _HINT = "Name the folder of a run, of a model or of an adapter"

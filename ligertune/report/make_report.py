@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.errors import format_bytes, format_duration
+from ligertune.files.storage import mask_secrets, read_metrics, utc_now
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.provenance import provenance
-from ligertune.storage import mask_secrets, read_metrics, utc_now
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan

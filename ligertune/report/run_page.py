@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from ligertune.errors import format_bytes, format_count, format_duration, plural
+from ligertune.files.storage import mask_secrets, read_metrics, write_text
 from ligertune.planning.options import SCORE_TASKS
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
-from ligertune.storage import mask_secrets, read_metrics, write_text
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import Plan

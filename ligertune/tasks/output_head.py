@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin
+from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.patching.deferred_logits import DeferredLogits
 
 if TYPE_CHECKING:

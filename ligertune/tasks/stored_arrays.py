@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ligertune.checked_files import DamagedFileError, open_regular
+from ligertune.files.checked_files import DamagedFileError, open_regular
 
 CHECKED_ROWS = 1 << 14  # rows of a check of all values: 16 MB of log-probabilities at K = 256
 

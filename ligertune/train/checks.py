@@ -20,10 +20,10 @@ from ligertune.attention.padding_free import about_padding_free
 from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
+from ligertune.files.storage import write_text
 from ligertune.patching.deferred_logits import LossCounts
 from ligertune.planning.memory.fit import advice
 from ligertune.planning.plan import LOSS_KERNELS, KernelLine, Plan
-from ligertune.storage import write_text
 from ligertune.train.distributed import reshard
 from ligertune.train.optim.algorithms import KernelAdamW
 

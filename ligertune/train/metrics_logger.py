@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ligertune.errors import UserError
+from ligertune.files.storage import MetricsFile, check_replaceable, utc_now
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
-from ligertune.storage import MetricsFile, check_replaceable, utc_now
 from ligertune.tasks.task import Measures
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum

@@ -20,9 +20,9 @@ from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.gate_offload import offload_gates, require_gates
 from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.attention.choice import AttentionChoice
-from ligertune.attention.packing_checks import prepare_masks
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.decode.medusa_run import with_heads
+from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.carried_tensors import carried_note, find_carried
 from ligertune.models.compile import compile_layers
@@ -30,11 +30,11 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
-from ligertune.models.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, prepare_config
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
+from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.options import SCORE_TASKS, BuildOptions
 from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, KernelLine, Plan
@@ -242,8 +242,8 @@ def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine,
     """Return the lines of LoRA layers that `kernels.lora` fuses and of experts with LoRA in split form, if any."""
     if options.kernels.enabled is False or options.method.type not in ("lora", "qlora"):
         return ()
-    from ligertune.models.adapters.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
     from ligertune.models.adapters.fused_lora import FusedLora
+    from ligertune.patching.experts.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
 
     fused = sum(isinstance(module, FusedLora) for module in model.modules())
     lines = (KernelLine("lora_linear", fused, 0, ""),) if fused else ()

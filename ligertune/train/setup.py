@@ -20,12 +20,12 @@ from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
+from ligertune.files.storage import MetricsFile, newest_checkpoint
 from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.plan import Plan
 from ligertune.progress import Display
-from ligertune.storage import MetricsFile, newest_checkpoint
 from ligertune.tasks.choose_task import choose_task
 from ligertune.tasks.task import Task
 from ligertune.train.checkpoint.checkpoint_files import Saver

@@ -17,9 +17,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from ligertune.data.rows.conversation import BadRow
+from ligertune.bad_rows import BadRow
 from ligertune.errors import UserError
-from ligertune.models.model_files import RECIPE_MODEL, ModelOrigin, loading, read_json
+from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin, loading, read_json
 from ligertune.planning.options import VisionOptions
 from ligertune.vision.families import Family, family_of
 from ligertune.vision.image_files import ImageFile, import_pillow, read_image

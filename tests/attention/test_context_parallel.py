@@ -14,10 +14,10 @@ from forked_ranks import on_ranks
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ligertune.attention.packing_checks import prepare_masks
 from ligertune.data.batching.collate import Batcher, ContextParallelSplit, collate_packed, document_runs, rank_pieces
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
+from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.train import checks
 from ligertune.train.checks import EXACT, ROUNDED, context_parallel_error

@@ -6,7 +6,7 @@ import torch
 from packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
 
 from ligertune.attention import packed_documents
-from ligertune.attention.packing_checks import install_packing_checks
+from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 
 # transformers' eager attention finds documents by position_ids

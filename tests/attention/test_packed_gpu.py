@@ -9,8 +9,8 @@ from ligertune_kernels import labelled_rows
 from packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separate
 
 from ligertune.attention.document_isolation import document_leak
-from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.attention.sdpa import deterministic_backward, prefer_flash
+from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 
 pytestmark = [

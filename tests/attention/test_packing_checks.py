@@ -5,7 +5,7 @@ import torch
 from packed_rows import make, packed
 from transformers import masking_utils
 
-from ligertune.attention.packing_checks import install_packing_checks, prepare_masks
+from ligertune.patching.packed.packing_checks import install_packing_checks, prepare_masks
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hostile_folders import RECIPE, refused
 
 from ligertune.data.templates.tokenizer_limits import check_tokenizer_file
 from ligertune.errors import UserError
-from ligertune.models.model_files import RECIPE_TOKENIZER
+from ligertune.files.model_files import RECIPE_TOKENIZER
 
 
 def replace(pattern: dict, content: str) -> dict:

@@ -11,9 +11,9 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from ligertune.errors import UserError
+from ligertune.files.model_files import RECIPE_MODEL, check_sizes
 from ligertune.models.load import build_model
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
-from ligertune.models.model_files import RECIPE_MODEL, check_sizes
 from ligertune.models.read_config import read_config
 from ligertune.planning.options import ModelOptions, TokenizerOptions
 from ligertune.vision.families import family_of

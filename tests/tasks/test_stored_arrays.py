@@ -8,7 +8,7 @@ import pytest
 from preference_runs import pairs, settings
 from quickstart_runs import plan_run
 
-from ligertune.checked_files import DamagedFileError
+from ligertune.files.checked_files import DamagedFileError
 from ligertune.tasks.preference.stored_log_probs import FOLDER, StoredLogProbs
 from ligertune.tasks.stored_arrays import RowWriter, map_array
 

@@ -11,8 +11,8 @@ from command_line import metrics
 from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from safetensors.torch import load_file
 
+from ligertune.files.storage import MetricsFile, read_metrics
 from ligertune.run import run
-from ligertune.storage import MetricsFile, read_metrics
 from ligertune.train import loop as loop_module
 from ligertune.train import meter as meter_module
 from ligertune.train.checkpoint.checkpoint_files import Saver

@@ -12,10 +12,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.attention.image_attention import per_image_attention
-from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.errors import UserError
 from ligertune.models.float8.float8_layers import to_torchao_float8
 from ligertune.models.trainable import apply_method
+from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions, VisionOptions
 from ligertune.vision.families import family_of, part_of, prepare_vision

@@ -249,6 +249,7 @@ def _divergence(
         student, target = (torch.randn(case.sizes, device=device) for _ in range(2))
         return student.log_softmax(-1).to(case.dtype).requires_grad_(), teacher(target, -1).to(case.dtype)
 
+    baselines = {baseline: loss}
     return OpBenchmark(
         op=op,
         dims=("N", "V"),
@@ -259,7 +260,7 @@ def _divergence(
         row_args=args,
         work=elementwise_work(2, 1),
         reference=_of_all_rows(loss),
-        providers=providers_of(ours, **{baseline: loss}),
+        providers=providers_of(ours, **baselines),
         dtype=torch.float32,
     )
 

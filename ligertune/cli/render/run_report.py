@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligertune.cli.render.console import columns, sentence, table, text
 from ligertune.errors import format_bytes, format_count, format_duration, format_rate, plural
-from ligertune.storage import checkpoint_to_resume
+from ligertune.files.storage import checkpoint_to_resume
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan, TeacherPlan

@@ -20,7 +20,7 @@ from ligertune_kernels import labelled_rows
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ligertune.attention.context_parallel import ContextParallelKeys
+from ligertune.data.batching.context_parallel import ContextParallelKeys
 from ligertune.data.examples import Example
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.vision.inputs import Pixels, image_inputs

@@ -12,7 +12,8 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow, check_conversation, repair_turns
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
@@ -101,6 +102,13 @@ def plain_format(columns: Collection[str]) -> Format | None:
     return alpaca if set(alpaca.required) <= set(columns) <= {*alpaca.required, *alpaca.optional} else None
 
 
+def _fitting(candidates: list[FormatType], columns: set[str]) -> list[FormatType]:
+    """Return the formats whose required columns are there and are not a part of another's; fallbacks come last."""
+    complete = [row for row in candidates if set(row.required) <= columns]
+    largest = [row for row in complete if not any(set(row.required) < set(other.required) for other in complete)]
+    return largest if len(largest) == 1 else [row for row in largest if not row.is_fallback] or largest
+
+
 def recognise_format(
     name: str, columns: Collection[str], path: str, formats: Sequence[FormatType] | None = None
 ) -> FormatType:
@@ -113,10 +121,7 @@ def recognise_format(
     found = ", ".join(sorted(columns)) or "none"
     if formats is None:
         _refuse_pairs(name, columns, f"{path}: its columns ({found})")
-    fitting = [row for row in candidates if set(row.required) <= set(columns)]
-    fitting = [row for row in fitting if not any(set(row.required) < set(other.required) for other in fitting)]
-    if len(fitting) > 1:
-        fitting = [row for row in fitting if not row.is_fallback] or fitting
+    fitting = _fitting(candidates, set(columns))
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

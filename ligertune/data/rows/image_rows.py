@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ligertune.bad_rows import BadRow
 from ligertune.data.cache import cache_home
-from ligertune.data.rows.conversation import ROLES, BadRow, Conversation, Role
+from ligertune.data.rows.conversation import ROLES, Conversation, Role
 from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import Format, checked
 from ligertune.data.rows.turns import RowReader, parse_tools

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, ParsedRow
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, recognise_format
 from ligertune.data.rows.label_formats import LABEL_FORMATS

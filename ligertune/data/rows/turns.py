@@ -7,7 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ligertune.data.rows.conversation import ROLES, BadRow, Message, ToolCall
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import ROLES, Message, ToolCall
 from ligertune.data.shapes.marked_texts import quoted_call
 from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError

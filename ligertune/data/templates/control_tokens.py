@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ligertune.data.rows.conversation import BadRow
+from ligertune.bad_rows import BadRow
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from ligertune.data.rows.conversation import BadRow
+from ligertune.bad_rows import BadRow
 from ligertune.data.rows.image_rows import image_parts
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template
 from ligertune.data.templates.control_tokens import Span

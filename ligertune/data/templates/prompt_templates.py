@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ligertune.bad_rows import BadRow
 from ligertune.data.answers.answer_spans import AnswerFinder
 from ligertune.data.answers.reasoning import ReasoningMask, drop_history_reasoning, end_of_think_block
-from ligertune.data.rows.conversation import BadRow, Conversation, Message
+from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.templates.bounded_jinja import template_name
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
@@ -177,14 +178,18 @@ class ChatTemplate:
                 refusal = refusal or bad
         raise refusal
 
+    def _answer_spans(self, written: _Written, renderer: JinjaRenderer) -> list[BadRow | list[tuple[int, int]]]:
+        """Return the spans of each answer in the text, or why it has none."""
+        _, messages, text = written
+        if renderer.marks_answers:
+            return renderer.marked_answers(messages)
+        found = AnswerFinder(renderer.try_render, messages, text, self._control.pattern).spans()
+        return [answer if isinstance(answer, BadRow) else [answer] for answer in found]
+
     def _with_trained_spans(self, written: _Written, renderer: JinjaRenderer) -> Rendered:
         """Return the text with the spans that are trained, and why others are not. Raises BadRow if none can be."""
         turns, messages, text = written
-        if renderer.marks_answers:
-            spans = renderer.marked_answers(messages)
-        else:
-            found = AnswerFinder(renderer.try_render, messages, text, self._control.pattern).spans()
-            spans = [answer if isinstance(answer, BadRow) else [answer] for answer in found]
+        spans = self._answer_spans(written, renderer)
         places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
         chosen = [(place, span) for place, span in zip(places, spans, strict=True) if turns[place].trained]
         if self.train_on == "last":

@@ -21,7 +21,8 @@ from functools import lru_cache
 from itertools import product, takewhile
 from typing import Any, NamedTuple
 
-from ligertune.data.rows.conversation import BadRow, Message
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Message, ToolCall
 
 # a template that reads this field of a message, and not only a variable with the same name
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -87,6 +88,11 @@ def reads_reasoning(source: str) -> list[str]:
     return [name for name, pattern in _READS.items() if pattern.search(source)]
 
 
+def _tool_call(call: ToolCall, form: MessageForm) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _arguments(call.arguments, form)}
+    return {"type": "function", "function": function}
+
+
 def _template_message(message: Message, source: str, form: MessageForm) -> dict[str, Any]:
     """Return one message. Fields that this template does not read become text of the content."""
     content = f"{message.content}\n\n{message.input}" if message.input.strip() else message.content
@@ -96,8 +102,7 @@ def _template_message(message: Message, source: str, form: MessageForm) -> dict[
     if message.calls and form.as_text:
         content = "\n".join([*([content] if content else []), *(call.text for call in message.calls)])
     elif message.calls:
-        calls = ({"name": call.name, "arguments": _arguments(call.arguments, form)} for call in message.calls)
-        fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        fields["tool_calls"] = [_tool_call(call, form) for call in message.calls]
         if form.joined and names and content.strip():
             reasoning = f"{reasoning}\n\n{content}"
             content = ""

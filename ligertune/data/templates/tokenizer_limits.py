@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligertune.data.templates.words import WORD_PATTERNS
-from ligertune.models.model_files import ModelOrigin, loading, read_json
+from ligertune.files.model_files import ModelOrigin, loading, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligertune.errors import UserError, plural
+from ligertune.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelOrigin, loading, read_json, shapes_in
 from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.models.added_tokens import grow_for_adapter
-from ligertune.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelOrigin, loading, read_json, shapes_in
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -68,6 +68,13 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
         numbers = found.values() if isinstance(found, dict) else [None]
         if any(type(number) not in (int, float) or not least <= number < most for number in numbers):
             raise refuse(key, found, f"an object with numbers from {least} to {most - 1:,}")
+    _check_layers(values, refuse)
+    _check_initialisation(values, refuse)
+    _check_amounts(values, refuse)
+
+
+def _check_layers(values: dict[str, Any], refuse: Callable[[str, Any, str], UserError]) -> None:
+    """Raise UserError for names that are expressions, and for layers that no model has."""
     for key in _NAMES:
         found = values.get(key) or []
         for name in found if isinstance(found, list) else [found]:
@@ -80,16 +87,19 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
     copies = [end - start for start, end in zip(replicated[::2], replicated[1::2], strict=False) if end is not None]
     if sum(copies) > MAX_LAYERS or any(number < 0 for number in (*copies, *filter(None, replicated))):
         raise refuse("layer_replication", values["layer_replication"], f"a list of at most {MAX_LAYERS} layers")
+
+
+def _check_initialisation(values: dict[str, Any], refuse: Callable[[str, Any, str], UserError]) -> None:
+    """Raise UserError for more iterations of a singular value decomposition than any adapter needs."""
     iterations = re.search(r"_niter_(\d+)$", str(values.get("init_lora_weights")))
     steps = _object(values.get("loftq_config")).get("loftq_iter", 1)
     if iterations and (len(iterations[1]) > 3 or int(iterations[1]) > MAX_SVD_ITERATIONS):
         raise refuse("init_lora_weights", values["init_lora_weights"], f"at most niter_{MAX_SVD_ITERATIONS}")
     if type(steps) is not int or not 0 < steps <= MAX_SVD_ITERATIONS:
         raise refuse("loftq_iter", steps, f"a whole number from 1 to {MAX_SVD_ITERATIONS}")
-    _check_amounts(values, refuse)
 
 
-def _check_amounts(values: dict[str, Any], refuse: Any) -> None:
+def _check_amounts(values: dict[str, Any], refuse: Callable[[str, Any, str], UserError]) -> None:
     """Raise UserError for lists, texts and numbers that are larger than those of any adapter."""
     for key, value in values.items():
         for count, one in enumerate(_flat(value), start=1):

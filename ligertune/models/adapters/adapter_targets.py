@@ -56,10 +56,7 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     # in a family of mixtures PEFT takes these names for those of experts, even in a model with dense layers only
     if not experts and not spec.lora_target_parameters and not renamed:
         _check_trained(model, spec, [])
-        wanted = spec.lora_target_modules
-        if isinstance(wanted, str) and wanted != ALL_LINEAR:  # PEFT would match the expression without a time limit
-            wanted = shortest_names(layers, [name for name, _ in model.named_modules()])
-        return AdapterTargets(wanted if isinstance(wanted, str) else list(wanted), [], vision)
+        return AdapterTargets(_asked_layers(model, spec, layers), [], vision)
     _check_experts(layers, experts)
     clashing = [name for name in layers if _leaf(name) in renamed]
     left = tuple(clashing) if spec.type == "qlora" else ()  # PEFT adapts no parameter that is a packed matrix
@@ -229,6 +226,14 @@ def _is_taken_for_experts(model: PreTrainedModel, leaf: str) -> bool:
     return leaf not in config.target_modules
 
 
+def _asked_layers(model: PreTrainedModel, spec: MethodOptions, layers: list[str]) -> str | list[str]:
+    """Return the layers as PEFT takes them. An expression becomes names: PEFT would match it without a time limit."""
+    wanted = spec.lora_target_modules
+    if wanted == ALL_LINEAR:
+        return wanted
+    return shortest_names(layers, [name for name, _ in model.named_modules()]) if isinstance(wanted, str) else [*wanted]
+
+
 def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
     leaves = {_leaf(name) for name, _ in model.named_modules() if name}
     linear = {_leaf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -247,6 +252,11 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
                     f"method.{key}: the model has no layer called {name}.{meant}",
                     hint=f"Its linear layers are {', '.join(sorted(linear))}.{_about_experts(model, key)}",
                 )
+    _check_tied_names(model, targets, spec.lora_modules_to_save)
+
+
+def _check_tied_names(model: PreTrainedModel, targets: Iterable[str], saved: Iterable[str]) -> None:
+    """Raise UserError for a tied weight that would get an adapter, or that PEFT would train apart from the other."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
@@ -260,7 +270,7 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
                 "so an adapter on it could not be merged.",
                 hint=f"Leave {name} out of lora_target_modules. lora_modules_to_save: [{name}] trains all of it.",
             )
-    for name in spec.lora_modules_to_save:
+    for name in saved:
         if _leaf(name) in tied and _leaf(embedding_name) not in EMBEDDING_LAYER_NAMES:
             raise UserError(
                 f"method.lora_modules_to_save: {name} shares its weight (tie_word_embeddings), and PEFT keeps embedding"

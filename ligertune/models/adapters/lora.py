@@ -19,14 +19,14 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ligertune.errors import UserError, plural
+from ligertune.files.model_files import ModelOrigin, loading
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.adapters.adapter_targets import find_targets
-from ligertune.models.adapters.expert_lora import merge_parameters, split_adapters
 from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
 from ligertune.models.adapters.token_rows import patch_token_rows, token_layers, train_in_float32, trained_layers
-from ligertune.models.model_files import ModelOrigin, loading
 from ligertune.models.score_head import SEQ_CLS, gives_scores
+from ligertune.patching.experts.expert_lora import merge_parameters, split_adapters
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.recompute import has_recompute, recompute_inputs
@@ -58,39 +58,52 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         init_lora_weights=True if is_meta or spec.init_lora_weights == "default" else spec.init_lora_weights,
         task_type=SEQ_CLS if gives_scores(model.config) else "CAUSAL_LM",
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
-        # a plan's model is on the meta device: its adapters need no memory either
-        try:
-            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
-        except ValueError as error:  # layers that peft does not adapt, such as the projections inside of a Mamba layer
-            block = re.match(r"Target module (\w+)\(\n", str(error))  # PEFT prints all layers inside
-            why = f"{block[1]} is no linear layer, but holds others." if block else str(error)
-            raise UserError(
-                f"method.lora_target_modules: {why}", hint="Name other layers in method.lora_target_modules."
-            ) from error
+    adapted = _wrapped(model, config)
     if spec.init_changes_weights:
         _check_initial(adapted, spec)
         if not is_meta:
             remember_initial(adapted)
     model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
-    recomputes = has_recompute(model)
+    own_dropout = spec.lora_dropout if targets.parameters else 0.0
+    _adjust_layers(adapted, recomputes=has_recompute(model), own_dropout=own_dropout)
+    train_in_float32(adapted)
+    patch_token_rows(adapted)
+    split_adapters(adapted)
+    return adapted
+
+
+def _wrapped(model: PreTrainedModel, config: peft.LoraConfig) -> peft.PeftModel:
+    """Return PEFT's wrapper of a model. Raises UserError for layers that PEFT does not adapt."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes of transformers by their old names
+        try:
+            # a plan's model is on the meta device: its adapters need no memory either
+            return peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
+        except ValueError as error:  # such as the projections inside of a Mamba layer
+            block = re.match(r"Target module (\w+)\(\n", str(error))  # PEFT prints all layers inside
+            why = f"{block[1]} is no linear layer, but holds others." if block else str(error)
+            raise UserError(
+                f"method.lora_target_modules: {why}", hint="Name other layers in method.lora_target_modules."
+            ) from error
+
+
+def _adjust_layers(adapted: peft.PeftModel, *, recomputes: bool, own_dropout: float) -> None:
+    """Let the adapters compute in the dtype of autocast, recompute their inputs, and use the fused loss.
+
+    own_dropout: of each adapted layer, where PEFT's configuration has none.
+    """
     for module in adapted.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             module.cast_input_dtype_enabled = False  # autocast casts, without a copy of the input in fp32
             if recomputes:  # lora_A saves the same input as its layer for the backward
                 recompute_inputs(module.lora_A)
-            if targets.parameters and spec.lora_dropout and not isinstance(module, ParamWrapper):
+            if own_dropout and not isinstance(module, ParamWrapper):
                 # PEFT has one dropout for all targets, and refuses it for parameters, also when it loads an adapter.
-                module.lora_dropout["default"] = nn.Dropout(spec.lora_dropout)
+                module.lora_dropout["default"] = nn.Dropout(own_dropout)
     for module in adapted.modules():
         if type(module) is LoraLinear and isinstance(module.base_layer, LossHead):
             unpatch_module(module.base_layer)
             patch_module(module, LoraLossHead)
-    train_in_float32(adapted)
-    patch_token_rows(adapted)
-    split_adapters(adapted)
-    return adapted
 
 
 def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:

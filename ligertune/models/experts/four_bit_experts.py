@@ -22,7 +22,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-from ligertune.models.model_files import ModelOrigin
+from ligertune.files.model_files import ModelOrigin
 
 METHOD = "ligertune_nf4"  # transformers' name of this quantisation
 

@@ -9,10 +9,9 @@ import torch
 from ligertune_kernels import geglu, reglu, swiglu
 from torch import Tensor, nn
 
-from ligertune.activations.gate_offload import OffloadedGate
 from ligertune.patching.mlps.recognise_mlps import GatedSpec
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks
-from ligertune.patching.recompute import RecomputableOutput, is_linear, mark_recomputable
+from ligertune.patching.recompute import LinearPatch, RecomputableOutput, is_linear, mark_recomputable
 
 
 class KernelMLP(ModulePatch):
@@ -69,7 +68,7 @@ def gives_new_unseen_output(module: nn.Module) -> bool:
     """
     if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook() or has_own_hooks(module):
         return False
-    plain = is_linear(module) or isinstance(module, OffloadedGate)
+    plain = is_linear(module) or isinstance(module, LinearPatch)
     return plain and not hasattr(module, "parametrizations")
 
 

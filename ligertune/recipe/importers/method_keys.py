@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ligertune.checked_files import read_json_value
 from ligertune.errors import UserError
+from ligertune.files.checked_files import read_json_value
 from ligertune.recipe.importers.import_state import LEFT, Fate, Import
 from ligertune.recipe.importers.peers import LLAMA_FACTORY
 from ligertune.recipe.importers.reasons import SPEED, TRAINING

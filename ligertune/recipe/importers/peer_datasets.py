@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ligertune.checked_files import DamagedFileError, read_json_value
 from ligertune.errors import UserError
+from ligertune.files.checked_files import DamagedFileError, read_json_value
 from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
 from ligertune.recipe.importers.import_state import LEFT, Fate, Import, Left, leaves
 from ligertune.recipe.importers.peer_templates import TEMPLATES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ligertune.checked_files import DamagedFileError, parse_json_text
+from ligertune.files.checked_files import DamagedFileError, parse_json_text
 from ligertune.recipe.document import Place
 from ligertune.recipe.importers.import_state import LEFT, OFF, Fate, Import, Left, is_off
 from ligertune.recipe.importers.objectives import nested

@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ligertune.attention.choice import choose_attention
 from ligertune.attention.document_isolation import check_document_isolation
-from ligertune.attention.packing_checks import prepare_masks
 from ligertune.errors import UserError, plural
+from ligertune.files.model_files import ModelOrigin
 from ligertune.models.load import build_model
 from ligertune.models.load_tokenizer import read_tokenizer
-from ligertune.models.model_files import ModelOrigin
 from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_frozen_shape
+from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan, TeacherPlan
 from ligertune.planning.precision import Precision

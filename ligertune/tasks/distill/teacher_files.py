@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligertune.checked_files import DamagedFileError, read_fields
 from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError, format_bytes
+from ligertune.files.checked_files import DamagedFileError, read_fields
+from ligertune.files.storage import new_folder, write_text, writing
 from ligertune.hardware import is_main_process
 from ligertune.patching.deferred_logits import next_tokens
-from ligertune.storage import new_folder, write_text, writing
 from ligertune.tasks.distill.divergence import CHUNK_ROWS, IGNORE_INDEX
 from ligertune.tasks.distill.teacher import Teacher, load_teacher
 from ligertune.tasks.stored_arrays import CHECKED_ROWS, RowWriter, map_array

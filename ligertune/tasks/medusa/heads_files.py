@@ -23,13 +23,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ligertune.checked_files import DamagedFileError, parse_fields, read_json_value
 from ligertune.errors import UserError
-from ligertune.models.model_files import ModelOrigin, read_json
+from ligertune.files.checked_files import DamagedFileError, parse_fields, read_json_value
+from ligertune.files.model_files import ModelOrigin, read_json
+from ligertune.files.storage import new_folder, write_text
 from ligertune.models.save import write_prompt
 from ligertune.planning.preflight import HEADS_FILES
 from ligertune.planning.saved_model import TrainedBase, trained_base
-from ligertune.storage import new_folder, write_text
 from ligertune.tasks.medusa.candidate_tree import Path as TreePath
 from ligertune.tasks.medusa.candidate_tree import chain
 from ligertune.tasks.medusa.heads import MedusaHeads

@@ -15,11 +15,11 @@ class MedusaShape(ModelShape):
     @staticmethod
     def of_heads(model: MedusaModel) -> MedusaShape:
         """Read the sizes of a built model, which may be on the meta device."""
-        base = read_shape(model.base_model)
+        base = read_shape(model.base_model, MedusaShape)
         heads = model.medusa_head
         n_heads = sum(p.numel() for p in heads.parameters())
         n_teacher = 0 if model.teacher is None else base.n_parameters
-        with_heads = dataclasses.replace(
+        return dataclasses.replace(
             base,
             family=f"{base.family} with {len(heads)} Medusa heads",
             n_parameters=base.n_parameters + n_heads + n_teacher,
@@ -31,7 +31,6 @@ class MedusaShape(ModelShape):
                 len(heads), heads.num_layers, joint=model.trains_model, own_projection=heads.own_lm_head
             ),
         )
-        return MedusaShape(**vars(with_heads))
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
         """Return model FLOPs as `ModelShape.flops` does, with the heads. Each head is counted for every token.

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ligertune.checked_files import DamagedFileError
 from ligertune.data.cache import cache_home
-from ligertune.models.model_files import ENDINGS, digest_of, hub_snapshot
+from ligertune.files.checked_files import DamagedFileError
+from ligertune.files.model_files import ENDINGS, digest_of, hub_snapshot
+from ligertune.files.storage import write_bytes
 from ligertune.planning.plan import Plan
-from ligertune.storage import write_bytes
 from ligertune.tasks.stored_arrays import map_array
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ligertune.errors import UserError
-from ligertune.storage import new_folder, read_object, write_json, writing
+from ligertune.files.storage import new_folder, read_object, write_json, writing
 from ligertune.train.checkpoint.checkpoint_record import difference, file_checksums
 from ligertune.train.checkpoint.load_checkpoint import explain_unusable
 from ligertune.train.checkpoint.trained_weights import FILE, load_trained, save_weights, trained

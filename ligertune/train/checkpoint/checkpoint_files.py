@@ -25,9 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ligertune.errors import UserError, format_bytes
-from ligertune.models.float8.float8_linear import scales_of
-from ligertune.planning.plan import Plan
-from ligertune.storage import (
+from ligertune.files.storage import (
     complete_checkpoints,
     newest_checkpoint,
     put_in_place,
@@ -35,6 +33,8 @@ from ligertune.storage import (
     remove_leftovers,
     write_bytes,
 )
+from ligertune.models.float8.float8_linear import scales_of
+from ligertune.planning.plan import Plan
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.train.checkpoint.float8_scales import write_scales
 from ligertune.train.checkpoint.trained_weights import FILE, all_train, save_weights, trained

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ligertune.checked_files import MAX_WHOLE, DamagedFileError, open_regular, read_json_value
+from ligertune.files.checked_files import MAX_WHOLE, DamagedFileError, open_regular, read_json_value
+from ligertune.files.storage import PROGRESS_FILE, write_text
 from ligertune.planning.plan import Plan
-from ligertune.storage import PROGRESS_FILE, write_text
 
 CHUNK_BYTES = 16 << 20
 CHECKSUM = "crc32"  # of the record itself, without this key

@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ligertune.errors import UserError, plural
+from ligertune.files.storage import PROGRESS_FILE, damaged_lines, read_metrics, step_folders
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import no_checkpoint
-from ligertune.storage import PROGRESS_FILE, damaged_lines, read_metrics, step_folders
 from ligertune.train.checkpoint.best_weights import damage_of_best
 from ligertune.train.checkpoint.checkpoint_record import damage_of
 

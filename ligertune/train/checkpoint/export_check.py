@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
+from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
-from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.read_config import read_config
 from ligertune.models.save import SAVED_MODEL, base_as_trained, load_plain, load_saved, read_saved_tokenizer
 from ligertune.models.score_head import prepare_config

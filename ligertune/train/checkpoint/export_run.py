@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.errors import UserError
+from ligertune.files.model_files import ADAPTER_CONFIG
+from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.load import carried_by, hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
-from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.read_config import read_config
 from ligertune.models.save import (
     SAVED_MODEL,
@@ -37,7 +38,6 @@ from ligertune.planning.hub import MODEL_FILES
 from ligertune.planning.options import BuildOptions, ModelOptions, saved_options
 from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import CarriedTensors, SavedModel, TrainedBase, find_saved_model, trained_base
-from ligertune.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.train.checkpoint.checkpoint_record import damage_of
 from ligertune.train.checkpoint.load_checkpoint import explain_unusable
 from ligertune.train.checkpoint.model_card import CARD, write_card
@@ -113,13 +113,7 @@ def plan_export(
     """
     source = _find_source(name, checkpoint)
     folder = Path(source.name)
-    options = None if source.run is None else saved_options(source.run)
-    if source.is_checkpoint and options is None:
-        raise UserError(f"--checkpoint: {source.run} has no resolved_recipe.yaml, so its model is not known.")
-    if source.is_checkpoint:
-        has_adapter = options.build.method.type in ("lora", "qlora")
-    else:
-        has_adapter = (folder / ADAPTER_CONFIG).is_file()
+    has_adapter = _has_adapter(source)
     if adapter and not has_adapter:
         raise UserError(f"{folder} holds a whole model, and no adapter.", hint="Leave --adapter out.")
     kind = "model" if not has_adapter else "adapter" if adapter else "merged model"
@@ -134,6 +128,16 @@ def plan_export(
         return ExportPlan(source, out, kind, "there already", trust_remote_code)
     _check_out(out)
     return ExportPlan(source, out, kind, how, trust_remote_code)
+
+
+def _has_adapter(source: SavedModel) -> bool:
+    """Return whether a saved model is an adapter on a base. Raises UserError if its run does not say."""
+    if not source.is_checkpoint:
+        return (Path(source.name) / ADAPTER_CONFIG).is_file()
+    options = saved_options(source.run)
+    if options is None:
+        raise UserError(f"--checkpoint: {source.run} has no resolved_recipe.yaml, so its model is not known.")
+    return options.build.method.type in ("lora", "qlora")
 
 
 def _find_source(name: str, checkpoint: str | None) -> SavedModel:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ligertune.data.templates.named_templates import read_template
 from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
+from ligertune.files.storage import writing
 from ligertune.models.save import write_model
-from ligertune.storage import writing
 from ligertune.tasks.output_head import adapted_model
 from ligertune.train.distributed import full_state_dict
 from ligertune.train.loop import TrainResult

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ligertune.errors import UserError, plural
+from ligertune.files.storage import PROGRESS_FILE, read_object
 from ligertune.models.adapters.initial_lora import PREFIX
 from ligertune.planning.plan import Plan
-from ligertune.storage import PROGRESS_FILE, read_object
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, DamagedRecordError
 from ligertune.train.distributed import local_shard
 from ligertune.train.optim.gradients import unwrap_optimizer

@@ -10,13 +10,13 @@ from huggingface_hub import ModelCardData
 
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.errors import UserError, printable
+from ligertune.files.model_files import ADAPTER_CONFIG
+from ligertune.files.storage import mask_secrets, read_object, write_text
 from ligertune.models.carried_tensors import carried_note
-from ligertune.models.model_files import ADAPTER_CONFIG
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
 from ligertune.planning.options import SCORE_TASKS, MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, SavedModel, TrainedBase, trained_base
-from ligertune.storage import mask_secrets, read_object, write_text
 
 CARD = "README.md"
 PROMPT_FORMATS = {

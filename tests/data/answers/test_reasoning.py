@@ -6,9 +6,9 @@ import pytest
 from published_templates import add_special_tokens, published
 from transformers import AutoTokenizer
 
+from ligertune.bad_rows import BadRow
 from ligertune.data.cache import data_key
 from ligertune.data.examples import Preparation
-from ligertune.data.rows.conversation import BadRow
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.data.rows.turns import RESERVED_VARIABLES

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ligertune.data.rows.conversation import DROP_REASONS, REPAIRS, ROLES, BadRow, Conversation
+from ligertune.bad_rows import DROP_REASONS, REPAIRS, BadRow
+from ligertune.data.rows.conversation import ROLES, Conversation
 from ligertune.data.rows.formats import FORMATS, recognise_format
 from ligertune.data.rows.preference_formats import check_columns
 from ligertune.data.rows.sources import Record

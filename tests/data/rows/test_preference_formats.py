@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ligertune.data.rows.conversation import BadRow, ParsedRow
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.preference_formats import check_columns, recognise_preferences
 from ligertune.errors import UserError

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from ligertune.data.rows.conversation import BadRow, Conversation
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.preference_formats import recognise_preferences
 

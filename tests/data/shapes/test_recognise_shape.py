@@ -11,7 +11,8 @@ import pytest
 import yaml
 from row_files import write_rows
 
-from ligertune.data.rows.conversation import BadRow, Conversation
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import RowShape, plain_format
 from ligertune.data.rows.sources import RecordStream

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message, ToolCall
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation, Message, ToolCall
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoder, mark_tokens, mark_tokens_by_offsets

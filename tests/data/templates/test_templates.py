@@ -5,7 +5,8 @@ import pytest
 from family_templates import FAMILIES
 from transformers import AutoTokenizer
 
-from ligertune.data.rows.conversation import BadRow, Conversation, Message
+from ligertune.bad_rows import BadRow
+from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.data.templates.control_tokens import Rendered

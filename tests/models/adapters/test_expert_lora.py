@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.models.adapters.expert_lora import SplitLora, expert_adapters, merge_parameters, why_not_split
 from ligertune.models.trainable import apply_method
+from ligertune.patching.experts.expert_lora import SplitLora, expert_adapters, merge_parameters, why_not_split
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions
 

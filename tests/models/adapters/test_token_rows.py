@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from ligertune.errors import UserError
+from ligertune.files.model_files import RECIPE_MODEL
 from ligertune.models.adapters.lora import load_adapter, merged_model
-from ligertune.models.model_files import RECIPE_MODEL
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts

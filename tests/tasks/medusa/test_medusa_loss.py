@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.errors import UserError
+from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.planning.options import MedusaOptions
 from ligertune.tasks.medusa.heads_loss import count_targets, shifted_targets, target_shifts
 from ligertune.tasks.medusa.medusa_model import attach_heads

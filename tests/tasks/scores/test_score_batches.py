@@ -11,9 +11,9 @@ import transformers
 from forked_ranks import on_ranks
 
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
-from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
+from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.planning.options import ClassificationOptions, RewardOptions
 from ligertune.tasks.scores.classification_task import ClassificationTask
 from ligertune.tasks.scores.document_scores import last_tokens, patch_scores

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 import transformers
 
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
-from ligertune.attention.packing_checks import install_packing_checks
 from ligertune.data.batching.collate import Batcher, collate, collate_packed
 from ligertune.data.examples import Example, Examples
 from ligertune.errors import UserError
+from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.planning.options import ClassificationOptions, RewardOptions
 from ligertune.tasks.scores.classification_task import ClassificationTask
 from ligertune.tasks.scores.document_scores import check_scores, last_tokens, patch_scores

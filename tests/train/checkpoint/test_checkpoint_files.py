@@ -14,8 +14,8 @@ from quickstart_runs import RESUME, plan_run
 from row_files import flip_a_bit
 
 from ligertune.errors import UserError
+from ligertune.files.storage import newest_checkpoint, read_metrics
 from ligertune.planning.options import MethodOptions
-from ligertune.storage import newest_checkpoint, read_metrics
 from ligertune.train.checkpoint.best_weights import damage_of_best, load_best, save_best
 from ligertune.train.checkpoint.checkpoint_files import complete
 from ligertune.train.checkpoint.choose_checkpoint import resume_folder

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
 from ligertune.attention.packed_documents import FUNCTIONS, ROWS
-from ligertune.attention.untraced_inputs import reveal
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, names_in, patch_module, rebuild_function
+from ligertune.untraced_inputs import reveal
 
 
 def install_packing_checks(model: PreTrainedModel) -> None:

@@ -16,8 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
 
-from ligertune.checked_files import DamagedFileError, check_line, open_regular, parse_json_text, read_json_value
 from ligertune.errors import UserError, format_bytes
+from ligertune.files.checked_files import DamagedFileError, check_line, open_regular, parse_json_text, read_json_value
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 PROGRESS_FILE = "progress.json"  # the last file that a checkpoint writes: with it a checkpoint is complete

@@ -21,8 +21,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
-from ligertune.checked_files import DamagedFileError, read_json_value
 from ligertune.errors import UserError, format_count
+from ligertune.files.checked_files import DamagedFileError, read_json_value
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,0 +1,1 @@
+"""Checks that packed documents stay apart in a model, whatever its attention."""

@@ -1,0 +1,105 @@
+"""Numbers of the code's structure, each with its places: how far features spread, density, and who imports whom.
+
+Python's own modules of the two packages are measured, not tests and scripts.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+# feature -> words by which a file outside its folder names it
+FEATURES = {
+    "medusa": r"medusa",
+    "distill": r"(?<!self_)distill",
+    "preference": r"preference|\bdpo\b|\bkto\b|\borpo\b|\bsimpo\b",
+    "scores": r"classification|reward_model|\breward\b",
+    "vision": r"(?<![a-z])vision|pixel|image_grid",
+}
+TASK_COMPARISON = re.compile(r"""\btask\b[^#\n]{0,24}(==|!=|\bin\b)\s*["'({\[]|["']\s*==\s*[\w.]*\btask\b""")
+BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.Assert, ast.match_case)
+MAX_COMPLEXITY = 15
+MAX_ARGUMENTS = 8
+
+Places = dict[str, list[str]]
+
+
+def measure(sources: dict[str, Path]) -> Places:
+    """Return name of a number -> the places that it counts. sources: dotted name of a module -> its file."""
+    found: Places = defaultdict(list)
+    for name, path in sources.items():
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        for number, line in _places_in(tree):
+            found[number].append(f"{name}:{line}")
+        for feature, words in FEATURES.items():
+            if feature not in name.split(".") and re.search(words, text, re.IGNORECASE):
+                found[f"files that name {feature}"].append(name)
+        if ".features." not in name:
+            lines = enumerate(text.splitlines(), 1)
+            found["comparisons of the task"] += [f"{name}:{n}" for n, line in lines if TASK_COMPARISON.search(line)]
+    found["packages that import each other"] = _mutual_packages(sources)
+    found["names imported by run.py"] = list(_imported_names(ast.parse(sources["ligertune.run"].read_text("utf-8"))))
+    return found
+
+
+def _places_in(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield (name of a number, line) for each place in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and all(isinstance(part, ast.Tuple) for part in (node.targets[0], node.value)):
+            yield "tuple assignments", node.lineno
+        elif isinstance(node, ast.Call) and any(_is_made_from_mapping(keyword) for keyword in node.keywords):
+            yield "constructions by **", node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
+            if len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs) > MAX_ARGUMENTS:
+                yield f"functions with more than {MAX_ARGUMENTS} arguments", node.lineno
+            if _complexity(node) > MAX_COMPLEXITY:
+                yield f"functions of a complexity over {MAX_COMPLEXITY}", node.lineno
+
+
+def _is_made_from_mapping(keyword: ast.keyword) -> bool:
+    value = keyword.value
+    from_vars = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "vars"
+    return keyword.arg is None and (from_vars or isinstance(value, ast.Dict))
+
+
+def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _complexity(function: ast.AST) -> int:
+    """Return McCabe's number, with boolean operators and filters of comprehensions."""
+    total = 1
+    for node in ast.walk(function):
+        total += isinstance(node, BRANCHES)
+        if isinstance(node, ast.BoolOp):
+            total += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            total += len(node.ifs)
+    return total
+
+
+def _mutual_packages(sources: dict[str, Path]) -> list[str]:
+    """Return the pairs of packages, such as ligertune.data, whose modules import each other, in functions too."""
+    edges = set()
+    for name, path in sources.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for module in filter(sources.__contains__, modules):
+                edges.add((_package_of(name), _package_of(module)))
+    return sorted(f"{one} and {other}" for one, other in edges if one < other and (other, one) in edges)
+
+
+def _package_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
