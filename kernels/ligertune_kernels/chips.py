@@ -189,7 +189,8 @@ def attention_tiles(head_dim: int, dtype_bytes: int, chip: Chip, *, has_cap: boo
     width = padded_head_dim(head_dim)
     wave32_amd = chip.vendor == "amd" and chip.warp_size == 32
     if chip.vendor == "interpreter":
-        chips, width = "small", 64
+        chips = "small"
+        width = 64
     elif dtype_bytes == 4:
         if wave32_amd:
             return None

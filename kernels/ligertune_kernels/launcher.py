@@ -42,7 +42,8 @@ try:  # Gluon, Triton's language below tl, and its operations of Hopper GPUs
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ModuleNotFoundError:
-    gluon, gl = SimpleNamespace(jit=_undecorated), SimpleNamespace(constexpr=lambda value: value)
+    gluon = SimpleNamespace(jit=_undecorated)
+    gl = SimpleNamespace(constexpr=lambda value: value)
     hopper = TensorDescriptor = copy_to_shared = copy_from_shared = None
 else:  # triton 3.9 renamed both
     copy_to_shared = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
@@ -59,7 +60,8 @@ _caches: list[Callable] = []
 def meta_runs_as(chip: Chip) -> Iterator[None]:
     """Make meta tensors take the Triton path as if they lay on this chip, to compile without the chip."""
     global _meta_chip
-    before, _meta_chip = _meta_chip, chip
+    before = _meta_chip
+    _meta_chip = chip
     _clear_caches()
     try:
         yield
@@ -179,7 +181,9 @@ class BoundLaunch:
     """
 
     def __init__(self, kernel: Callable, constants: dict[str, int | bool], integers: tuple[int, ...]) -> None:
-        self.kernel, self.constants, self.integers = kernel, constants, integers
+        self.kernel = kernel
+        self.constants = constants
+        self.integers = integers
         self._saved = None
 
     def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], *others: float) -> None:
@@ -197,7 +201,8 @@ class Launcher:
     """A kernel with its constants: launches through one BoundLaunch per device, integers and dtypes."""
 
     def __init__(self, kernel: Callable, constants: dict[str, int | bool]) -> None:
-        self.kernel, self.constants = kernel, constants
+        self.kernel = kernel
+        self.constants = constants
         self._launches: dict[tuple, BoundLaunch] = {}
 
     def __call__(

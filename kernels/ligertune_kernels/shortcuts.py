@@ -26,7 +26,8 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def _has_launch_hooks() -> bool:
     """Return whether a profiler has registered a hook that Triton calls at every launch."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter = knobs.runtime.launch_enter_hook
+    leave = knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
@@ -39,9 +40,12 @@ class SavedLaunch:
 
     def __init__(self, compiled: Any, integers: tuple[int, ...], constants: tuple, device: int) -> None:
         """compiled: Triton's CompiledKernel; integers and constants: the kernel's arguments that never change."""
-        self.integers, self.constants, self.device = integers, constants, device
+        self.integers = integers
+        self.constants = constants
+        self.device = device
         # The launcher takes grid, stream, function, metadata of the kernel, metadata for hooks, two hooks.
-        self.call, self.after = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+        self.call = compiled.run
+        self.after = (compiled.function, compiled.packed_metadata, None, None, None)
 
     def launch(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], others: tuple) -> bool:
         """Launch on the saved device; return False where Triton must launch: hooks, or unaligned tensors."""

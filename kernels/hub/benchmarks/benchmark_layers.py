@@ -61,7 +61,8 @@ class MlpBenchmark(Training, Benchmark):
 
 class RotaryBenchmark(Training, Benchmark):
     def setup(self) -> None:
-        length, head_dim = self.size(8192, 16), self.size(128, 16)
+        length = self.size(8192, 16)
+        head_dim = self.size(128, 16)
         self.train_on(self.leaf(1, 32, length, head_dim), self.leaf(1, 8, length, head_dim), outputs=2)
         angles = torch.outer(torch.arange(length), 10000 ** -(torch.arange(0, head_dim, 2) / head_dim))
         angles = torch.cat((angles, angles), -1)[None].to(self.device)

@@ -40,7 +40,8 @@ def flash_attn_varlen_func(
     tokens = torch.arange(n_tokens, device=q.device, dtype=cu_seqlens_q.dtype)
     document = torch.searchsorted(cu_seqlens_q, tokens, right=True)
     edges = torch.cat((cu_seqlens_q, cu_seqlens_q.new_full((1,), n_tokens)))  # tokens behind the last document are one
-    starts, ends = edges[document - 1].int(), edges[document].int()
+    starts = edges[document - 1].int()
+    ends = edges[document].int()
     options = _options(softmax_scale, window_size, softcap)
     return document_attention(q, k, v, starts, ends, documents=len(cu_seqlens_q) - 1, **options)
 

@@ -24,7 +24,8 @@ def _load_tile(
 
     FULL_ROWS: all tokens exist; FITS: all WIDTH columns exist. Neither then needs a mask.
     """
-    tokens, cols = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDTH)[None, :]
+    tokens = tl.arange(0, TOKENS)[:, None]
+    cols = tl.arange(0, WIDTH)[None, :]
     ptrs = ptr + first.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
     ptrs = ptrs + tokens * token_stride + cols
     if FITS and FULL_ROWS:
@@ -40,7 +41,8 @@ def _load_tile(
 @triton.jit
 def _store_tile(ptr, tile, first, head, n_heads, n_tokens, head_dim, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
     """Store a (TOKENS, WIDTH) tile to one head of a contiguous (T, H, D) tensor."""
-    tokens, cols = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDTH)[None, :]
+    tokens = tl.arange(0, TOKENS)[:, None]
+    cols = tl.arange(0, WIDTH)[None, :]
     ptrs = ptr + (first.to(tl.int64) * n_heads + head) * head_dim + tokens * (n_heads * head_dim) + cols
     mask = (first + tokens < n_tokens) & (cols < head_dim)
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=mask)
@@ -77,9 +79,11 @@ def _key_blocks(first, starts_ptr, n_tokens, ROWS: tl.constexpr, COLS: tl.conste
     at the diagonal; first free block, number of free blocks.
     """
     last = tl.minimum(first + ROWS, n_tokens) - 1
-    begin, free = tl.load(starts_ptr + first), tl.load(starts_ptr + last)
+    begin = tl.load(starts_ptr + first)
+    free = tl.load(starts_ptr + last)
     if WINDOW > 0:
-        begin, free = tl.maximum(begin, first - WINDOW + 1), tl.maximum(free, last - WINDOW + 1)
+        begin = tl.maximum(begin, first - WINDOW + 1)
+        free = tl.maximum(free, last - WINDOW + 1)
     begin = begin // COLS * COLS
     free = tl.cdiv(free, COLS) * COLS  # from here on keys are in the document and window of every row
     diagonal = tl.maximum((first + 1) // COLS * COLS, free)  # from here on some keys are after a row
@@ -118,15 +122,18 @@ def attention_forward_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     """Write out = softmax(scores) v and lse, the log2-sum-exp2 of each row."""
-    scale, cap = fp32(scale), fp32(cap)
+    scale = fp32(scale)
+    cap = fp32(cap)
     # Tiles late in a document read the longest: start with them, so that none is left running alone.
     n_tiles = tl.num_programs(0) // HEADS
-    first, head = (n_tiles - 1 - tl.program_id(0) // HEADS) * ROWS, tl.program_id(0) % HEADS
+    first = (n_tiles - 1 - tl.program_id(0) // HEADS) * ROWS
+    head = tl.program_id(0) % HEADS
     rows = first + tl.arange(0, ROWS)
     starts = tl.load(starts_ptr + rows, mask=rows < n_tokens, other=0)
     q = _load_tile(q_ptr, first, q_token_stride, head, q_head_stride, n_tokens, head_dim, ROWS, WIDTH, FITS)
     weighted = tl.zeros([ROWS, WIDTH], tl.float32)
-    total, row_max = tl.zeros([ROWS], tl.float32), tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], LOWEST, tl.float32)
     begin, n_left, n_masked, diagonal, free, n_free = _key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
     for masked in tl.static_range(2):  # all free blocks, then all masked ones
         for i in range(n_masked if masked else n_free):
@@ -170,9 +177,11 @@ def attention_dq_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     """Write dq, and delta, each row's sum of out times its gradient, which dkdv needs too."""
-    scale, cap = fp32(scale), fp32(cap)
+    scale = fp32(scale)
+    cap = fp32(cap)
     n_tiles = tl.num_programs(0) // HEADS
-    first, head = (n_tiles - 1 - tl.program_id(0) // HEADS) * ROWS, tl.program_id(0) % HEADS
+    first = (n_tiles - 1 - tl.program_id(0) // HEADS) * ROWS
+    head = tl.program_id(0) % HEADS
     rows = first + tl.arange(0, ROWS)
     in_range = rows < n_tokens
     starts = tl.load(starts_ptr + rows, mask=in_range, other=0)
@@ -246,23 +255,29 @@ def attention_dkdv_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv, summed over all query heads that share them."""
-    scale, cap = fp32(scale), fp32(cap)
+    scale = fp32(scale)
+    cap = fp32(cap)
     KEY_HEADS: tl.constexpr = HEADS // GROUP
-    first, key_head = tl.program_id(0) // KEY_HEADS * COLS, tl.program_id(0) % KEY_HEADS
+    first = tl.program_id(0) // KEY_HEADS * COLS
+    key_head = tl.program_id(0) % KEY_HEADS
     cols = first + tl.arange(0, COLS)
     last = tl.minimum(first + COLS, n_tokens) - 1
     k = _load_tile(k_ptr, first, k_token_stride, key_head, k_head_stride, n_tokens, head_dim, COLS, WIDTH, FITS)
     v = _load_tile(v_ptr, first, v_token_stride, key_head, v_head_stride, n_tokens, head_dim, COLS, WIDTH, FITS)
-    dk, dv = tl.zeros([COLS, WIDTH], tl.float32), tl.zeros([COLS, WIDTH], tl.float32)
-    end, free_end = tl.load(ends_ptr + last), tl.load(ends_ptr + first)
+    dk = tl.zeros([COLS, WIDTH], tl.float32)
+    dv = tl.zeros([COLS, WIDTH], tl.float32)
+    end = tl.load(ends_ptr + last)
+    free_end = tl.load(ends_ptr + first)
     if WINDOW > 0:
-        end, free_end = tl.minimum(end, last + WINDOW), tl.minimum(free_end, first + WINDOW)
+        end = tl.minimum(end, last + WINDOW)
+        free_end = tl.minimum(free_end, first + WINDOW)
     free = first + COLS  # from here on queries are after every key
     n_free = tl.maximum(free_end - free, 0) // ROWS
     behind = free + n_free * ROWS  # from here on some queries are of other documents, or past the window
     n_masked = tl.cdiv(tl.minimum(end, free) - first, ROWS) + tl.maximum(tl.cdiv(end - behind, ROWS), 0)
     for masked in tl.static_range(2):
-        block, head = first if masked else free, key_head * GROUP
+        block = first if masked else free
+        head = key_head * GROUP
         for _ in range(GROUP * (n_masked if masked else n_free)):
             dk, dv = _accumulate_dkdv(
                 k, v, dk, dv, cols, starts_ptr, q_ptr, d_out_ptr, lse_ptr, delta_ptr, block, head,

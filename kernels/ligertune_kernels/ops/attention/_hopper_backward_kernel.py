@@ -53,7 +53,8 @@ def _dq_product(
     """Start the product of dS (queries, all keys) and keys, for ROWS queries and COLS columns."""
     dq = gl.zeros([ROWS, COLS], gl.float32, LAYOUT)
     for j in gl.static_range(2):
-        d_scores, k = d_score_tiles.index(buffer * 2 + j), k_tiles.index(j)
+        d_scores = d_score_tiles.index(buffer * 2 + j)
+        k = k_tiles.index(j)
         if d_scores.shape[1] > ROWS:  # each warpgroup has half of the queries, else half of the columns
             d_scores = d_scores.slice(part * ROWS, ROWS, dim=1)
         else:
@@ -83,9 +84,11 @@ def _differentiate(
     limits = gl.load(ends_ptr + keys, mask=keys < n_tokens, other=0)  # the last query that sees a key is before it
     if WINDOW > 0:
         limits = gl.minimum(limits, keys + WINDOW)
-    dk, dv = gl.zeros([HALF, WIDTH], gl.float32, DK), gl.zeros([HALF, WIDTH], gl.float32, DK)
+    dk = gl.zeros([HALF, WIDTH], gl.float32, DK)
+    dv = gl.zeros([HALF, WIDTH], gl.float32, DK)
     none = gl.zeros([HALF, ROWS], gl.float32, SCORES)
-    k, v = k_tiles.index(part), v_tiles.index(part)
+    k = k_tiles.index(part)
+    v = v_tiles.index(part)
     padded = gl.cdiv(n_tokens, 128) * 128
     places = dq_places(part, 64, DQ_COLS, DQ)
     # There is no block before the first one: its dS is zero, and zeros are added, which change no sum.
@@ -100,8 +103,10 @@ def _differentiate(
             start, n_blocks = blocks_of_half(half, masked, blocks)
             for step in range(n_blocks * GROUP):
                 row, head = block_and_head(step, start, n_blocks, key_head, GROUP, ROWS)
-                stage, phase = i % STAGES, (i // STAGES) & 1
-                q, d_out = q_tiles.index(stage), d_out_tiles.index(stage)
+                stage = i % STAGES
+                phase = (i // STAGES) & 1
+                q = q_tiles.index(stage)
+                d_out = d_out_tiles.index(stage)
                 hopper.mbarrier.wait(full.index(stage), phase)
                 scores = hopper.warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
                 d_weights = hopper.warpgroup_mma(v, d_out.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -115,7 +120,8 @@ def _differentiate(
                 d_weights, dv, left = hopper.warpgroup_mma_wait(0, deps=[d_weights, dv, left])
                 delta = delta_tiles.index(stage).load(gl.SliceLayout(0, SCORES))
                 d_scores = (weights * (d_weights - delta[None, :]) * slope).to(dtype)
-                buffer, before = (i + 1) % 2, i % 2
+                buffer = (i + 1) % 2
+                before = i % 2
                 # Both warpgroups have read what the buffer held when both have added it: in the first step zeros.
                 hopper.mbarrier.wait(added.index(before), ((i - 1) // 2) & 1, pred=i > 0)
                 d_score_tiles.index(buffer * 2 + part).store(d_scores)
@@ -133,7 +139,8 @@ def _differentiate(
                 hopper.mbarrier.arrive(empty.index(stage), count=1)
                 row_before = head.to(gl.int64) * padded + row
                 i += 1
-    buffer, before = (i + 1) % 2, i % 2
+    buffer = (i + 1) % 2
+    before = i % 2
     hopper.mbarrier.wait(stored.index(before), (i // 2) & 1)
     dq = hopper.warpgroup_mma_wait(0, deps=[_dq_product(d_score_tiles, k_tiles, before, part, 64, DQ_COLS, DQ)])
     hopper.mbarrier.wait(turn.index(buffer), ((i - 1) // 2) & 1)
@@ -181,9 +188,12 @@ def hopper_attention_backward_kernel(
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], delta_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
     hopper.mbarrier.init(kv_full, count=1)
-    full, empty = stage_barriers(1, STAGES), stage_barriers(2, STAGES)
-    stored, turn = stage_barriers(2, 2), stage_barriers(1, 2)
-    added, counted = stage_barriers(2, 2), stage_barriers(1, 2)
+    full = stage_barriers(1, STAGES)
+    empty = stage_barriers(2, STAGES)
+    stored = stage_barriers(2, 2)
+    turn = stage_barriers(1, 2)
+    added = stage_barriers(2, 2)
+    counted = stage_barriers(1, 2)
     descriptors = (q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc)
     tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, lse_tiles, delta_tiles)
     barriers = (kv_full, full, empty)

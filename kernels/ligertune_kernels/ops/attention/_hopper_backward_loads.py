@@ -23,13 +23,16 @@ def query_blocks(first, ends_ptr, n_tokens, TILE: gl.constexpr, ROWS: gl.constex
     at the diagonal.
     """
     last = gl.minimum(first + TILE, n_tokens) - 1
-    end, free_end = gl.load(ends_ptr + last), gl.load(ends_ptr + first)
+    end = gl.load(ends_ptr + last)
+    free_end = gl.load(ends_ptr + first)
     if WINDOW > 0:
-        end, free_end = gl.minimum(end, last + WINDOW), gl.minimum(free_end, first + WINDOW)
+        end = gl.minimum(end, last + WINDOW)
+        free_end = gl.minimum(free_end, first + WINDOW)
     free = first + TILE  # from here on queries are after every key
     n_free = gl.maximum(free_end - free, 0) // ROWS
     behind = free + n_free * ROWS
-    n_behind, n_diagonal = gl.maximum(gl.cdiv(end - behind, ROWS), 0), gl.cdiv(gl.minimum(end, free) - first, ROWS)
+    n_behind = gl.maximum(gl.cdiv(end - behind, ROWS), 0)
+    n_diagonal = gl.cdiv(gl.minimum(end, free) - first, ROWS)
     return behind, n_behind, free, n_free, first, n_diagonal
 
 
@@ -80,7 +83,8 @@ def load_blocks(
     padded = gl.cdiv(n_tokens, 128) * 128
     for i in range(n_steps(blocks, GROUP)):
         row, head = block_of_step(i, blocks, key_head, GROUP, ROWS)
-        stage, phase = i % STAGES, (i // STAGES) & 1 ^ 1
+        stage = i % STAGES
+        phase = (i // STAGES) & 1 ^ 1
         hopper.mbarrier.wait(empty.index(stage), phase)
         loaded = full.index(stage)
         hopper.mbarrier.expect(loaded, BLOCK_BYTES)

@@ -16,7 +16,8 @@ def attention_delta_kernel(
     """Write delta = sum_d dO out (H, padded tokens), and zeros to the sums of dq and the counters of turns, if any."""
     padded = tl.cdiv(n_tokens, 128) * 128
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tokens, heads = rows // HEADS, rows % HEADS
+    tokens = rows // HEADS
+    heads = rows % HEADS
     mask = (tokens < n_tokens)[:, None]
     cols = tl.arange(0, WIDTH)[None, :]
     places = (tokens * ALL_HEADS + heads)[:, None] * WIDTH + cols
@@ -38,13 +39,18 @@ def attention_round_dq_kernel(
     """Write dq (T, H, WIDTH) from the sums of the backward kernels, in the order of their `dq_places`."""
     padded = tl.cdiv(n_tokens, 128) * 128
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tokens, heads = (rows // HEADS)[:, None], (rows % HEADS)[:, None]
+    tokens = (rows // HEADS)[:, None]
+    heads = (rows % HEADS)[:, None]
     cols = tl.arange(0, WIDTH)[None, :]
     if BLOCK == 128:  # two parts of 64 queries
-        part, r, c = tokens % 128 // 64, tokens % 64, cols
+        part = tokens % 128 // 64
+        r = tokens % 64
+        c = cols
         PART: tl.constexpr = 64 * WIDTH
     else:  # two parts of half of the columns
-        part, r, c = cols // (WIDTH // 2), tokens % 64, cols % (WIDTH // 2)
+        part = cols // (WIDTH // 2)
+        r = tokens % 64
+        c = cols % (WIDTH // 2)
         PART: tl.constexpr = 64 * WIDTH // 2
     thread = r // 16 * 32 + r % 8 * 4 + c % 8 // 2
     places = ((c // 8 * 2 + r % 16 // 8) * 128 + thread) * 2 + c % 2

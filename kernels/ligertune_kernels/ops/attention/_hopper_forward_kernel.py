@@ -41,9 +41,11 @@ def key_blocks(first, starts_ptr, n_tokens, ROWS: gl.constexpr, COLS: gl.constex
     Blocks are counted and read from the tile's last token to the left.
     """
     last = gl.minimum(first + ROWS, n_tokens) - 1
-    begin, free = gl.load(starts_ptr + first), gl.load(starts_ptr + last)
+    begin = gl.load(starts_ptr + first)
+    free = gl.load(starts_ptr + last)
     if WINDOW > 0:
-        begin, free = gl.maximum(begin, first - WINDOW + 1), gl.maximum(free, last - WINDOW + 1)
+        begin = gl.maximum(begin, first - WINDOW + 1)
+        free = gl.maximum(free, last - WINDOW + 1)
     top = first + ROWS
     return gl.cdiv(top - begin, COLS), (top - free) // COLS
 
@@ -71,7 +73,8 @@ def _load(
         copy_to_shared(q_desc, [first + i * PART_ROWS, head * WIDTH], q_full, q_tiles.index(i))
     for i in range(n_blocks):
         place = [first + ROWS - (i + 1) * COLS, key_head * WIDTH]
-        stage, phase = i % STAGES, (i // STAGES) & 1 ^ 1
+        stage = i % STAGES
+        phase = (i // STAGES) & 1 ^ 1
         hopper.mbarrier.wait(k_empty.index(stage), phase)
         hopper.mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         copy_to_shared(k_desc, place, k_full.index(stage), k_tiles.index(stage))
@@ -126,8 +129,10 @@ def _attend(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     rows = first + part * PART_ROWS + gl.arange(0, PART_ROWS, ROW)
     starts = gl.load(starts_ptr + rows, mask=rows < n_tokens, other=0)
-    row_max, total = gl.full([PART_ROWS], LOWEST, gl.float32, ROW), gl.zeros([PART_ROWS], gl.float32, ROW)
-    out, none = gl.zeros([PART_ROWS, WIDTH], gl.float32, OUT), gl.zeros([PART_ROWS, COLS], gl.float32, SCORES)
+    row_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
+    total = gl.zeros([PART_ROWS], gl.float32, ROW)
+    out = gl.zeros([PART_ROWS, WIDTH], gl.float32, OUT)
+    none = gl.zeros([PART_ROWS, COLS], gl.float32, SCORES)
     q = q_tiles.index(part)
     start = first + ROWS - (DIAGONAL + 1) * COLS
     for i in gl.static_range(DIAGONAL):
@@ -145,10 +150,12 @@ def _attend(
         hopper.mbarrier.wait(v_full.index(DIAGONAL), 0)
         out = hopper.warpgroup_mma(weights, v_tiles.index(DIAGONAL), out)
         hopper.mbarrier.arrive(v_empty.index(DIAGONAL), count=1)
-    begin, end = DIAGONAL + 1, gl.minimum(n_blocks, gl.maximum(n_whole, DIAGONAL + 1))
+    begin = DIAGONAL + 1
+    end = gl.minimum(n_blocks, gl.maximum(n_whole, DIAGONAL + 1))
     for masked in gl.static_range(2):  # blocks that every query sees whole, then those at the start of a document
         for i in range(begin, end):
-            stage, phase = i % STAGES, (i // STAGES) & 1
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
             start -= COLS
             hopper.mbarrier.wait(k_full.index(stage), phase)
             scores = hopper.warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -172,7 +179,8 @@ def _attend(
                 hopper.mbarrier.wait(v_full.index(stage), phase)
                 out = hopper.warpgroup_mma(weights, v_tiles.index(stage), out)
                 hopper.mbarrier.arrive(v_empty.index(stage), count=1)
-        begin, end = end, n_blocks
+        begin = end
+        end = n_blocks
     if PIPELINED:
         last = n_blocks - 1
         hopper.mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
@@ -211,9 +219,12 @@ def hopper_attention_forward_kernel(
     v_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, COLS, WIDTH], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
     hopper.mbarrier.init(q_full, count=1)
-    k_full, v_full = stage_barriers(1, STAGES), stage_barriers(1, STAGES)
-    k_empty, v_empty = stage_barriers(PARTS, STAGES), stage_barriers(PARTS, STAGES)
-    tiles, barriers = (q_tiles, k_tiles, v_tiles), (q_full, k_full, k_empty, v_full, v_empty)
+    k_full = stage_barriers(1, STAGES)
+    v_full = stage_barriers(1, STAGES)
+    k_empty = stage_barriers(PARTS, STAGES)
+    v_empty = stage_barriers(PARTS, STAGES)
+    tiles = (q_tiles, k_tiles, v_tiles)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2

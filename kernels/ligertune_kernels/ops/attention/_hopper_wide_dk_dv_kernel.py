@@ -33,7 +33,8 @@ def _load(descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP
     copy_to_shared(k_desc, [first, key_head * WIDTH], k_full, k_tile)
     for i in range(n_steps(blocks, GROUP)):
         row, head = block_of_step(i, blocks, key_head, GROUP, ROWS)
-        stage, phase = i % STAGES, (i // STAGES) & 1 ^ 1
+        stage = i % STAGES
+        phase = (i // STAGES) & 1 ^ 1
         full = q_full.index(stage)
         hopper.mbarrier.wait(q_empty.index(stage), phase)
         hopper.mbarrier.expect(full, BLOCK_BYTES)
@@ -82,8 +83,11 @@ def _dv(
     limits = gl.load(ends_ptr + keys, mask=keys < n_tokens, other=0)  # the last query that sees a key is before it
     if WINDOW > 0:
         limits = gl.minimum(limits, keys + WINDOW)
-    dv, none = gl.zeros([KEYS, WIDTH], gl.float32, DV), gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    n_behind, n_unmasked, n = blocks[1] * GROUP, (blocks[1] + blocks[3]) * GROUP, n_steps(blocks, GROUP)
+    dv = gl.zeros([KEYS, WIDTH], gl.float32, DV)
+    none = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    n_behind = blocks[1] * GROUP
+    n_unmasked = (blocks[1] + blocks[3]) * GROUP
+    n = n_steps(blocks, GROUP)
     row = block_of_step(0, blocks, key_head, GROUP, ROWS)[0]
     hopper.mbarrier.wait(k_full, 0)
     hopper.mbarrier.wait(q_full.index(0), 0)
@@ -94,11 +98,14 @@ def _dv(
     for half in range(2):
         for masked in gl.static_range(1, -1, -1):
             if masked:
-                begin, end = gl.where(half == 0, 1, gl.maximum(n_unmasked, 1)), gl.where(half == 0, n_behind, n)
+                begin = gl.where(half == 0, 1, gl.maximum(n_unmasked, 1))
+                end = gl.where(half == 0, n_behind, n)
             else:
-                begin, end = gl.maximum(n_behind, 1), gl.where(half == 0, n_unmasked, 0)
+                begin = gl.maximum(n_behind, 1)
+                end = gl.where(half == 0, n_unmasked, 0)
             for i in range(begin, end):
-                stage, before = i % STAGES, (i - 1) % STAGES
+                stage = i % STAGES
+                before = (i - 1) % STAGES
                 row = block_of_step(i, blocks, key_head, GROUP, ROWS)[0]
                 hopper.mbarrier.wait(q_full.index(stage), (i // STAGES) & 1)
                 q = q_tiles.index(stage).permute((1, 0))
@@ -139,7 +146,8 @@ def _dk(dk_desc, tiles, barriers, exchange, blocks, first, key_head, scale, GROU
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
-    dk, none = gl.zeros([KEYS, WIDTH], gl.float32, DK), gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, DK)
+    none = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
     n = n_steps(blocks, GROUP)
     hopper.mbarrier.wait(v_full, 0)
     hopper.mbarrier.wait(d_out_full.index(0), 0)
@@ -147,7 +155,8 @@ def _dk(dk_desc, tiles, barriers, exchange, blocks, first, key_head, scale, GROU
     d_scores = _score_gradients(d_weights, delta_tiles, exchange, d_out_empty, 0, SCORES)
     left = gl.convert_layout(d_scores.to(dtype), LEFT)
     for i in range(1, n):
-        stage, before = i % STAGES, (i - 1) % STAGES
+        stage = i % STAGES
+        before = (i - 1) % STAGES
         dk = hopper.warpgroup_mma(left, q_tiles.index(before), dk, is_async=True)
         hopper.mbarrier.wait(d_out_full.index(stage), (i // STAGES) & 1)
         d_out = d_out_tiles.index(stage).permute((1, 0))
@@ -176,7 +185,8 @@ def hopper_attention_wide_dk_dv_kernel(
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv."""
-    first, key_head = gl.program_id(0) // KEY_HEADS * KEYS, gl.program_id(0) % KEY_HEADS
+    first = gl.program_id(0) // KEY_HEADS * KEYS
+    key_head = gl.program_id(0) % KEY_HEADS
     blocks = query_blocks(first, ends_ptr, n_tokens, KEYS, ROWS, WINDOW)
     dtype: gl.constexpr = q_desc.dtype
     # A warp stores and reads pairs of weights of 8 rows at a time, which lie in different banks.
@@ -193,14 +203,19 @@ def hopper_attention_wide_dk_dv_kernel(
     hopper.mbarrier.init(k_full, count=1)
     hopper.mbarrier.init(v_full, count=1)
     # When dS and queries have been multiplied, a tile of queries is free: their scores were needed for dS.
-    q_full, q_empty = stage_barriers(1, STAGES), stage_barriers(1, STAGES)
-    d_out_full, d_out_empty = stage_barriers(1, STAGES), stage_barriers(2, STAGES)
-    stored, read = stage_barriers(1, 2), stage_barriers(1, 2)
+    q_full = stage_barriers(1, STAGES)
+    q_empty = stage_barriers(1, STAGES)
+    d_out_full = stage_barriers(1, STAGES)
+    d_out_empty = stage_barriers(2, STAGES)
+    stored = stage_barriers(1, 2)
+    read = stage_barriers(1, 2)
     descriptors = (q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc)
     tiles = (q_tiles, k_tile, v_tile, d_out_tiles, lse_tiles, delta_tiles)
     barriers = (k_full, v_full, q_full, q_empty, d_out_full, d_out_empty)
-    dv_tiles, dv_barriers = (q_tiles, k_tile, d_out_tiles, lse_tiles), (k_full, q_full, d_out_full, d_out_empty)
-    dk_tiles, dk_barriers = (q_tiles, v_tile, d_out_tiles, delta_tiles), (v_full, q_empty, d_out_full, d_out_empty)
+    dv_tiles = (q_tiles, k_tile, d_out_tiles, lse_tiles)
+    dv_barriers = (k_full, q_full, d_out_full, d_out_empty)
+    dk_tiles = (q_tiles, v_tile, d_out_tiles, delta_tiles)
+    dk_barriers = (v_full, q_empty, d_out_full, d_out_empty)
     exchange = (weight_tiles, stored, read)
     gl.warp_specialize(
         [

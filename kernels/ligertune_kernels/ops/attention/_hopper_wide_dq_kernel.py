@@ -80,9 +80,13 @@ def _differentiate(
     rows = first + part * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
     starts = gl.load(starts_ptr + rows, mask=rows < n_tokens, other=0)
     places = head.to(gl.int64) * (gl.cdiv(n_tokens, 128) * 128) + rows
-    lse, delta = gl.load(lse_ptr + places), gl.load(delta_ptr + places)
-    dq, none = gl.zeros([HALF, WIDTH], gl.float32, DQ), gl.zeros([HALF, COLS], gl.float32, SCORES)
-    q, d_out, v = q_tiles.index(part), d_out_tiles.index(part), v_tile.permute((1, 0))
+    lse = gl.load(lse_ptr + places)
+    delta = gl.load(delta_ptr + places)
+    dq = gl.zeros([HALF, WIDTH], gl.float32, DQ)
+    none = gl.zeros([HALF, COLS], gl.float32, SCORES)
+    q = q_tiles.index(part)
+    d_out = d_out_tiles.index(part)
+    v = v_tile.permute((1, 0))
     start = first + ROWS - COLS
     hopper.mbarrier.wait(q_full, 0)
     hopper.mbarrier.wait(k_full.index(0), 0)
@@ -100,7 +104,8 @@ def _differentiate(
         if kind < 2:
             end = gl.minimum(end, N_DIAGONAL + (n_free if kind == 1 else 0))
         for i in range(begin, end):
-            stage, before = i % STAGES, (i - 1) % STAGES
+            stage = i % STAGES
+            before = (i - 1) % STAGES
             start -= COLS
             dq = hopper.warpgroup_mma(left, k_tiles.index(before), dq, is_async=True)
             hopper.mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
@@ -130,7 +135,8 @@ def hopper_attention_wide_dq_kernel(
     """Write dq."""
     # Tiles late in a document read the longest: start with them, so that none is left running alone.
     n_tiles = gl.num_programs(0) // HEADS
-    first, head = (n_tiles - 1 - gl.program_id(0) // HEADS) * ROWS, gl.program_id(0) % HEADS
+    first = (n_tiles - 1 - gl.program_id(0) // HEADS) * ROWS
+    head = gl.program_id(0) % HEADS
     n_blocks, n_whole = key_blocks(first, starts_ptr, n_tokens, ROWS, COLS, WINDOW)
     n_free = gl.maximum(n_whole - ROWS // COLS, 0)
     dtype: gl.constexpr = q_desc.dtype
@@ -146,8 +152,10 @@ def hopper_attention_wide_dq_kernel(
     hopper.mbarrier.init(d_out_full, count=1)
     hopper.mbarrier.init(v_full, count=1)
     hopper.mbarrier.init(v_empty, count=2)
-    k_full, k_empty = stage_barriers(1, STAGES), stage_barriers(2, STAGES)
-    descriptors, tiles = (q_desc, k_desc, v_desc, d_out_desc), (q_tiles, k_tiles, v_tile, d_out_tiles)
+    k_full = stage_barriers(1, STAGES)
+    k_empty = stage_barriers(2, STAGES)
+    descriptors = (q_desc, k_desc, v_desc, d_out_desc)
+    tiles = (q_tiles, k_tiles, v_tile, d_out_tiles)
     barriers = (q_full, d_out_full, k_full, k_empty, v_full, v_empty)
     LOWER: gl.constexpr = 0
     UPPER: gl.constexpr = 1

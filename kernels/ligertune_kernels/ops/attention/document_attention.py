@@ -82,7 +82,8 @@ def _attend_document(
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.to(wide).transpose(0, 1) for t in (query, key, value))
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    k = k.repeat_interleave(group, 0)
+    v = v.repeat_interleave(group, 0)
     scores = q @ k.transpose(1, 2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -107,7 +108,8 @@ class _Launchers(NamedTuple):
 def _launchers(
     heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, window: int, has_cap: bool, chip: Chip
 ) -> _Launchers:
-    tiles, width = attention_tiles(head_dim, dtype.itemsize, chip, has_cap=has_cap), padded_head_dim(head_dim)
+    tiles = attention_tiles(head_dim, dtype.itemsize, chip, has_cap=has_cap)
+    width = padded_head_dim(head_dim)
     shared = {
         "HEADS": heads, "GROUP": heads // key_heads, "WINDOW": window, "HAS_CAP": has_cap,
         "WIDTH": width, "FITS": width == head_dim,
@@ -136,12 +138,14 @@ class _Attention(torch.autograd.Function):
         key_heads, head_dim = k.shape[1:]
         has_cap = softcap is not None
         launchers = _launchers(heads, key_heads, head_dim, q.dtype, window or 0, has_cap, chip_of(q.device))
-        out, lse = q.new_empty(q.shape), q.new_empty((heads, n_tokens), dtype=torch.float32)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((heads, n_tokens), dtype=torch.float32)
         launch, rows = launchers.forward
         others = n_tokens, scale, softcap or 1.0
         launch((-(-n_tokens // rows) * heads, 1, 1), (q, k, v, starts, out, lse), _integers(q, k, v), *others)
         ctx.save_for_backward(q, k, v, starts, ends, out, lse)
-        ctx.launchers, ctx.others = launchers, others
+        ctx.launchers = launchers
+        ctx.others = others
         return out
 
     @staticmethod
@@ -149,8 +153,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out):
         q, k, v, starts, ends, out, lse = ctx.saved_tensors
         (n_tokens, heads, _), key_heads = q.shape, k.shape[1]
-        d_out, delta = d_out.contiguous(), torch.empty_like(lse)
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        d_out = d_out.contiguous()
+        delta = torch.empty_like(lse)
+        dq = q.new_empty(q.shape)
+        dk = k.new_empty(k.shape)
+        dv = v.new_empty(v.shape)
         integers = _integers(q, k, v)
         # dq first: it writes delta, which dkdv reads.
         launch, rows = ctx.launchers.dq

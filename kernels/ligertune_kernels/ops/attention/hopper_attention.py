@@ -114,7 +114,8 @@ def forward(
     n_tiles = -(-n_tokens // TILE)
     tile = WIDTHS[width]
     rows = tile.parts * ROWS
-    out, lse = q.new_empty(q.shape), q.new_empty((heads, n_tiles * TILE), dtype=torch.float32)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((heads, n_tiles * TILE), dtype=torch.float32)
     descriptors = _rows_of(q, ROWS), _rows_of(k, tile.cols), _rows_of(v, tile.cols), _rows_of(out, ROWS)
     with on_device(q):
         hopper_attention_forward_kernel[(-(-n_tokens // rows) * heads,)](
@@ -140,20 +141,26 @@ def backward(
     if q.shape[2] == WIDE:
         return _wide_backward(q, k, v, starts, ends, out, d_out, lse, terms)
     (n_tokens, heads, width), key_heads = q.shape, k.shape[1]
-    padded, group = lse.shape[1], heads // key_heads
+    padded = lse.shape[1]
+    group = heads // key_heads
     at_once = _heads_at_once(n_tokens, heads, key_heads, width)
-    sums, delta = lse.new_empty((at_once * group, padded, width)), torch.empty_like(lse)
+    sums = lse.new_empty((at_once * group, padded, width))
+    delta = torch.empty_like(lse)
     counters = lse.new_empty((at_once * group, padded // ROWS), dtype=torch.int32)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq = q.new_empty(q.shape)
+    dk = k.new_empty(k.shape)
+    dv = v.new_empty(v.shape)
     rows = 4096 // width
     block = 128 if width == 64 and terms.softcap is None else ROWS  # queries
     with on_device(q):
         for first in range(0, key_heads, at_once):
             keys = slice(first, min(first + at_once, key_heads))
             queries = slice(keys.start * group, keys.stop * group)
-            n_keys, n_queries = keys.stop - keys.start, queries.stop - queries.start
+            n_keys = keys.stop - keys.start
+            n_queries = queries.stop - queries.start
             sizes = {"ALL_HEADS": heads, "HEADS": n_queries, "WIDTH": width, "ROWS": rows}
-            some_delta, some_d_out = delta[queries], d_out[:, queries]
+            some_delta = delta[queries]
+            some_d_out = d_out[:, queries]
             wanted = WIDTHS[width].together if sums.nbytes >= GROUPED_FROM else ()
             attention_delta_kernel[(-(-padded * n_queries // rows),)](
                 out[:, queries], some_d_out, some_delta, sums, counters, n_tokens, HAS_SUMS=True, **sizes
@@ -185,7 +192,9 @@ def _wide_backward(
     """Return dq, dk and dv of heads of 256 columns: one kernel computes dk and dv, another dq."""
     (n_tokens, heads, width), key_heads = q.shape, k.shape[1]
     delta = torch.empty_like(lse)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq = q.new_empty(q.shape)
+    dk = k.new_empty(k.shape)
+    dv = v.new_empty(v.shape)
     inputs = _rows_of(q, ROWS), _rows_of(k, ROWS), _rows_of(v, ROWS), _rows_of(d_out, ROWS)
     scalars = n_tokens, terms.scale, terms.softcap or 1.0
     constants = _constants(q, k, terms) | {"num_warps": 4}

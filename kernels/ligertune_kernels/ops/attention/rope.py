@@ -44,13 +44,15 @@ def apply_rope_reference(
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     wide = torch.promote_types(q.dtype, torch.float32)
     if position_ids is not None:
-        cos, sin = cos[position_ids], sin[position_ids]
+        cos = cos[position_ids]
+        sin = sin[position_ids]
     if cos.shape[-1] < rotary_dim:
         cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
     cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)  # (B or 1, 1, T, R)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        rotated, rest = x[..., :rotary_dim].to(wide), x[..., rotary_dim:]
+        rotated = x[..., :rotary_dim].to(wide)
+        rest = x[..., rotary_dim:]
         if interleaved:
             other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
         else:
@@ -128,9 +130,11 @@ def _rotate_tile(
     heads = (first_head + tl.arange(0, HEADS)[None, :, None]).to(tl.int64)
     mask = in_range & (heads < n_heads)
     if BATCHED:
-        batch, token = (rows // n_tokens).to(tl.int64), (rows % n_tokens).to(tl.int64)
+        batch = (rows // n_tokens).to(tl.int64)
+        token = (rows % n_tokens).to(tl.int64)
     else:
-        batch, token = 0, rows.to(tl.int64)
+        batch = 0
+        token = rows.to(tl.int64)
     x_ptrs = x_ptr + batch * x_batch_stride + token * x_token_stride + heads * x_head_stride
     y_ptrs = y_ptr + batch * y_batch_stride + token * y_token_stride + heads * y_head_stride
     angle = batch * cos_batch_stride + token * cos_token_stride
@@ -140,9 +144,11 @@ def _rotate_tile(
         rest = tl.load(x_ptrs + cols * x_col_stride, mask=mask & (cols < head_dim))
     if HAS_POSITIONS:
         position = tl.load(position_ids_ptr + rows.to(tl.int64), mask=in_range, other=0).to(tl.int64)
-        angle, in_range = position * cos_token_stride, in_range & (position >= 0) & (position < n_positions)
+        angle = position * cos_token_stride
+        in_range = in_range & (position >= 0) & (position < n_positions)
     # A position outside the table loads nothing and gives NaN.
-    cos_ptrs, sin_ptrs = cos_ptr + angle, sin_ptr + angle
+    cos_ptrs = cos_ptr + angle
+    sin_ptrs = sin_ptr + angle
     cos_lo, cos_hi = _load_angles(cos_ptrs, cos_col_stride, in_range, PAIRS, ROTARY_DIM, INTERLEAVED, COLUMN_PER_PAIR)
     sin_lo, sin_hi = _load_angles(sin_ptrs, cos_col_stride, in_range, PAIRS, ROTARY_DIM, INTERLEAVED, COLUMN_PER_PAIR)
     if BACKWARD:
@@ -226,7 +232,8 @@ def _launch(
     width = max(n_pairs, rest // 2)
     q_tokens, q_heads = _tile(n_q_heads or n_k_heads, width)  # without heads: as the other, for a group no larger
     k_tokens, k_heads = _tile(n_k_heads or n_q_heads, width)
-    group, tile = max(q_tokens, k_tokens), q_tokens * q_heads * width
+    group = max(q_tokens, k_tokens)
+    tile = q_tokens * q_heads * width
     q_programs = -(-n_q_heads // q_heads) * (group // q_tokens)
     k_programs = -(-n_k_heads // k_heads) * (group // k_tokens)
     constants = {
@@ -255,10 +262,13 @@ def _rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q and k. Results keep the inputs' memory layout: a transposed projection (B, T, H, D) stays transposed."""
     (batch, n_q_heads, n_tokens, head_dim), n_k_heads = q.shape, k.shape[1]
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out = torch.empty_like(q)
+    k_out = torch.empty_like(k)
     if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    has_positions, batched = position_ids is not None, batch > 1
+        cos = cos.contiguous()
+        sin = sin.contiguous()
+    has_positions = position_ids is not None
+    batched = batch > 1
     position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos  # not read
     launch, group, programs = _launch(
         n_q_heads, n_k_heads, head_dim, rotary_dim, batched, has_positions, backward, interleaved,
@@ -289,7 +299,8 @@ class _Rope(torch.autograd.Function):
         cos, sin, position_ids = ctx.saved_tensors
         # A gradient that is not needed is still passed as a tensor; with no heads left, no program reads it.
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
-        dq, dk = (dq if needs_dq else dq[:, :0]), (dk if needs_dk else dk[:, :0])
+        dq = dq if needs_dq else dq[:, :0]
+        dk = dk if needs_dk else dk[:, :0]
         dq, dk = _rotate(dq, dk, cos, sin, position_ids, *ctx.layout, backward=True)
         return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 6
 

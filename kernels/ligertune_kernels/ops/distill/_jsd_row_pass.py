@@ -172,10 +172,12 @@ def _jsd_row_kernel(
     FORM: tl.constexpr, HAS_LABELS: tl.constexpr, NEEDS_GRAD: tl.constexpr, PADDED: tl.constexpr,
     FAST_LOG: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    beta, inverse_temperature = fp32(beta), fp32(inverse_temperature)
+    beta = fp32(beta)
+    inverse_temperature = fp32(inverse_temperature)
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
-        z_row, w_row = z_ptr + row * z_row_stride, w_ptr + row * w_row_stride
+        z_row = z_ptr + row * z_row_stride
+        w_row = w_ptr + row * w_row_stride
         dz_row = dz_ptr + row * dz_row_stride
         ignored = False
         if HAS_LABELS:
@@ -266,7 +268,8 @@ def _jsd_row_pass_torch(
     gradient: torch.Tensor | None,
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    beta, inverse_temperature = options.beta, 1.0 / options.temperature
+    beta = options.beta
+    inverse_temperature = 1.0 / options.temperature
     wide = torch.promote_types(student.dtype, torch.float32)
     x, t = (
         (logits[:, :vocab_size].to(wide) * inverse_temperature).log_softmax(dim=-1) for logits in (student, teacher)

@@ -111,7 +111,9 @@ def jsd(
     options = {"beta": float(beta), "ignore_index": ignore_index}
     if input.numel() == 0 or not runs_triton(input):
         return jsd_reference(input, target, labels=labels, reduction=reduction, **options)
-    x, t, flat = as_rows(input), as_rows(target), None if labels is None else labels.reshape(-1).contiguous()
+    x = as_rows(input)
+    t = as_rows(target)
+    flat = None if labels is None else labels.reshape(-1).contiguous()
     needs_grad = torch.is_grad_enabled() and input.requires_grad
     if reduction == "none":
         losses = _JSDRows.apply(x, t, flat, options) if needs_grad else _losses(x, t, flat, options)

@@ -30,7 +30,8 @@ def kl_div_reference(
 ) -> torch.Tensor:
     """Compute `kl_div` in plain torch, differentiated by autograd."""
     wide = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
-    x, t = input.to(wide), target.to(wide)
+    x = input.to(wide)
+    t = target.to(wide)
     losses = weighted(t.exp() if log_target else t, (t if log_target else t.log()) - x)
     if reduction == "none":
         return losses.to(input.dtype)
@@ -69,7 +70,8 @@ class _KLDivElements(torch.autograd.Function):
         divergence_pass(x, t, form, losses=losses, by_element=True)
         # Only the target's gradient depends on x. Without it, t takes x's place and the compiler drops the load.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, t)
-        ctx.form, ctx.x_dtype = form, x.dtype
+        ctx.form = form
+        ctx.x_dtype = x.dtype
         return losses
 
     @staticmethod
@@ -106,7 +108,8 @@ def kl_div(
     if input.numel() == 0 or not runs_triton(input):
         return kl_div_reference(input, target, reduction=reduction, log_target=log_target)
     form = "forward" if log_target else "kl"
-    x, t = as_rows(input), as_rows(target)
+    x = as_rows(input)
+    t = as_rows(target)
     if reduction == "none":
         return _KLDivElements.apply(x, t, form).view(input.shape)
     return _KLDiv.apply(x, t, _divisor(input, reduction), form)

@@ -71,7 +71,8 @@ class TeacherLogits:
 
     def row_losses(self, logits: torch.Tensor, rows: slice, *, in_place: bool, **_: None) -> torch.Tensor:
         """Return the losses of some rows; overwrite their logits (c, W) with the gradient if in_place."""
-        teacher, vocab_size = self.buffer[: len(logits)], len(self.head.weight)
+        teacher = self.buffer[: len(logits)]
+        vocab_size = len(self.head.weight)
         self.head.write_logits(self.hidden[rows], None, out=teacher[:, :vocab_size])
         return jsd_row_pass(
             logits, teacher, None if self.labels is None else self.labels[rows], self.options,
@@ -104,7 +105,8 @@ def _run_chunks(
     rows: torch.Tensor, head: Head, teacher: TeacherLogits, chunk_bytes: int, needs: Sequence[bool] = (False,) * 3
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the losses (N,) of rows (N, E), and the gradients of rows, weight and bias that are needed."""
-    vocab_size, dtype = len(head.weight), rows.dtype
+    vocab_size = len(head.weight)
+    dtype = rows.dtype
     row_bytes = vocab_size * (rows.element_size() + teacher.hidden.element_size())
     chunks = _chunks(len(rows), row_bytes, chunk_bytes, on_gpu=runs_triton(rows), needs_dw=needs[1])
     # Rows are aligned for cuBLAS and for the pass. torch.compile does not support out= tensors whose rows have a gap.

@@ -58,7 +58,8 @@ def _chunk_kernel(
 ):  # fmt: skip
     """Write segments within the chunk to dw, and partial sums of those that cross its borders to pieces."""
     chunk = tl.program_id(0).to(tl.int64)
-    first, last = chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, n_rows)
+    first = chunk * CHUNK
+    last = tl.minimum((chunk + 1) * CHUNK, n_rows)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     col_mask = cols < n_cols
     pieces_ptr += chunk * 2 * n_cols + cols
@@ -133,7 +134,8 @@ def _plan_backward(n_cols: int, chip: Chip) -> tuple[Launcher, Launcher, int]:
 
 
 def _forward(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    flat, n_cols = indices.reshape(-1), weight.shape[1]
+    flat = indices.reshape(-1)
+    n_cols = weight.shape[1]
     table = weight if weight.stride(1) == 1 else weight.contiguous()
     y = torch.empty((*indices.shape, n_cols), dtype=weight.dtype, device=weight.device)
     launch, rows, blocks = _plan_forward(n_cols, chip_of(weight.device))
@@ -168,7 +170,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, indices, weight, padding_idx):
         ctx.save_for_backward(indices)
-        ctx.vocab_size, ctx.dtype, ctx.padding_idx = weight.shape[0], weight.dtype, padding_idx
+        ctx.vocab_size = weight.shape[0]
+        ctx.dtype = weight.dtype
+        ctx.padding_idx = padding_idx
         return _forward(indices, weight)
 
     @staticmethod

@@ -151,7 +151,8 @@ def int2_int8_matmul(
     _check(x, w_packed, x_scale, weight_scale)
     if x.numel() == 0 or w_packed.numel() == 0 or not runs_triton(x):
         return int2_int8_matmul_reference(x, w_packed, x_scale=x_scale, weight_scale=weight_scale)
-    rows, w_packed = as_rows(x), as_rows(w_packed)
+    rows = as_rows(x)
+    w_packed = as_rows(w_packed)
     scales = (
         None if x_scale is None else x_scale.reshape(-1).contiguous(),
         None if weight_scale is None else weight_scale.contiguous(),

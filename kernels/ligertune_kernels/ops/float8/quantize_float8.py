@@ -23,7 +23,10 @@ from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, runs_
 
 ALIGNMENT = 16  # torch._scaled_mm: bytes of a row of an operand
 PARTS = 1024  # running maxima, one per program: 8 programs for each of an H100's 132 processors
-BLOCK_ROWS, BLOCK_COLS, NUM_WARPS = 128, 64, 8  # 128 bytes per row in memory, of x and of both copies but one
+# 128 bytes per row in memory, of x and of both copies but one
+BLOCK_ROWS = 128
+BLOCK_COLS = 64
+NUM_WARPS = 8
 MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
@@ -47,7 +50,8 @@ def quantize_float8_reference(
     amax: torch.Tensor | None = None,
 ) -> Float8Copies:
     """Compute `quantize_float8` in plain torch."""
-    matrix, largest = as_rows(x), torch.finfo(dtype).max
+    matrix = as_rows(x)
+    largest = torch.finfo(dtype).max
     q = (matrix.to(torch.promote_types(x.dtype, torch.float32)) * scale).clamp(-largest, largest).to(dtype)
     if amax is not None and x.numel():
         amax[0] = torch.maximum(amax[0], torch.linalg.vector_norm(matrix, float("inf")))
@@ -67,7 +71,8 @@ def padded_rows(n: int) -> int:
 
 def _outputs(x: torch.Tensor, dtype: torch.dtype, rows: Output, columns: Output) -> Float8Copies:
     """Return the tensors to write."""
-    n_rows, n_cols = x.shape[:-1].numel(), x.shape[-1]
+    n_rows = x.shape[:-1].numel()
+    n_cols = x.shape[-1]
     by_rows = _output("rows", rows, (n_rows, n_cols), dtype, x.device)
     by_columns = _output("columns", columns, (n_cols, padded_rows(n_rows)), dtype, x.device)
     return Float8Copies(by_rows.view(x.shape) if rows is True else by_rows, by_columns)

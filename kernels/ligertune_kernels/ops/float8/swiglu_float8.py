@@ -37,7 +37,8 @@ from ligertune_kernels.ops.float8.quantize_float8 import (
 )
 from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 class Launch(NamedTuple):
@@ -137,7 +138,9 @@ def _swiglu_float8_backward_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes every n-th tile. Slots after the last row hold zeros, so their gradients are zero."""
-    scale, gate_scale, up_scale = tl.load(scale_ptr), tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
+    scale = tl.load(scale_ptr)
+    gate_scale = tl.load(gate_scale_ptr)
+    up_scale = tl.load(up_scale_ptr)
     n_words = (n_rows + ALIGNMENT - 1) // ALIGNMENT * (ALIGNMENT // 4)  # of a column
     col_blocks = tl.cdiv(n_cols, BLOCK_COLS)
     QUADS: tl.constexpr = BLOCK_ROWS // 4

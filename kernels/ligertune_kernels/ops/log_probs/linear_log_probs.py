@@ -61,7 +61,8 @@ def linear_log_probs_reference(
 ) -> TokenLogProbs:
     """Compute `linear_log_probs` in plain torch with all logits; options are the fields of LossOptions."""
     logits = Head(weight, bias, lora_a, lora_b, lora_scale).reference_logits(hidden)
-    flat, terms = labels.reshape(-1), LossOptions(**options)
+    flat = labels.reshape(-1)
+    terms = LossOptions(**options)
     found = statistics_torch(logits.reshape(-1, len(weight)), flat, terms)
     measured = RowStatistics(*(t.detach() for t in found)) if statistics else None
     return _token_log_probs(found.logprob, measured, flat, None, labels.shape, terms.ignore_index)
@@ -109,7 +110,8 @@ class _OfTrainedHead(torch.autograd.Function):
     def backward(ctx, d_logprob, *_):
         rows, *parameters, labels = ctx.saved_tensors
         lora_scale, options, chunks = ctx.arguments
-        needs, head = ctx.needs_input_grad[:5], Head(*parameters, lora_scale)
+        needs = ctx.needs_input_grad[:5]
+        head = Head(*parameters, lora_scale)
         with without_autocast(rows.device):
             schedule = chunks.schedule(rows, head.weight, needs[:2])
             *_, found = linear_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
@@ -153,7 +155,8 @@ def linear_log_probs(
     a gradient, a second backward raises RuntimeError where kernels run. Raises ValueError on mismatched shapes or
     dtypes.
     """
-    head, options = Head(weight, bias, lora_a, lora_b, lora_scale), LossOptions(ignore_index, 0.0, softcap, logit_scale)
+    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    options = LossOptions(ignore_index, 0.0, softcap, logit_scale)
     hidden, head = check_linear("linear_log_probs", hidden, head, labels)
     search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
     rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index, **search)
@@ -215,7 +218,8 @@ def log_probs_memory(
     free_bytes: int | None = None,
 ) -> LogProbsMemory:
     """Predict the memory of `linear_log_probs`. needs_dw: the layer is trained; free_bytes: as in `schedule_of`."""
-    sizes, options = (n_rows, hidden_size, vocab_size, dtype), {"chunk_bytes": chunk_bytes, "needs_dx": needs_dx}
+    sizes = (n_rows, hidden_size, vocab_size, dtype)
+    options = {"chunk_bytes": chunk_bytes, "needs_dx": needs_dx}
     logits = schedule_of(*sizes, needs_dw=False, **options).extra_bytes
     if needs_dw:
         return LogProbsMemory(logits, 0, schedule_of(*sizes, free_bytes=free_bytes, **options).extra_bytes)

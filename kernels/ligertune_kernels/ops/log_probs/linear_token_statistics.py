@@ -72,10 +72,12 @@ def linear_token_statistics(
     The options are those of linear_cross_entropy. argmax (int64), entropy (float32, in nats) and mean_logit (float32)
     are computed at ignored labels too. Raises ValueError on mismatched shapes or dtypes.
     """
-    head, options = Head(weight, bias, lora_a, lora_b, lora_scale), LossOptions(ignore_index, 0.0, softcap, logit_scale)
+    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    options = LossOptions(ignore_index, 0.0, softcap, logit_scale)
     hidden, head = check_linear("linear_token_statistics", hidden, head, labels)
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    flat, n_rows = labels.reshape(-1).to(rows.device).contiguous(), len(rows)
+    flat = labels.reshape(-1).to(rows.device).contiguous()
+    n_rows = len(rows)
     found = empty_statistics(rows)
     if n_rows:
         slot = choose_schedule(rows, head.weight, chunk_bytes, needs=(False, False)).slot

@@ -74,7 +74,10 @@ class ChunkedLoss:
         sums_wide: bool,
     ) -> None:
         """row_losses: called with the arguments of `Targets.row_losses`. sums_wide: accumulate dW in fp32."""
-        self.rows, self.head, self.row_losses, self.needs_grad = rows, head, row_losses, any(needs)
+        self.rows = rows
+        self.head = head
+        self.row_losses = row_losses
+        self.needs_grad = any(needs)
         self.losses: list[torch.Tensor] = []
         needs_dx, needs_dw, *needs_sums = needs
         self.wide = torch.promote_types(rows.dtype, torch.float32)
@@ -90,7 +93,8 @@ class ChunkedLoss:
 
         width: columns of the buffer's rows, at least V.
         """
-        n_rows, vocab_size = len(self.rows), len(self.head.weight)
+        n_rows = len(self.rows)
+        vocab_size = len(self.head.weight)
         buffer = self.rows.new_empty((buffer_rows, width or vocab_size))
         for first in range(0, n_rows, buffer_rows):
             last = min(first + buffer_rows, n_rows)
@@ -103,7 +107,9 @@ class ChunkedLoss:
 
     def run_in_groups(self, schedule: Schedule) -> None:
         """Take all logits at once, the first columns in the memory of dW."""
-        n_rows, vocab_size, slot = len(self.rows), len(self.head.weight), schedule.slot
+        n_rows = len(self.rows)
+        vocab_size = len(self.head.weight)
+        slot = schedule.slot
         lead, unused = self._lead(schedule.groups, schedule.slab)
         in_groups = schedule.groups * schedule.slab
         rest = self.rows.new_empty((n_rows, rest_stride(vocab_size - in_groups)))[:, : vocab_size - in_groups]
@@ -120,11 +126,15 @@ class ChunkedLoss:
 
     def run_lean(self, schedule: Schedule, targets: Targets) -> None:
         """Compute the logits twice, by rows and by columns."""
-        rows, head, slot = self.rows, self.head, schedule.slot
+        rows = self.rows
+        head = self.head
+        slot = schedule.slot
         (n_rows, hidden_size), vocab_size = rows.shape, len(head.weight)
         lse = rows.new_empty(n_rows, 2, dtype=self.wide)
         # dW is not written before the first pass ends: its memory holds a slot of logits, and those that are kept.
-        lead, sums, in_groups = None, None, schedule.groups * schedule.kept
+        lead = None
+        sums = None
+        in_groups = schedule.groups * schedule.kept
         if schedule.groups:
             lead, unused = self._lead(schedule.groups, schedule.kept)
             stride = rest_stride(vocab_size - in_groups)
@@ -186,8 +196,11 @@ class ChunkedLoss:
         lse: torch.Tensor | None = None,  # (N, 2)
     ) -> None:
         """Compute one chunk of rows: logits into lead and rest, losses, and all gradients but dW."""
-        chunk, vocab_size, parts = slice(start, stop), len(self.head.weight), []
-        rows, lse = self.rows[chunk], None if lse is None else lse[chunk]
+        chunk = slice(start, stop)
+        vocab_size = len(self.head.weight)
+        parts = []
+        rows = self.rows[chunk]
+        lse = None if lse is None else lse[chunk]
         if lead is not None:
             lead, width = lead[:, chunk], lead.shape[2]
             parts = [Part(g, i * width, (i + 1) * width) for i, g in enumerate(lead)]
@@ -205,7 +218,9 @@ class ChunkedLoss:
         self, parts: list[Part], low_rank: torch.Tensor | None, chunk: slice, sums: torch.Tensor | None
     ) -> None:
         """Compute dX of some rows and accumulate db, dA and dB."""
-        head, through = self.head, None  # s G B (c, R)
+        # s G B (c, R)
+        head = self.head
+        through = None
         if low_rank is not None and (self.d_rows is not None or self.d_lora_a is not None):
             through = head.lora_scale * _product(parts, head.lora_b)
         if self.d_rows is not None:
@@ -253,7 +268,9 @@ def compile_row_kernels(rows: torch.Tensor, vocab_size: int, targets: Targets) -
     The number of rows decides which of them a batch takes. Compiled at its first use, the second would hold up some
     later training step by a second.
     """
-    weight, scale, chip = targets.class_weight, targets.scale, chip_of(rows.device)
+    weight = targets.class_weight
+    scale = targets.scale
+    chip = chip_of(rows.device)
     # AMD takes bfloat16 in one part (`schedule_of`, wide_products), and float32 rows in groups would spill registers.
     if chip.vendor == "amd" or chip is INTERPRETER or torch.compiler.is_compiling():
         return
@@ -276,7 +293,8 @@ def _compile_row_kernels(
     scale_per_row: bool,
 ) -> None:
     """Compile with dtypes in place of tensors: Triton assumes that tensors of these dtypes begin at a vector."""
-    chip, losses = chip_of(device), torch.float32
+    chip = chip_of(device)
+    losses = torch.float32
     plain = weight is None and not options.label_smoothing and options.softcap is None
     for grouped in (False, True):
         # Triton compiles again only where divisibility by 16 differs: one number of columns stands for all.
@@ -310,7 +328,8 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta:
         if chip is not None and chip.vendor == "nvidia" and total.device.type == "cuda" and not tracing:
             torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
             return
-        a, b = a.to(total.dtype), b.to(total.dtype)
+        a = a.to(total.dtype)
+        b = b.to(total.dtype)
     if beta == 0:  # inductor splits addmm into 0 · total + a b, which is NaN if the unwritten total holds NaN
         torch.mm(a, b, out=total)
     else:

@@ -113,7 +113,8 @@ def rows_to_take(
 
     Without an index, rows without a label are looked for as `can_skip_rows` says, unless skip_ignored is False.
     """
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    flat = labels.reshape(-1)
     if index is None and skip_ignored and can_skip_rows(flat, rows.numel() * vocab_size):
         index = PendingRows(flat, ignore_index=ignore_index).wait()
     if index is None or len(index) == len(flat):

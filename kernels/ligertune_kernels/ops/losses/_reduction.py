@@ -103,7 +103,8 @@ class LossFunction(torch.autograd.Function):
         """Save the gradients of the first inputs of forward for the backward."""
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
-        ctx.op, ctx.used = op, False
+        ctx.op = op
+        ctx.used = False
 
     @staticmethod
     @no_double_backward

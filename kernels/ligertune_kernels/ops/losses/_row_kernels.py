@@ -66,7 +66,8 @@ def unpack_columns(integers, after, DTYPE: tl.constexpr):
         return integers.to(tl.float32, bitcast=True)
     else:
         if DTYPE.is_bf16():
-            low, high = (integers << 16).to(tl.float32, bitcast=True), (integers & -65536).to(tl.float32, bitcast=True)
+            low = (integers << 16).to(tl.float32, bitcast=True)
+            high = (integers & -65536).to(tl.float32, bitcast=True)
         else:
             low = integers.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             high = (integers >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -117,7 +118,8 @@ def first_sweep(
             eviction_policy=FIRST_READ,
         )
         for start in range(0, n_swept, BLOCK):
-            x, cols = x_next.to(tl.float32), start + (lanes + vector)
+            x = x_next.to(tl.float32)
+            cols = start + (lanes + vector)
             x_next = tl.load(
                 columns(x_ptr, lead_ptr, start + BLOCK, lanes, vector, in_lead, group_cols, group_jump, GROUPED),
                 mask=cols + BLOCK < n_swept, other=0.0, eviction_policy=FIRST_READ,
@@ -138,7 +140,8 @@ def first_sweep(
     z = bounded_tail(x, tail < n_cols, softcap, logit_scale, HAS_SOFTCAP)
     row_sum = tl.sum(lane_sum * tl.exp2(lane_max - row_max), axis=0)
     row_sum += tl.sum(tl.sum(power(x, z, row_max, logit_scale, HAS_SOFTCAP), axis=1), axis=0)
-    z_sum, weight_sum = tl.sum(lane_z, axis=0), tl.sum(lane_weight, axis=0)
+    z_sum = tl.sum(lane_z, axis=0)
+    weight_sum = tl.sum(lane_weight, axis=0)
     if HAS_SMOOTHING:
         w = class_weights(weight_ptr, tail, n_cols, HAS_WEIGHT)
         z_sum += tl.sum(tl.sum(w * tl.where(tail < n_cols, z, 0.0), axis=1), axis=0)
@@ -209,8 +212,10 @@ def second_sweep(
     tl.store(dx_ptr + tail, dx_tail.to(dtype), mask=tail < n_cols, eviction_policy=LAST_USE)
     if SWEEPS:
         for back in range(0, n_swept, BLOCK):
-            x, start = x_next, last - back
-            cols, ahead = start + (lanes + vector), start - BLOCK
+            x = x_next
+            start = last - back
+            cols = start + (lanes + vector)
+            ahead = start - BLOCK
             swept = columns(x_ptr, lead_ptr, ahead, lanes, vector, in_lead, group_cols, group_jump, GROUPED)
             x_next = tl.load(swept, mask=cols >= BLOCK, other=0.0, eviction_policy=LAST_USE)
             dx = dlogits(
@@ -233,10 +238,13 @@ def row_kernel(
 ):  # fmt: skip
     """Write the losses of rows, where wanted (maximum, log2 of the sum) into lse, and the gradient times scale."""
     LAST_USE: tl.constexpr = "evict_first"
-    softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
+    softcap = fp32(softcap)
+    logit_scale = fp32(logit_scale)
+    z_loss = fp32(z_loss)
     label_smoothing = fp32(label_smoothing)
     smooth_share = label_smoothing / n_cols
-    lanes, vector = tl.arange(0, LANES)[:, None] * VECTOR, tl.arange(0, VECTOR)[None, :]
+    lanes = tl.arange(0, LANES)[:, None] * VECTOR
+    vector = tl.arange(0, VECTOR)[None, :]
     tail = n_swept + tl.arange(0, TAIL_LANES)[:, None] * VECTOR + vector
     for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         label = tl.load(labels_ptr + row).to(tl.int64)
@@ -283,7 +291,8 @@ def row_kernel(
             if NEEDS_GRAD:
                 scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * logit_scale
                 scale = tl.where(is_class, scale, float("nan"))
-                softmax_factor, smooth_factor = softmax_share * scale / row_sum, smooth_share * scale
+                softmax_factor = softmax_share * scale / row_sum
+                smooth_factor = smooth_share * scale
                 second_sweep(
                     x_ptr, dx_ptr, row_lead_ptr, kept, lse, tail, weight_ptr, lanes, vector, n_swept, n_cols, in_lead,
                     group_cols, group_jump, row_max, softmax_factor, smooth_factor, softcap, logit_scale,
@@ -309,7 +318,9 @@ def slab_kernel(
     LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Overwrite some columns of a row, whose lse is known, with their gradient."""
-    softcap, logit_scale, z_loss = fp32(softcap), fp32(logit_scale), fp32(z_loss)
+    softcap = fp32(softcap)
+    logit_scale = fp32(logit_scale)
+    z_loss = fp32(z_loss)
     label_smoothing = fp32(label_smoothing)
     smooth_share = label_smoothing / vocab_size
     row = tl.program_id(0).to(tl.int64)
@@ -321,7 +332,8 @@ def slab_kernel(
         tl.store(x_ptr + cols, tl.zeros([LANES, VECTOR], dtype=x_ptr.dtype.element_ty), mask=mask)
     else:
         is_class = (label >= 0) & (label < vocab_size)
-        row_max, log_sum = tl.load(lse_ptr + 2 * row), tl.load(lse_ptr + 2 * row + 1)
+        row_max = tl.load(lse_ptr + 2 * row)
+        log_sum = tl.load(lse_ptr + 2 * row + 1)
         label_share = 1.0 - label_smoothing
         if HAS_WEIGHT:
             label_share *= tl.load(weight_ptr + label, mask=is_class, other=0.0).to(tl.float32)

@@ -58,7 +58,8 @@ class LossOptions:
 
     def flags(self, has_weight: bool) -> dict[str, bool]:
         """Return the kernels' constants that leave out unused terms. has_weight: there are class weights."""
-        has_smoothing, has_softcap = self.label_smoothing != 0.0, self.softcap is not None
+        has_smoothing = self.label_smoothing != 0.0
+        has_softcap = self.softcap is not None
         return {"HAS_WEIGHT": has_weight, "HAS_SMOOTHING": has_smoothing, "HAS_SOFTCAP": has_softcap}
 
 
@@ -124,10 +125,13 @@ def row_pass(
         return _grouped_pass_torch(logits, labels, options, weight, scale, lse, lead)
     n_rows, n_cols = logits.shape
     assert logits.stride(1) == 1 and labels.is_contiguous()
-    in_lead, group_cols, group_jump = 0, 0, 0
+    in_lead = 0
+    group_cols = 0
+    group_jump = 0
     if lead is not None:
         assert gradient is logits and lead.stride(2) == 1 and lead.stride(1) == lead.shape[2]
-        group_cols, group_jump = lead.shape[2], lead.stride(0) - lead.shape[2]
+        group_cols = lead.shape[2]
+        group_jump = lead.stride(0) - lead.shape[2]
         in_lead = lead.shape[0] * group_cols
         n_cols += in_lead
     losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
@@ -187,7 +191,8 @@ def slab_pass(
     if weight is None and options.label_smoothing:
         weight_sum = torch.full((), vocab_size, dtype=torch.float32, device=logits.device)
     n_rows, n_cols = logits.shape
-    block, chip = max(MIN_COLS, triton.next_power_of_2(n_cols)), chip_of(logits.device)
+    block = max(MIN_COLS, triton.next_power_of_2(n_cols))
+    chip = chip_of(logits.device)
     with on_device(logits):
         slab_kernel[(n_rows,)](
             logits, labels, lse if weight is None else weight.contiguous(), lse, scale, weight_sum,

@@ -142,7 +142,8 @@ class _Sizes(NamedTuple):
 
     def group_columns(self, groups: int) -> int:
         """Return the most columns per group for which dW does not overwrite what is still needed, unrounded."""
-        rows, outputs = groups * self.n_rows + self.hidden, groups * self.hidden + self.n_rows
+        rows = groups * self.n_rows + self.hidden
+        outputs = groups * self.hidden + self.n_rows
         return min(self.weight_elements // max(rows, outputs), (self.vocab - MIN_REST_COLUMNS) // groups)
 
     def with_wide_sums(self, extra: int) -> int:
@@ -170,11 +171,13 @@ def schedule_of(
     wide_products: whether the device adds a product of bf16 to sums in fp32, as cuBLAS does.
     """
     if not needs_dw:
-        row_bytes, rows = vocab_size * dtype.itemsize, SLOT_ROWS_WITHOUT_DW if slot_rows is None else slot_rows
+        row_bytes = vocab_size * dtype.itemsize
+        rows = SLOT_ROWS_WITHOUT_DW if slot_rows is None else slot_rows
         chunks = chunks_of(n_rows, row_bytes, min(chunk_bytes, WITHOUT_DW_BYTES), rows, needs_dw=False)
         return Schedule("fast", *chunks, extra_bytes=chunks.buffer * row_bytes)
     sizes = _Sizes(n_rows, hidden_size, vocab_size, dtype, slot_rows or SLOT_ROWS)
-    lean, summed = _lean(sizes, in_groups=wide_products), _summed(sizes, chunk_bytes)
+    lean = _lean(sizes, in_groups=wide_products)
+    summed = _summed(sizes, chunk_bytes)
     adds_wide = wide_products or dtype is not torch.bfloat16
     plans = []
     logit_bytes = n_rows * sizes.row_bytes
@@ -201,7 +204,8 @@ def _in_groups(sizes: _Sizes, chunk_bytes: int) -> list[Schedule]:
     """Return the schedule with the fewest groups in dW's memory for which the other logits fit, if there is one."""
     if not may_group(sizes.vocab, sizes.dtype):  # in float16 dW is wider than the logits
         return []
-    n_rows, itemsize = sizes.n_rows, sizes.dtype.itemsize
+    n_rows = sizes.n_rows
+    itemsize = sizes.dtype.itemsize
     max_groups = (sizes.weight_elements // MIN_GROUP_COLUMNS - sizes.hidden) // n_rows
     for groups in range(1, min(max_groups, (sizes.vocab - MIN_REST_COLUMNS) // MIN_GROUP_COLUMNS) + 1):
         slab = sizes.group_columns(groups)
@@ -226,7 +230,8 @@ def _summed(sizes: _Sizes, chunk_bytes: int) -> Schedule:
 
 
 def _lean(sizes: _Sizes, *, in_groups: bool) -> Schedule:
-    n_rows, itemsize = sizes.n_rows, sizes.dtype.itemsize
+    n_rows = sizes.n_rows
+    itemsize = sizes.dtype.itemsize
     slot = min(n_rows, sizes.slot_rows, sizes.hidden)  # dW's memory holds E rows of V logits
     columns = max(MIN_SLAB_COLUMNS, SLAB_BYTES // (n_rows * itemsize))
     groups, kept = (0, 0) if sizes.dtype is torch.float16 or not in_groups else _kept(sizes, slot)

@@ -60,7 +60,8 @@ def statistics_kernel(
     HAS_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of a row; its most likely class is the first of equals."""
-    softcap, logit_scale = fp32(softcap), fp32(logit_scale)
+    softcap = fp32(softcap)
+    logit_scale = fp32(logit_scale)
     row = tl.program_id(0).to(tl.int64)
     x_ptr = logits_ptr + row * logits_row_stride
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -109,7 +110,8 @@ def write_statistics(logits: torch.Tensor, labels: torch.Tensor, options: LossOp
             place.copy_(values)
         return
     n_rows, n_cols = logits.shape
-    block, chip = min(BLOCK, max(MIN_COLS, triton.next_power_of_2(n_cols))), chip_of(logits.device)
+    block = min(BLOCK, max(MIN_COLS, triton.next_power_of_2(n_cols)))
+    chip = chip_of(logits.device)
     ignore_index, _, softcap, logit_scale, _ = options.numbers
     with on_device(logits):
         statistics_kernel[(n_rows,)](

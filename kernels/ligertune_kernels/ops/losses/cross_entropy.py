@@ -45,7 +45,8 @@ def cross_entropy_reference(
     )  # fmt: skip
     z, _ = capped_logits(logits.reshape(-1, logits.shape[-1]), terms)
     flat = labels.reshape(-1, 1).long()
-    ignored, is_class = flat == terms.ignore_index, (flat >= 0) & (flat < z.shape[1])
+    ignored = flat == terms.ignore_index
+    is_class = (flat >= 0) & (flat < z.shape[1])
     index = flat.clamp(0, z.shape[1] - 1)
     class_weight = z.new_ones(z.shape[1]) if weight is None else weight.to(z.dtype)
     log_probs = z.log_softmax(dim=-1)
@@ -89,7 +90,8 @@ class _CrossEntropyRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, labels, weight, options, inplace):
         ctx.save_for_backward(rows, labels, weight)
-        ctx.options, ctx.inplace = options, inplace
+        ctx.options = options
+        ctx.inplace = inplace
         return row_pass(rows, labels, options, weight=weight)
 
     @staticmethod
@@ -140,7 +142,8 @@ def cross_entropy(
             label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss,
         )  # fmt: skip
     needs_grad = torch.is_grad_enabled() and logits.requires_grad
-    rows, flat = as_rows(logits), labels.reshape(-1).contiguous()
+    rows = as_rows(logits)
+    flat = labels.reshape(-1).contiguous()
     if reduction == "none":
         if needs_grad:
             return _CrossEntropyRows.apply(rows, flat, weight, options, inplace).view(labels.shape)

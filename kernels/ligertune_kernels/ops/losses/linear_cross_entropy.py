@@ -80,12 +80,14 @@ def _chunks_operator(
     ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_bytes, statistics, needs, skip_ignored=False,
 ):  # fmt: skip
     """Return the losses (N,), statistics if asked for, and the gradients that are needed, as `run_chunks`."""
-    head, n_rows = Head(weight, bias, lora_a, lora_b, lora_scale), len(rows)
+    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    n_rows = len(rows)
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     with without_autocast(rows.device):
         index = _rows_of_operator(labels, ignore_index, rows.numel() * len(weight)) if skip_ignored else None
         if index is not None:
-            rows, labels = rows[index], labels[index]
+            rows = rows[index]
+            labels = labels[index]
             scale = scale[index] if scale is not None and scale.dim() else scale
         rows = rows.contiguous()
         targets = Targets(labels, options, class_weight, scale, empty_statistics(rows) if statistics else None)
@@ -149,7 +151,8 @@ def linear_chunks(
     if isinstance(schedule, Schedule):
         losses, gradients = run_chunks(rows, head, targets, schedule, needs)
         return losses, targets.statistics, gradients
-    options, needs = targets.options, list(needs)
+    options = targets.options
+    needs = list(needs)
     found = _chunks_operator(
         rows, *head.tensors, targets.labels, targets.class_weight, targets.scale, head.lora_scale,
         options.ignore_index, options.label_smoothing, options.softcap, options.logit_scale, options.z_loss,

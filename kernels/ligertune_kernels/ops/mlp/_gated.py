@@ -108,7 +108,8 @@ def _forward_kernel(
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_LIMIT:
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if UP_OFFSET != 0.0:
         up += UP_OFFSET
     y = _activate(gate, ACTIVATION, ALPHA) * up
@@ -197,7 +198,8 @@ def _backward(
 ) -> None:
     """Fill d_gate and d_up, which may be gate and up themselves; None where no gradient is needed."""
     n_cols = gate.shape[-1]
-    filled_gate, filled_up = (d_up if d_gate is None else d_gate), (d_gate if d_up is None else d_up)
+    filled_gate = d_up if d_gate is None else d_gate
+    filled_up = d_gate if d_up is None else d_up
     tensors, strides = zip(*map(rows_and_stride, (dy, gate, up, filled_gate, filled_up)), strict=True)
     flags = d_gate is not None, d_up is not None
     launch, blocks = _plan_backward(n_cols, form, *flags, chip_of(gate.device))
@@ -236,7 +238,9 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, form, inplace):
         ctx.save_for_backward(gate, up)
-        ctx.form, ctx.inplace, ctx.overwritten = form, inplace, False
+        ctx.form = form
+        ctx.inplace = inplace
+        ctx.overwritten = False
         return _forward(*gate_and_up(gate, up, form.up_first), form)
 
     @staticmethod

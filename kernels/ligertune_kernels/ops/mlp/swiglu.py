@@ -30,10 +30,13 @@ def swiglu_reference(
 ) -> torch.Tensor:
     """Compute `swiglu` in plain torch."""
     gate, up = gate_and_up(gate, up, up_first)
-    dtype, wide = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
-    gate, up = gate.to(wide), up.to(wide)
+    dtype = gate.dtype
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate = gate.to(wide)
+    up = up.to(wide)
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit)
     activated = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
     y = activated * (up + up_offset if up_offset else up)
     return (y if scale == 1.0 else y * scale).to(dtype)

@@ -31,7 +31,8 @@ def check_experts(
 
 
 def _check_options(parameters: ExpertParameters) -> None:
-    activation, products = parameters.options.activation, parameters.options.products
+    activation = parameters.options.activation
+    products = parameters.options.products
     if activation.function not in ACTIVATIONS:
         raise ValueError(f"experts: the activation is {activation.function!r}; expected one of {ACTIVATIONS}")
     if activation.limit is not None and not activation.limit > 0:

@@ -75,7 +75,8 @@ class Projection:
 
     def forward(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return Y (S, outputs) and T (S, R), None without LoRA."""
-        by_input, low_rank = self._by_input, None
+        by_input = self._by_input
+        low_rank = None
         y = multiply_rows(x, by_input, self.routing, self._choice(by_input.dtype))
         if self.lora is not None:
             low_rank = multiply_rows(x, self.lora.a.transpose(1, 2), self.routing, self._low_rank)
@@ -143,8 +144,10 @@ def run_forward(
     parameters: ExpertParameters,
 ) -> tuple[torch.Tensor, Kept, Routing]:  # (N, E)
     """Return the outputs, and what is kept for the backward."""
-    options, biases = parameters.options, (parameters.tensors.gate_up_bias, parameters.tensors.down_bias)
-    transposed, products = options.layout.transposed, options.products
+    options = parameters.options
+    biases = (parameters.tensors.gate_up_bias, parameters.tensors.down_bias)
+    transposed = options.layout.transposed
+    products = options.products
     weight = _weight(parameters, "gate_up", hidden)
     routing = route(expert_index, len(weight), hidden.dtype)
     if products == "loop" or (products is None and loop_pays(len(routing.pairs), weight.shape, chip_of(hidden.device))):
@@ -225,11 +228,16 @@ def _down_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
     """Return dz (S, 2F), the gradient of the router's weights (N, K), and those of the down projection."""
     options, (bias, down_bias) = parameters.options, parameters.tensors[2:4]
-    dys, needs_a, needs_da = PairRows(dout, routing), needs.down or needs.down_a, needs.z or needs.weights
+    dys = PairRows(dout, routing)
+    needs_a = needs.down or needs.down_a
+    needs_da = needs.z or needs.weights
     weight = _weight(parameters, "down", kept.z[:, : kept.z.shape[1] // 2]) if needs_da else parameters.tensors.down
     down = Projection(weight, options.layout.transposed, parameters.down_lora, routing, options.products)
-    dz, d_weights, d_low_rank = None, None, None
-    activation, interleaved = options.activation, options.layout.interleaved
+    dz = None
+    d_weights = None
+    d_low_rank = None
+    activation = options.activation
+    interleaved = options.layout.interleaved
     if needs_da:
         a, d_low_rank = down.input_gradient(dys)
         context = ActivationBackward(kept.z, bias, weights, dout, down_bias, activation, interleaved)

@@ -38,7 +38,8 @@ def _halves(ptr, first, n_cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_halves(ptr, first, n_cols, gate, up, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    gate, up = gate.to(ptr.dtype.element_ty), up.to(ptr.dtype.element_ty)
+    gate = gate.to(ptr.dtype.element_ty)
+    up = up.to(ptr.dtype.element_ty)
     if INTERLEAVED:
         cols = 2 * first + tl.arange(0, 2 * BLOCK)
         tl.store(ptr + cols, tl.interleave(gate, up), mask=cols < 2 * n_cols)
@@ -80,9 +81,11 @@ def _activation_kernel(
         if HAS_BIAS:
             expert = tl.load(experts_ptr + row).to(tl.int64)
             more = _halves(bias_ptr + expert * (2 * n_cols), first, n_cols, INTERLEAVED, BLOCK)
-            gate, up = gate + more[0], up + more[1]
+            gate = gate + more[0]
+            up = up + more[1]
         if HAS_LIMIT:
-            gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         activated, _ = _activate(gate, FUNCTION, ALPHA)
         a = weight * activated * (up + UP_OFFSET)
         cols = first + tl.arange(0, BLOCK)
@@ -115,10 +118,13 @@ def _activation_backward_kernel(
             gate, up = _halves(z_ptr + row * (2 * n_cols), first, n_cols, INTERLEAVED, BLOCK)
             if HAS_BIAS:
                 more = _halves(bias_ptr + expert * (2 * n_cols), first, n_cols, INTERLEAVED, BLOCK)
-                gate, up = gate + more[0], up + more[1]
-            low, high = gate, up
+                gate = gate + more[0]
+                up = up + more[1]
+            low = gate
+            high = up
             if HAS_LIMIT:
-                low, high = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+                low = tl.minimum(gate, LIMIT)
+                high = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
             cols = first + tl.arange(0, BLOCK)
             da = tl.load(da_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
             activated, derivative = _activate(low, FUNCTION, ALPHA)
@@ -131,7 +137,8 @@ def _activation_backward_kernel(
                 a = (weight * product).to(da_ptr.dtype.element_ty)
                 tl.store(da_ptr + row * n_cols + cols, a, mask=cols < n_cols)
             if STORE_DZ:
-                d_gate, d_up = weight * da * (high + UP_OFFSET) * derivative, weight * da * activated
+                d_gate = weight * da * (high + UP_OFFSET) * derivative
+                d_up = weight * da * activated
                 if HAS_LIMIT:  # as torch's clamp: the bounds themselves have a gradient
                     d_gate = tl.where(gate <= LIMIT, d_gate, 0.0)
                     d_up = tl.where((up >= -LIMIT) & (up <= LIMIT), d_up, 0.0)
@@ -197,7 +204,8 @@ def activate_rows(
     interleaved: bool,
 ) -> torch.Tensor:  # (S, F)
     """Return the router's weight times act(gate) · (up + offset) of each row."""
-    n_rows, n_cols = z.shape[0], z.shape[1] // 2
+    n_rows = z.shape[0]
+    n_cols = z.shape[1] // 2
     a = torch.empty((n_rows, n_cols), dtype=z.dtype, device=z.device)
     flags = _Flags(interleaved, bias is not None)
     launch, blocks = _plan_activation(n_cols, activation, flags, chip_of(z.device))
@@ -230,8 +238,10 @@ class ActivationBackward(NamedTuple):
 
         a is written over da if it is needed. over_z: write dz over z.
         """
-        z, absent = self.z, self.z
-        n_rows, n_cols = z.shape[0], z.shape[1] // 2
+        z = self.z
+        absent = self.z
+        n_rows = z.shape[0]
+        n_cols = z.shape[1] // 2
         dz = (z if over_z else torch.empty_like(z)) if needs_dz else None
         d_weights = torch.empty_like(self.weights)
         flags = _Flags(self.interleaved, self.bias is not None, self.down_bias is not None, needs_a, needs_dz)

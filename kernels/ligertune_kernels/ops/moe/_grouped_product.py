@@ -31,7 +31,8 @@ class PairRows:
     """Rows of the pairs, given by token: gathered when they are first needed, at most once."""
 
     def __init__(self, source: torch.Tensor, routing: Routing) -> None:
-        self.source, self.routing = source, routing
+        self.source = source
+        self.routing = routing
         self._gathered: torch.Tensor | None = None
 
     @property
@@ -84,7 +85,8 @@ def is_aligned(shape: tuple[int, int], dtype: torch.dtype) -> bool:
 @triton.jit
 def _dot(a, b, total, WIDE: tl.constexpr):
     if WIDE:  # Triton's interpreter computes products of bf16 wrongly
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -147,7 +149,8 @@ def _experts_kernel(
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    row_tiles, col_tiles = tl.cdiv(n_left, ROWS), tl.cdiv(n_right, COLS)
+    row_tiles = tl.cdiv(n_left, ROWS)
+    col_tiles = tl.cdiv(n_right, COLS)
     expert = (tl.program_id(0) // (row_tiles * col_tiles)).to(tl.int64)
     within = tl.program_id(0) % (row_tiles * col_tiles)
     left_cols = (within % row_tiles) * ROWS + tl.arange(0, ROWS)
@@ -157,7 +160,8 @@ def _experts_kernel(
     total = tl.zeros([ROWS, COLS], dtype=tl.float32)
     for start in range(first, end, INNER):
         rows = start + tl.arange(0, INNER)
-        left_rows, right_rows = rows.to(tl.int64), rows.to(tl.int64)
+        left_rows = rows.to(tl.int64)
+        right_rows = rows.to(tl.int64)
         if GATHER_LEFT or GATHER_RIGHT:
             tokens = (tl.load(pairs_ptr + rows, mask=rows < end, other=0) // TOP_K).to(tl.int64)
             if GATHER_LEFT:
@@ -165,7 +169,8 @@ def _experts_kernel(
             if GATHER_RIGHT:
                 right_rows = tokens
         inside = (rows < end)[:, None]
-        left_mask, right_mask = inside & (left_cols < n_left)[None, :], inside & (right_cols < n_right)[None, :]
+        left_mask = inside & (left_cols < n_left)[None, :]
+        right_mask = inside & (right_cols < n_right)[None, :]
         left_ptrs = left_ptr + left_rows[:, None] * left_row_stride + left_cols[None, :]
         right_ptrs = right_ptr + right_rows[:, None] * right_row_stride + right_cols[None, :]
         left = tl.load(left_ptrs, mask=left_mask, other=0.0)
@@ -234,7 +239,8 @@ def _triton_experts(left: Rows, right: Rows, routing: Routing) -> torch.Tensor:
     (left, gather_left), (right, gather_right) = (
         t.as_loaded if isinstance(t, PairRows) else (t, False) for t in (left, right)
     )
-    left, right = _unit_stride(left), _unit_stride(right)
+    left = _unit_stride(left)
+    right = _unit_stride(right)
     sizes = left.shape[1], right.shape[1]
     n_experts = len(routing.offsets)
     out = torch.empty((n_experts, *sizes), dtype=left.dtype, device=left.device)
@@ -291,7 +297,8 @@ def multiply_experts(
     """Return the sum of leftᵀ right over the rows of each expert."""
     if products == "triton":
         return _triton_experts(left, right, routing)
-    left, right = _gathered(left), _gathered(right)
+    left = _gathered(left)
+    right = _gathered(right)
     if products == "grouped_mm":
         return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=routing.offsets)
     out = torch.empty((len(routing.offsets), left.shape[1], right.shape[1]), dtype=left.dtype, device=left.device)

@@ -107,7 +107,8 @@ def _plan_expert_sum(by_token: bool, top_k: int, chip: Chip) -> Launcher:
 
 def gather_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Return the token's row of x (N, C) for each row: (S, C)."""
-    n_rows, n_cols = len(routing.pairs), x.shape[1]
+    n_rows = len(routing.pairs)
+    n_cols = x.shape[1]
     y = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device)
     launch, blocks = _plan_rows("gather", n_cols, routing.top_k, False, chip_of(x.device))
     integers = x.stride(0), n_cols, len(routing.offsets)
@@ -122,7 +123,8 @@ def sum_pairs(
     bias: torch.Tensor | None = None,  # (X, E)
 ) -> torch.Tensor:  # (N, E)
     """Add the rows of each token's pairs, and their experts' biases times the weights if there are biases."""
-    n_tokens, n_cols = len(routing.rows) // routing.top_k, y.shape[1]
+    n_tokens = len(routing.rows) // routing.top_k
+    n_cols = y.shape[1]
     out = torch.empty((n_tokens, n_cols), dtype=y.dtype, device=y.device)
     launch, blocks = _plan_rows("sum", n_cols, routing.top_k, bias is not None, chip_of(y.device))
     added = (y, y) if bias is None else (weights, bias)
@@ -137,7 +139,8 @@ def sum_expert_rows(
     weights: torch.Tensor | None = None,  # (N, K)
 ) -> torch.Tensor:  # (X, C)
     """Add the rows of each expert. With weights y has a row per token, which is multiplied by the pair's weight."""
-    n_experts, n_cols = len(routing.offsets), y.shape[1]
+    n_experts = len(routing.offsets)
+    n_cols = y.shape[1]
     out = torch.empty((n_experts, n_cols), dtype=y.dtype, device=y.device)
     launch = _plan_expert_sum(weights is not None, routing.top_k, chip_of(y.device))
     tensors = (y, out, y if weights is None else weights, routing.pairs, routing.offsets)

@@ -91,8 +91,10 @@ def route(
     dtype: torch.dtype,
 ) -> Routing:
     """Sort the pairs by expert. dtype: that of the products."""
-    chip, n_pairs = chip_of(expert_index.device), expert_index.numel()
-    index, keys = expert_index.reshape(-1), _key_dtype(n_experts)
+    chip = chip_of(expert_index.device)
+    n_pairs = expert_index.numel()
+    index = expert_index.reshape(-1)
+    keys = _key_dtype(n_experts)
     inside = (index >= 0) & (index < n_experts)
     experts, order = torch.sort(torch.where(inside, index, n_experts).to(keys), stable=True)
     numbers = torch.arange(n_experts, dtype=keys, device=index.device)

@@ -72,7 +72,8 @@ def experts_reference(
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
     """Return act(gate) · (up + offset) (..., F), in plain torch."""
     if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
     if activation.function == "silu":
         gate = gate * torch.sigmoid(activation.alpha * gate)
     else:
@@ -120,8 +121,10 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dout):
         hidden, weights, *saved = ctx.saved_tensors
         options, sizes = ctx.arguments
-        parameters, kept = ExpertParameters(ExpertTensors(*saved[:8]), options), Kept(*saved[8:11])
-        routing, needs = Routing(*saved[11:], *sizes), Needs(*ctx.needs_input_grad[:10])
+        parameters = ExpertParameters(ExpertTensors(*saved[:8]), options)
+        kept = Kept(*saved[8:11])
+        routing = Routing(*saved[11:], *sizes)
+        needs = Needs(*ctx.needs_input_grad[:10])
         with without_autocast(hidden.device):
             gradients = run_backward(
                 as_rows(dout), hidden, weights, parameters, kept, routing, needs, over_z=_runs_once()
@@ -135,7 +138,9 @@ def _run_kernels(
     weights: torch.Tensor,  # (N, K)
     parameters: ExpertParameters,
 ) -> torch.Tensor:  # (N, E)
-    hidden, weights, tensors = as_rows(hidden), weights.contiguous(), parameters.tensors
+    hidden = as_rows(hidden)
+    weights = weights.contiguous()
+    tensors = parameters.tensors
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weights, *tensors)):
         return _Experts.apply(hidden, weights, *tensors, expert_index, parameters.options)
     return run_forward(hidden, expert_index, weights, parameters)[0]
@@ -166,9 +171,11 @@ def experts(
     options = ExpertOptions(activation, layout, products)
     parameters = parameters_of(gate_up, down, (gate_up_bias, down_bias), (gate_up_lora, down_lora), options)
     check_experts(hidden, expert_index, expert_weights, parameters)
-    dtype, n_tokens = autocast_dtype(hidden.device) or hidden.dtype, hidden.shape[:-1].numel()
+    dtype = autocast_dtype(hidden.device) or hidden.dtype
+    n_tokens = hidden.shape[:-1].numel()
     rows, index, weights = (t.reshape(n_tokens, t.shape[-1]) for t in (hidden, expert_index, expert_weights))
-    rows, parameters = rows.to(dtype), ExpertParameters(parameters.tensors.to(dtype), parameters.options)
+    rows = rows.to(dtype)
+    parameters = ExpertParameters(parameters.tensors.to(dtype), parameters.options)
     with without_autocast(hidden.device):
         if any(t is not None and t.numel() == 0 for t in (rows, index, *parameters.tensors)):
             out = _no_pairs(rows, weights, parameters)

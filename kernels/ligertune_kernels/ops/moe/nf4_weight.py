@@ -39,7 +39,8 @@ class Nf4Weight(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device=nf4.packed.device, requires_grad=False
         )
-        made.nf4, made.transposed = nf4, transposed
+        made.nf4 = nf4
+        made.transposed = transposed
         return made
 
     def dequantize(self) -> torch.Tensor:

@@ -200,7 +200,8 @@ def backward_kernel(
         rows = row + tl.arange(0, ROWS)
         row_mask = rows < last
         mask = row_mask[:, None] & col_mask[None, :]
-        x_rows, dy_rows = x_ptr + rows[:, None] * x_row_stride, dy_ptr + rows[:, None] * dy_row_stride
+        x_rows = x_ptr + rows[:, None] * x_row_stride
+        dy_rows = dy_ptr + rows[:, None] * dy_row_stride
         x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)[:, None]
@@ -268,7 +269,8 @@ def backward_row_kernel(
         rstd = tl.load(stats_ptr + row)
         g = dy.to(tl.float32) * (w.to(tl.float32) + fp32(offset)) if HAS_WEIGHT else dy.to(tl.float32)
         mean = tl.sum(g * (x.to(tl.float32) * rstd), axis=0) / n_cols
-        x, dy = _keep_packed(x, mean), _keep_packed(dy, mean)
+        x = _keep_packed(x, mean)
+        dy = _keep_packed(dy, mean)
         xhat = x.to(tl.float32) * rstd
         g = dy.to(tl.float32) * (w.to(tl.float32) + fp32(offset)) if HAS_WEIGHT else dy.to(tl.float32)
         dx = (g - xhat * mean) * rstd
@@ -327,16 +329,23 @@ def backward_halves_kernel(
     dw_high = tl.zeros([HALF], dtype=tl.float32)
     db_high = tl.zeros([HALF], dtype=tl.float32)
     for row in tl.range(first, last, 1, num_stages=STAGES):
-        x_row, dy_row, dx_row = x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, dx_ptr + row * n_cols
-        x_low, dy_low = tl.load(x_row + low), tl.load(dy_row + low)
-        x_high, dy_high = tl.load(x_row + high), tl.load(dy_row + high)
+        x_row = x_ptr + row * x_row_stride
+        dy_row = dy_ptr + row * dy_row_stride
+        dx_row = dx_ptr + row * n_cols
+        x_low = tl.load(x_row + low)
+        dy_low = tl.load(dy_row + low)
+        x_high = tl.load(x_row + high)
+        dy_high = tl.load(dy_row + high)
         rstd = tl.load(stats_ptr + row)
         mean = tl.load(stats_ptr + n_rows + row)
         gx_sum, g_sum = _sums_of_half(x_low, dy_low, w_ptr + low, mean, rstd, offset)
         more_gx, more_g = _sums_of_half(x_high, dy_high, w_ptr + high, mean, rstd, offset)
-        gx_mean, g_mean = (gx_sum + more_gx) / n_cols, (g_sum + more_g) / n_cols
-        x_low, dy_low = _keep_packed(x_low, gx_mean), _keep_packed(dy_low, g_mean)
-        x_high, dy_high = _keep_packed(x_high, gx_mean), _keep_packed(dy_high, g_mean)
+        gx_mean = (gx_sum + more_gx) / n_cols
+        g_mean = (g_sum + more_g) / n_cols
+        x_low = _keep_packed(x_low, gx_mean)
+        dy_low = _keep_packed(dy_low, g_mean)
+        x_high = _keep_packed(x_high, gx_mean)
+        dy_high = _keep_packed(dy_high, g_mean)
         dw_low, db_low = _gradients_of_half(
             x_low, dy_low, dw_low, db_low, w_ptr + low, dx_row + low, mean, rstd, offset, gx_mean, g_mean
         )

@@ -21,11 +21,15 @@ from ligertune_kernels.ops.norms._norm_kernels import (
 )
 
 TILE = 4096  # elements per step where a row has fewer
-WHOLE_ROW, WHOLE_ROW_BYTES = 16384, 65536  # longest row that the forward holds in registers; longer rows are swept
+# longest row that the forward holds in registers; longer rows are swept
+WHOLE_ROW = 16384
+WHOLE_ROW_BYTES = 65536
 SWEEP_BLOCK = 2048
 PART = 8192  # columns of dx and dw that a backward program holds; with 16 warps 124 of the 128 registers of sm90
 STAGES = 3  # tiles of a program in flight or in work
-FORWARD_WARPS, BACKWARD_WARPS = 32, 16  # warps that share a processor
+# warps that share a processor
+FORWARD_WARPS = 32
+BACKWARD_WARPS = 16
 REDUCTION_BYTES = 16384  # of shared memory, for sums over warps
 PROGRAM_PER_TILE = 1 << 31  # programs: as many as there are tiles
 
@@ -135,7 +139,9 @@ def _plan_forward(call: Call) -> LaunchPlan:
         kernel = forward_kernel
         constants, rows, programs = _plan_forward_tile(call, column_bytes, chip, residual=residual is not None)
     else:
-        kernel, rows, programs = forward_sweep_kernel, 1, PROGRAM_PER_TILE
+        kernel = forward_sweep_kernel
+        rows = 1
+        programs = PROGRAM_PER_TILE
         constants = {"BLOCK": SWEEP_BLOCK, **launch_options(SWEEP_BLOCK, chip)}
     launch = BoundLaunch(kernel, flags | constants, call.integers())
     return LaunchPlan(launch, rows, programs, dtypes=(sum_dtype, y_dtype))
@@ -154,7 +160,8 @@ def _backward_block(call: Call, chip: Chip, *, wide: bool) -> int:
 
 def _plan_backward_tile(call: Call, column_bytes: int, chip: Chip) -> tuple[dict[str, int | bool], int, int, int]:
     """Return constants, rows per step, programs and parts of backward_kernel."""
-    residual, wide = call.dtypes[1] is not None, column_bytes > 6
+    residual = call.dtypes[1] is not None
+    wide = column_bytes > 6
     block = _backward_block(call, chip, wide=wide)
     parts = -(-call.n_cols // block)
     measured = None

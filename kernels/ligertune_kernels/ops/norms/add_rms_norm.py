@@ -40,7 +40,8 @@ class _AddRMSNorm(torch.autograd.Function):
         y, new_residual, stats = norm_forward(x, residual, weight, None, eps, offset=offset, **roundings(cast))
         ctx.set_materialize_grads(False)  # the last sum of a model has no reader: avoid a gradient of zeros
         ctx.save_for_backward(new_residual, weight, stats)
-        ctx.options, ctx.dtypes = options, (x.dtype, residual.dtype)
+        ctx.options = options
+        ctx.dtypes = (x.dtype, residual.dtype)
         return y, new_residual
 
     @staticmethod
@@ -50,7 +51,8 @@ class _AddRMSNorm(torch.autograd.Function):
         _, offset, cast, inplace = ctx.options
         needs_dx, needs_dr, needs_dw, _ = ctx.needs_input_grad
         if dy is None:
-            dsum, dw = ds, None
+            dsum = ds
+            dw = None
         else:
             dsum, dw, _ = norm_backward(
                 dy, ds, new_residual, weight, None, stats, (needs_dx or needs_dr, needs_dw, False),

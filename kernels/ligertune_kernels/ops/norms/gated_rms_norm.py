@@ -123,10 +123,12 @@ def _plan_forward(call: GatedCall, keeps: bool) -> LaunchPlan:
     cols = call.options.group_size
     if cols <= (WHOLE_GROUP if call.is_aligned() else WHOLE_GROUP // 2):
         block = triton.next_power_of_2(cols)
-        kernel, rows = gated_forward_kernel, max(1, TILE // block)
+        kernel = gated_forward_kernel
+        rows = max(1, TILE // block)
         constants |= {"ROWS": rows, "BLOCK": block, **launch_options(rows * block, chip)}
     else:
-        kernel, rows = gated_forward_sweep_kernel, 1
+        kernel = gated_forward_sweep_kernel
+        rows = 1
         constants |= {"BLOCK": SWEEP_BLOCK, **launch_options(SWEEP_BLOCK, chip)}
     launch = BoundLaunch(kernel, constants, call.integers())
     y_dtype = torch.promote_types(x, weight) if widens else x

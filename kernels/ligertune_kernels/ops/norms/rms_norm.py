@@ -132,7 +132,10 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size, self.eps, self.offset, self.cast = hidden_size, eps, offset, cast
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.offset = offset
+        self.cast = cast
         weight = torch.full((hidden_size,), 1.0 - offset, device=device, dtype=dtype) if elementwise_affine else None
         self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
 
