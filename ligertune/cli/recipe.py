@@ -13,6 +13,7 @@ from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
+    from ligertune.data.shapes.detect_task import DetectedTask
     from ligertune.recipe import Recipe
     from ligertune.recipe.importers.import_state import Import
 
@@ -212,6 +213,11 @@ def _draft(model: str, data: list[str], changes: list[str]) -> Recipe:
         return load_recipe(draft, changes)
 
 
+def _choice_of(detected: DetectedTask) -> str:
+    is_kto = detected.settings.get("preference.loss_type") == "kto"
+    return f"task: {detected.task}" + (" with preference.loss_type: kto" if is_kto else "")
+
+
 def _columns_override(index: int, columns: dict[str, str]) -> str:
     names = ", ".join(f"{ours}: {name!r}" for ours, name in columns.items())
     return f"data.datasets.{index}.columns={{{names}}}"
@@ -246,8 +252,7 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     for index, (_, spec, one) in enumerate(found):
         if one is not None and one.columns and not spec.columns:
             changes.append(_columns_override(index, one.columns))
-    kto = detected.settings.get("preference.loss_type") == "kto"
-    choice = f"task: {detected.task}" + (" with preference.loss_type: kto" if kto else "")
+    choice = _choice_of(detected)
     reasons = [f"{choice}, because {name} {one.why}." for name, one in known]
     return [one_line(reason) for reason in reasons] + _OTHER_TASKS[choice]
 

@@ -140,6 +140,13 @@ def check_line(line: Any) -> dict[str, Any]:
     return line
 
 
+def _is_sample(value: Any) -> bool:
+    """Return whether a value is an object of texts with a prompt and its answer."""
+    if not isinstance(value, dict) or not {"prompt", "answer"} <= value.keys():
+        return False
+    return all(isinstance(text, str) for text in value.values())
+
+
 def _fits_line(name: str, value: Any) -> bool:
     if name in _COUNTS:
         return type(value) is int and 0 <= value <= MAX_WHOLE
@@ -150,11 +157,7 @@ def _fits_line(name: str, value: Any) -> bool:
     if name in _TEXTS:
         return isinstance(value, str)
     if name == "samples":
-        keys = {"prompt", "answer"}
-        return isinstance(value, list) and all(
-            isinstance(one, dict) and keys <= one.keys() and all(isinstance(text, str) for text in one.values())
-            for one in value
-        )
+        return isinstance(value, list) and all(map(_is_sample, value))
     if name == "peak_memory":
         return isinstance(value, dict) and all(isinstance(one, str) or is_number(one) for one in value.values())
     # Measures of a task. GaLore has no grad_norm (null), and under fp16 it may be infinite in a skipped step.

@@ -85,8 +85,11 @@ def diagnose(
     When one rank fails, the others lose their connection to it, or the launcher ends them. So a killed rank is more
     likely the cause than any error, and a UserError is more likely than a traceback.
     """
-    left = f"The newest complete checkpoint is {newest}." if newest else "There is no checkpoint."
-    resume = "Continue with --resume." if newest else ""
+    left = "There is no checkpoint."
+    resume = ""
+    if newest:
+        left = f"The newest complete checkpoint is {newest}."
+        resume = "Continue with --resume."
     first = min(one.at for one in exits)
     early = [one for one in exits if one.at - first < AT_ONCE]
     late = [one for one in exits if one.at - first >= AT_ONCE]
@@ -100,15 +103,19 @@ def diagnose(
         )
     killed = [one for one in early if one.code < 0 and -one.code != signal.SIGTERM]
     if killed:
-        name = signal.Signals(-killed[0].code).name
-        why = ", which the system sends when the host runs out of memory" if name == "SIGKILL" else ""
-        return UserError(f"{_name(killed)} was killed by {name}{why}. {left}", hint=resume, exit_code=1)
+        return UserError(f"{_name(killed)} {_how_killed(killed[0])}. {left}", hint=resume, exit_code=1)
     for error in errors.values():
         if error.expected:
             return UserError(error.message, hint=error.hint, exit_code=error.exit_code)
     one = next((one for one in early if one.rank in errors), early[0])
     reason = errors[one.rank].message if one.rank in errors else f"exit code {one.code}"
     return UserError(f"{_name([one])} failed ({reason}). {left}", hint=resume, exit_code=1)
+
+
+def _how_killed(one: RankExit) -> str:
+    name = signal.Signals(-one.code).name
+    why = ", which the system sends when the host runs out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{why}"
 
 
 def _waited_too_long(one: RankExit, error: RankError | None) -> bool:

@@ -75,6 +75,17 @@ SCHEDULES: dict[str, dict[str, tuple[type, ...] | tuple[str, ...]]] = {
 FOLLOW_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # the losses of evaluations decide on the rate
 
 
+def _expected_instead(value: Any, allowed: tuple[Any, ...]) -> str:
+    """Return what an option takes instead of this value; nothing if it takes the value. allowed: words, or types."""
+    if isinstance(allowed[0], str):
+        return "" if value in allowed else " or ".join(allowed)
+    if type(value) in allowed:
+        return ""
+    if allowed == (bool,):
+        return "true or false"
+    return "a whole number" if allowed == _WHOLE else "a number"
+
+
 def _fault_of_scheduler_kwargs(kind: str, given: Mapping[str, Any], learning_rate: float) -> str | None:
     """Return the end of a sentence about options that a schedule does not have, or not with this value."""
     options = SCHEDULES[kind]
@@ -82,11 +93,9 @@ def _fault_of_scheduler_kwargs(kind: str, given: Mapping[str, Any], learning_rat
         if name not in options:
             known = f"its options are {', '.join(options)}" if options else "it has no options"
             return f"has {name}, which {kind} does not have: {known}."
-        allowed = options[name]
-        is_word = isinstance(allowed[0], str)
-        if value not in allowed if is_word else type(value) not in allowed:
-            expected = " or ".join(allowed) if is_word else "a whole number" if allowed == _WHOLE else "a number"
-            return f"has {name}: {value}, which must be {'true or false' if allowed == (bool,) else expected}."
+        expected = _expected_instead(value, options[name])
+        if expected:
+            return f"has {name}: {value}, which must be {expected}."
         if name in ("min_lr", "lr_end") and kind not in FOLLOW_EVALUATIONS and value >= learning_rate:
             return f"has {name}: {value:g}, which must be below train.learning_rate: {learning_rate:g}."
         if type(value) in _NUMBER and value < 0:

@@ -169,8 +169,9 @@ class AnswerFinder:
         for number, field in enumerate(self._fields):
             if field.turn != index or field.name == "reasoning":
                 continue
-            ends = [tag.place for tag in self._tags if tag.number == number and tag.is_end]
-            begins = [tag.place for tag in self._tags if tag.number == number and not tag.is_end]
+            tags = [tag for tag in self._tags if tag.number == number]
+            ends = [tag.place for tag in tags if tag.is_end]
+            begins = [tag.place for tag in tags if not tag.is_end]
             if not ends:
                 continue
             begin = begins[0] if begins else self._begin_of_tail(ends[0], field.text)

@@ -13,6 +13,7 @@ from ligertune.data.shapes.marked_texts import quoted_call
 from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError
 
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
 # variables that chat_template_kwargs may not set
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")
@@ -68,7 +69,7 @@ class RowReader:
             calls += _calls(turn["function_call"])
         if value is None and role == "assistant" and calls:
             value = ""
-        reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking") or ""
+        reasoning = next((turn[key] for key in _REASONING_KEYS if turn.get(key)), "")
         texts = {"text": "", "reasoning": reasoning}
         for part in value if isinstance(value, list) else [self.text(value, f"a turn by {name}")]:
             kind, text = self._part(part)

@@ -63,6 +63,12 @@ def _refuse_pair(sample: SampleColumns, path: str, chosen: str, rejected: str) -
     )
 
 
+def _prompt_column(sample: SampleColumns) -> str:
+    if sample.is_turns("input.messages"):
+        return "input.messages"
+    return next((name for name in sample.spelled((*PROMPT_NAMES, "context", "history")) if sample.values(name)), "")
+
+
 def _fine_tuning_columns(sample: SampleColumns, answer: str) -> dict[str, str]:
     """Return the columns with which this answer of a pair is fine-tuned on, or none if no columns do that."""
     roles = sample.roles(answer)
@@ -70,8 +76,7 @@ def _fine_tuning_columns(sample: SampleColumns, answer: str) -> dict[str, str]:
         return {"messages": answer}
     if answer in sample.dialogues:
         return {"text": answer}
-    prompt = next((name for name in sample.spelled((*PROMPT_NAMES, "context", "history")) if sample.values(name)), "")
-    prompt = "input.messages" if sample.is_turns("input.messages") else prompt
+    prompt = _prompt_column(sample)
     if sample.is_turns(prompt) and (roles or sample.is_text(answer)):
         columns = {"prompt": prompt, "completion": answer}
     elif not prompt or roles or not sample.is_text(answer):

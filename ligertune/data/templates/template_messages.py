@@ -93,9 +93,14 @@ def _tool_call(call: ToolCall, form: MessageForm) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _joined(text: str, more: str) -> str:
+    """Return two texts with an empty line between them, or the first if the second is blank."""
+    return f"{text}\n\n{more}" if more.strip() else text
+
+
 def _template_message(message: Message, source: str, form: MessageForm) -> dict[str, Any]:
     """Return one message. Fields that this template does not read become text of the content."""
-    content = f"{message.content}\n\n{message.input}" if message.input.strip() else message.content
+    content = _joined(message.content, message.input)
     reasoning = message.reasoning
     fields = {"role": message.role}
     names = reads_reasoning(source) if reasoning else []
@@ -104,7 +109,7 @@ def _template_message(message: Message, source: str, form: MessageForm) -> dict[
     elif message.calls:
         fields["tool_calls"] = [_tool_call(call, form) for call in message.calls]
         if form.joined and names and content.strip():
-            reasoning = f"{reasoning}\n\n{content}"
+            reasoning = _joined(reasoning, content)
             content = ""
     if reasoning and names:
         fields |= dict.fromkeys(names, reasoning)

@@ -257,8 +257,11 @@ def _spec_from(
         return Refusal(NOT_THE_FORM)
     (kernel, approximate), swapped, options = form
     packed = len(inputs) == 1
-    order = [call.name for call in (inputs[::-1] if swapped and not packed else inputs)]
-    options |= {"up_first": True} if swapped and packed else {}
+    if swapped and packed:
+        options["up_first"] = True
+    elif swapped:
+        inputs.reverse()
+    order = [call.name for call in inputs]
     return GatedSpec(
         kernel, approximate, packed, tuple(order), down[0].name if down else None, tuple(sorted(options.items())), scale
     )

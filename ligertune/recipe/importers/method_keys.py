@@ -157,6 +157,17 @@ def _last_layers(work: Import, count: int) -> range | None:
     return None
 
 
+def _without_experts(work: Import, targets: list[Any]) -> list[Any]:
+    """Return the targets that are layers; weights of experts become parameters."""
+    experts = [name for name in targets if "experts." in str(name) and str(name).rpartition(".")[2] in EXPERT_WEIGHTS]
+    if not experts:
+        return targets
+    work.data.setdefault("lora_target_parameters", experts)
+    work.trace(work.path_of("lora_target_modules"), "method.lora_target_modules", "method.lora_target_parameters")
+    work.data["lora_target_modules"] = [name for name in targets if name not in experts]
+    return work.data["lora_target_modules"]
+
+
 def _convert_targets(work: Import) -> None:
     """Convert the layers of an adapter. One string is a regular expression, as in PEFT; experts are parameters."""
     data = work.data
@@ -173,11 +184,7 @@ def _convert_targets(work: Import) -> None:
         data["lora_target_modules"] = targets = "all-linear"
     if not isinstance(targets, list):
         return
-    experts = [name for name in targets if "experts." in str(name) and str(name).rpartition(".")[2] in EXPERT_WEIGHTS]
-    if experts:
-        data.setdefault("lora_target_parameters", experts)
-        work.trace(work.path_of("lora_target_modules"), "method.lora_target_modules", "method.lora_target_parameters")
-        data["lora_target_modules"] = targets = [name for name in targets if name not in experts]
+    targets = _without_experts(work, targets)
     if isinstance(layers, list) and layers:
         names = "|".join(re.escape(str(target)) for target in targets)
         numbers = "|".join(map(str, layers))

@@ -261,15 +261,18 @@ def _held_out_by(data: dict[str, Any]) -> str:
     return next((name for name in ("val_set_size", "val_size") if data.get(name)), "eval_dataset")
 
 
+def _fsdp_words(fsdp: Any) -> str:
+    return " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
+
+
 def _processes(work: Import) -> None:
     """Convert FSDP and DeepSpeed to `parallel.strategy`, where the file says which one it is."""
     data = work.data
     if "fsdp_config" in data and not isinstance(data["fsdp_config"], dict):  # the name of a file
         work.leave(("fsdp_config",), FSDP_OPTIONS.why, FSDP_OPTIONS.harm)
-    fsdp = data.get("fsdp")
     config = nested(data.get("fsdp_config"))
-    words = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
-    if config or (words and words != "no_shard") or data.get("fsdp_version"):
+    words = _fsdp_words(data.get("fsdp"))
+    if config or words not in ("", "no_shard") or data.get("fsdp_version"):
         names = [name for name in ("fsdp", "fsdp_version") if name in data]
         for name in names or ["fsdp_config"]:
             work.put("parallel.strategy", "fsdp", name)
