@@ -34,7 +34,7 @@ def checkpoint_layers(
     # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     left_out = () if first is None else _layers(model)[first:]
-    # each is read back in its own order
+    # two offloaders: layer inputs and gates are read back in different orders
     inputs = ActivationOffloader(overlap=overlap)
     gates = ActivationOffloader()
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0

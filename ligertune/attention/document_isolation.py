@@ -15,9 +15,8 @@ from ligertune.errors import UserError
 from ligertune.models.score_head import gives_scores
 from ligertune.vision.families import family_of
 
-# tokens of the two documents: small and odd
-FIRST = 13
-SECOND = 11
+FIRST = 13  # tokens of the first document: small and odd
+SECOND = 11  # tokens of the second
 # The largest change of the second document's logits, relative to the change of the first's, that rounding explains.
 # Rows of a matrix product do not depend on each other, so it is zero, except that experts get other tokens in a batch.
 ROUNDING = 1e-5

@@ -97,7 +97,7 @@ def generate(
 
 
 def _refuse_with_heads(given: dict[str, bool]) -> None:
-    """Raise UserError for the first option that is given beside --medusa."""
+    """Raise UserError if an option is given that --medusa does not support. given: option -> whether it is given."""
     for option, is_given in given.items():
         if is_given:
             raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")

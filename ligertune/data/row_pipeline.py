@@ -298,11 +298,12 @@ def build_blocks(rows: RowPipeline, records: Iterable[Record], *, processes: int
     chunks = iter(lambda: list(islice(iterator, ROWS_PER_CHUNK)), [])
     first = list(islice(chunks, _MIN_CHUNKS))
     few = processes == 1 or len(first) < _MIN_CHUNKS
-    # Reading creates many objects, and each collection would search the older ones again. They stay frozen: training
-    # collects before its first step, which takes 0.3 s among all imported modules. It unfreezes all when it ends.
-    gc.freeze()
-    every = chain(first, chunks)
-    yield from (_work(rows, chunk) for chunk in every) if few else _work_in_processes(rows, every, processes)
+    gc.freeze()  # reading creates many objects: without this each collection would search the older ones again
+    try:
+        every = chain(first, chunks)
+        yield from (_work(rows, chunk) for chunk in every) if few else _work_in_processes(rows, every, processes)
+    finally:
+        gc.unfreeze()
 
 
 def _work(rows: RowPipeline, chunk: list[Record]) -> BuiltBlock:

@@ -36,7 +36,7 @@ WEIGHT_FILES = (SAFE_WEIGHTS, SAFE_INDEX, "pytorch_model.bin", "pytorch_model.bi
 ENDINGS = (".safetensors", ".bin")
 MAX_MODEL_JSON_BYTES = 256 * 2**20  # the largest published tokenizer.json have some 30 MB
 SHOWN_CHARACTERS = 300  # of a library's message
-# of a weight file, for its digest: a checkpoint of 16 GB takes a second
+# A weight file's digest is that of samples: for a checkpoint of 16 GB it takes a second.
 SAMPLES = 256
 SAMPLE_BYTES = 1 << 14
 

@@ -41,13 +41,12 @@ if TYPE_CHECKING:
     from ligertune.errors import UserError
     from ligertune.planning.plan import Plan
 
-# files in FOLDER: each waiting rank writes READY-RANK, and the launcher writes GO
-READY = "ready"
-GO = "go"
+READY = "ready"  # each waiting rank writes the file READY-RANK into FOLDER
+GO = "go"  # then the launcher writes this file
 STARTER = "LIGERTUNE_STARTER"  # environment variable: process id of the launcher
 KEPT = "ranks"  # folder in output_dir with the ranks' output after a failure
 PR_SET_PDEATHSIG = 1  # option of Linux' prctl
-# process states in Linux' /proc/PID/stat; a process under a debugger is in t
+# States of a process in Linux' /proc/PID/stat. A process under a debugger is in state t.
 STOPPED = "T"
 ENDED = "Z"
 # Longest time in seconds between two looks at the processes that counts as stopped: a scheduler that suspends the job
@@ -135,7 +134,8 @@ class Ranks:
 def _environment(rank: int, world: int, port: int, folder: Path) -> dict[str, str]:
     """Return the environment variables that torchrun would set, and ours."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // world))
-    # Rank 0 writes to the terminal. When another rank dies, NCCL's watchdog would print there what `diagnose` says.
+    # Rank 0 writes to the terminal. If another rank dies, `diagnose` says so in one sentence, and NCCL's watchdog
+    # would print several lines before it.
     quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")} if rank == 0 else {}
     return {
         **quiet,

@@ -24,9 +24,8 @@ from pydantic_core import PydanticCustomError
 
 UNUSABLE = "unusable"  # pydantic's type of errors whose message is the end of a complaint: "holds a NUL character"
 MIN_TILE = 64  # tokens; smaller tiles leave a GPU idle
-# bytes that Linux allows
-_MAX_NAME = 255
-_MAX_PATH = 4095
+_MAX_NAME = 255  # bytes that Linux allows for the name of a file
+_MAX_PATH = 4095  # bytes that Linux allows for a path
 _MAX_EXPRESSION = 1000
 _MAX_REPEATS = 1000
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")  # of chat templates

@@ -12,9 +12,8 @@ from markupsafe import Markup
 
 from ligertune.errors import printable
 
-# of a chart in its own units; it scales with the page
-WIDTH = 480
-HEIGHT = 230
+WIDTH = 480  # of a chart, in units that scale with the page
+HEIGHT = 230  # in the same units
 # margins around the plot
 LEFT = 58
 RIGHT = 16

@@ -24,7 +24,7 @@ from ligertune.bench.case import (
     providers_of,
 )
 
-# those of Llama-3-8B
+# Heads of Llama-3-8B.
 HEADS = 32
 KEY_VALUE_HEADS = 8
 HEAD_DIM = 128

@@ -19,7 +19,7 @@ from ligertune.progress import Display
 
 REFRESHES = 5  # drawings per second
 PATH = 24  # characters of a data set's path
-# columns of the smallest terminal that shows them
+# Each is shown if the terminal has at least this many columns.
 BAR_OF_DATA = 70
 ELAPSED = 70
 RATE = 90

@@ -30,9 +30,8 @@ MAX_STEPS = 100  # of all parts
 MAX_ADDED = 1000  # characters or tokens that a step adds to a text
 MAX_PIECE = 100  # characters that replace one in a compiled table; the longest of Unicode's NFKC has 18
 
-# of processor time, and of memory beyond this process's
-PROBE_SECONDS = 5
-PROBE_BYTES = 1 << 30
+PROBE_SECONDS = 5  # of processor time
+PROBE_BYTES = 1 << 30  # of memory beyond this process's
 PROBE_WAIT = 60  # seconds until the probe is given up: other processes may use the cores
 PROBE_CHARACTERS = 2000  # backtracking that grows with the third power or faster does not end on them
 _UNITS = ("a", "A", "1", " ", "\n", "-", "'", "_", "\xe9", "\u4f60", "a ", "a1", "aA", " \n", "a-", "a'", ". ", "<a>")

@@ -45,9 +45,8 @@ FORMS: dict[bool, tuple[Form, ...]] = {
     True: (Form(4, 3, 1), Form(4, 3, 2), Form(4, 2, 0), Form(3, 2, 1)),
     False: (Form(4, 3), Form(4, 2), Form(3, 2)),
 }
-# columns of a head that rotate, and of a head of which some do not
-ROTATED = 8
-WIDER = 12
+ROTATED = 8  # columns of a head that rotates as a whole
+WIDER = 12  # columns of a head of which only ROTATED rotate
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # models round every product, our kernel rounds once
 
 

@@ -13,9 +13,8 @@ from ligertune.planning.plan import Plan
 
 MAX_ROWS = 4096
 MAX_TOKENS = 1 << 20
-# tokens of `longest_contexts`
-MAX_CONTEXT = 1 << 23
-CONTEXT_STEP = 256
+MAX_CONTEXT = 1 << 23  # tokens that `longest_contexts` tries at most
+CONTEXT_STEP = 256  # its results are multiples of this
 RecipeLines = dict[str, dict[str, int | bool | str]]  # section -> key -> value
 
 

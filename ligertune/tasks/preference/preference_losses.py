@@ -27,9 +27,8 @@ from torch.nn.functional import logsigmoid
 if TYPE_CHECKING:
     from ligertune.planning.options import PreferenceOptions
 
-# columns of the tensors (P, 2)
-CHOSEN = 0
-REJECTED = 1
+CHOSEN = 0  # column of the tensors (P, 2)
+REJECTED = 1  # the other column
 
 
 @dataclass(frozen=True)

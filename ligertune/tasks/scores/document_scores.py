@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 ROWS = "score_rows"  # keyword of a forward: (D,) int64, places of last tokens among all N tokens of the batch
 _TOKENS = 9  # of the text on which `check_scores` compares
-# largest differences relative to the largest score, in float32 and in half precision
-EXACT = 1e-3
-ROUNDED = 3e-2
+# Largest allowed difference relative to the largest score.
+EXACT = 1e-3  # in float32
+ROUNDED = 3e-2  # in half precision
 
 
 class DocumentScores(ModulePatch):

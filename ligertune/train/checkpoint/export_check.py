@@ -33,9 +33,8 @@ from ligertune.vision.families import has_vision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# of the data
-MAX_ROWS = 4
-MAX_TOKENS = 128
+MAX_ROWS = 4  # rows of the data that are compared
+MAX_TOKENS = 128  # tokens of each row
 READ_ROWS = 64  # rows of the data set that are prepared; some may be dropped
 
 # Largest relative difference that rounding explains: of the logits' norm, by the dtype of the weights.
