@@ -15,7 +15,8 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.planning.options import DataOptions, DataRows
+    from ligertune.planning.options import DataOptions
+    from ligertune.recipe.feature import DataRows
     from ligertune.vision.reader import ImageReader
 
 # the arrays of a block, and their dtypes in a file
