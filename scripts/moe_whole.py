@@ -151,7 +151,7 @@ def measure(options: argparse.Namespace, side: str) -> int:
     from preference_sides import is_out_of_memory
 
     from ligertune.recipe import load_recipe
-    from ligertune.run import plan_for
+    from ligertune.train.resolve import plan_for
 
     known = {"side": side, "bits": "4-bit" if side.endswith("4-bit") else "bf16"}
     job = plan_for(load_recipe(recipe_of(options, side)))

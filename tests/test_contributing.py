@@ -11,8 +11,9 @@ from torch import nn
 
 from ligertune.data.prepare import prepare
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
+from ligertune.run import run
 from ligertune.train.optim.optimizers import set_learning_rate
+from ligertune.train.resolve import plan_for
 from ligertune.train.setup import Training
 from ligertune.train.step import TrainStep
 

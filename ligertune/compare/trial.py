@@ -261,7 +261,8 @@ def _train(recipe: Path, change: str | None) -> dict:
     """Train, and return the report with facts of the plan that a comparison shows."""
     with importing():
         from ligertune.report import batch_words
-        from ligertune.run import plan_for, run
+        from ligertune.run import run
+        from ligertune.train.resolve import plan_for
 
     job = plan_for(load_recipe(recipe))
     report = run(job, lambda line: None, change=partial(change_model, change) if change else None)

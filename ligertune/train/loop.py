@@ -36,10 +36,11 @@ class TrainState:
     grad_norm: Tensor | None = None
     eval_loss: float | None = None
     stopped: Literal["no", "after a step", "during an evaluation"] = "no"  # by a signal
+    stopped_by_callback: bool = False
 
     @property
     def done(self) -> bool:
-        return self.complete or self.stopping or self.early_stopping.should_stop
+        return self.complete or self.stopping or self.stopped_by_callback or self.early_stopping.should_stop
 
     @property
     def complete(self) -> bool:
@@ -106,12 +107,15 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     model.train()
     training.prefetch_images(state.step)
     evaluates_first = plan.evaluation.eval_on_start and state.step == 0
+    is_main = training.accelerator.is_main_process
+    training.callbacks.begin(plan, step=state.step, is_main=is_main, model=model)
     stop.hold()
     with profiled(plan, training.accelerator) as profile, logger:
         if training.owes_evaluation or evaluates_first:
             run_evaluation(training, state, stop)
         phases.begin("first step")  # an evaluation before training belongs to the preparations
         while not state.done:
+            training.callbacks.call("on_step_begin", plan, model=model)
             micro_batches = training.micro_batches(state.step)
             work = training.work(state.step)
             rate = training.rates.at(state.step)
@@ -128,20 +132,38 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
 
             if training.throttle(stop.received is not None):
                 state.stopped = "after a step"
+            wanted = training.callbacks.step_end(plan, state.step, model=model)
+            state.stopped_by_callback = wanted.should_training_stop
             training.display.step(state.step)
             logger.flush()  # the line of an earlier step, whose numbers have arrived by now
             if state.step % plan.logging.logging_steps == 0 or state.done:
                 measured = training.task.measures.take()
                 logger.record(state.step, state.loss_sum, state.grad_norm, rate, measured)
                 state.loss_sum.zero_()
-            if training.eval_batcher and (plan.due(plan.evaluate, state.step) or state.complete):
+            if evaluation_due(training, state):
                 run_evaluation(training, state, stop)
-            if state.stopping or (plan.due(plan.save, state.step) and not state.complete):
+            if save_due(training, state):
                 save_if_finite(training, state)
         logger.flush()
         training.timeout.leave_steps()
         training.saver.finish()
+    training.callbacks.call("on_train_end", plan, model=model)
     return finish(training, state, stop)
+
+
+def evaluation_due(training: Training, state: TrainState) -> bool:
+    """Whether this step is followed by an evaluation: by the recipe, after the last step, or by a callback."""
+    plan = training.plan
+    wanted = training.callbacks.take("should_evaluate")
+    due = plan.due(plan.evaluate, state.step) or state.complete or wanted
+    return training.eval_batcher is not None and due
+
+
+def save_due(training: Training, state: TrainState) -> bool:
+    """Whether this step is saved: by the recipe, for a signal, or by a callback. The last one is the model itself."""
+    plan = training.plan
+    wanted = training.callbacks.take("should_save")
+    return state.stopping or (not state.complete and (plan.due(plan.save, state.step) or wanted))
 
 
 def end_first_step(training: Training, state: TrainState, phases: Phases) -> None:
@@ -172,7 +194,7 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
     training.logger.flush()
     training.display.begins("evaluating")
     with training.meter.paused(), training.timeout.extended():
-        found = evaluate(plan, accelerator, model, training.eval_batcher, training.task, stop)
+        found = evaluate(plan, accelerator, model, training.eval_batcher, training.task, stop, training.metrics)
         lowest = state.observe(found)
         if found is None:
             return
@@ -180,6 +202,7 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
             training.rates.observe(found.loss)
         measures = {f"eval_{name}": value for name, value in found.measures.items()}
         training.logger.log({"step": state.step, "eval_loss": found.loss, **measures})
+        training.callbacks.call("on_evaluate", plan, metrics={"eval_loss": found.loss, **measures})
         if lowest and plan.checkpoint.load_best_model_at_end:
             save_best(accelerator, model, plan.output_dir, step=state.step, loss=found.loss)
         wanted = state.step > 0 or plan.settings["eval"]["eval_on_start"] is True  # auto counts no time for answers
@@ -200,6 +223,7 @@ def save_if_finite(training: Training, state: TrainState) -> None:
     training.display.begins("saving")
     with training.meter.paused(), training.timeout.extended():
         training.saver.save(state.step)
+    training.callbacks.call("on_save", training.plan)
 
 
 def expert_load(training: Training) -> dict[str, Any] | None:
@@ -227,6 +251,8 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
             f"{early_stopping.best:.4f}"
             + (f" by more than {early_stopping.threshold:g}" if early_stopping.threshold else ""),
         )
+    if state.stopped_by_callback and not state.complete:
+        notes += (f"a callback stopped the run at step {state.step}",)
     if plan.checkpoint.load_best_model_at_end and not state.interrupted and early_stopping.best < math.inf:
         step, best_weights = load_best(accelerator, training.model, plan.output_dir)
         notes += (f"the model is that of step {step}, with the lowest evaluation loss, {early_stopping.best:.4f}",)

@@ -20,6 +20,7 @@ from ligertune.features.task import Measures
 from ligertune.files.storage import MetricsFile, check_replaceable, utc_now
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
+from ligertune.train.callbacks import Callbacks
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum
 from ligertune.train.meter import Lap, Meter
@@ -52,6 +53,7 @@ class MetricsLogger(contextlib.AbstractContextManager):
     file: MetricsFile
     show: Callable[[dict], None]
     measures: Measures
+    callbacks: Callbacks
     _pending: _Record | None = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -70,6 +72,7 @@ class MetricsLogger(contextlib.AbstractContextManager):
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
             self.accelerator.log(numbers, step=line["step"])
             self.show(line)
+            self.callbacks.logged(self.plan, line)
 
     def record_first_loss(self, loss_sum: Tensor) -> None:
         """Write the loss before training, at step 0: the first step's loss, which is computed before its update.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
+from ligertune.errors import UserError
 from ligertune.features.task import Task
 from ligertune.files.storage import MetricsFile, newest_checkpoint
 from ligertune.models.experts.expert_load import ExpertLoad
@@ -28,6 +29,7 @@ from ligertune.models.save import prompt_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.progress import Display
+from ligertune.train.callbacks import Callbacks
 from ligertune.train.checkpoint.checkpoint_files import Saver
 from ligertune.train.checkpoint.choose_checkpoint import resume_folder
 from ligertune.train.checkpoint.float8_scales import save_float8_scales
@@ -42,16 +44,18 @@ from ligertune.train.checks import FiniteLossCheck, check_context_parallel
 from ligertune.train.distributed import (
     ProcessGroupTimeout,
     autocast_under_fsdp,
+    full_tensor,
     is_sharded,
     leave_four_bit_weights,
+    reduce_sum,
     uses_deepspeed,
 )
-from ligertune.train.evaluate import EarlyStopping
+from ligertune.train.evaluate import EarlyStopping, EvaluationMetrics
 from ligertune.train.meter import Counts, Meter
 from ligertune.train.metrics_logger import MetricsLogger
 from ligertune.train.optim.algorithms import kernel_step_pays, with_kernel_step
 from ligertune.train.optim.gradients import attach_to_prepared
-from ligertune.train.optim.optimizers import build_optimizer
+from ligertune.train.optim.optimizers import build_optimizer, set_learning_rate
 from ligertune.train.optim.schedules import LearningRates
 from ligertune.train.step import HostThrottle, TrainStep
 from ligertune.vision.inputs import ImagePrefetcher
@@ -74,73 +78,115 @@ class Job:
         return prompt_of(self.data.template, self.plan.data_options)
 
 
-class Training:
-    """All objects that the loop uses, set up for a job: every rank makes one.
+@dataclass(frozen=True)
+class Wrapped:
+    """The model as accelerate wraps it for DDP, FSDP2 or ZeRO, with its optimizer and its task."""
 
-    It prepares `model` for DDP, FSDP2 or ZeRO, and loads the checkpoint to resume from. show: receives each logged
-    line, on the main rank only. display: shows the steps.
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    task: Task
+    expert_load: ExpertLoad | None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run continues.
+
+    step: finished steps, 0 for a new run. eval_losses: of all evaluations up to it. has_evaluation: whether that step
+    has one.
     """
 
-    def __init__(
-        self, job: Job, accelerator: Accelerator, model: nn.Module, *, show: Callable[[dict], None], display: Display
-    ) -> None:
-        plan = job.plan
-        self.display = display
-        save_only_what_trains(accelerator, model)
-        save_float8_scales(accelerator, model)
-        self.plan = plan
-        self.accelerator = accelerator
-        feature = feature_of(plan.build.task)
-        self.task = feature.task(plan, model)
-        self.expert_load = ExpertLoad(model) if feature.counts_experts else None
-        self.model, self.optimizer = _prepare(plan, accelerator, model)
-        self.train_step = TrainStep(plan, accelerator, self.model, self.optimizer, self.task)
-        self.resumed_from, self.notes = _resume(plan, accelerator, self.model, self.optimizer)
-        self.order = _data_order(plan, job.data.train, job.images)
-        self.batcher, self.eval_batcher = _batchers(job, accelerator, self.order, self.task)
-        check_context_parallel(plan, self.model, self.batcher, vocab_size=self.task.shape.vocab_size)
-        self.task.resumed = self.resumed_from > 0
-        self.task.say = display.begins
-        self.task.prepare(self.model, [b for b in (self.batcher, self.eval_batcher) if b is not None])
-        self.saver = Saver(accelerator, plan, self.model, self.optimizer)
-        self.meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
-        self.loss_check = FiniteLossCheck(plan.output_dir, self.batcher, rank=accelerator.process_index)
-        self.throttle = HostThrottle(accelerator)
-        context_parallel = self.batcher.context_parallel
-        self.timeout = ProcessGroupTimeout(accelerator, self.model, plan.parallel.timeout, context_parallel)
-        self.answer = _sample_answers(job)
+    step: int
+    notes: tuple[str, ...]
+    metrics: MetricsFile
+    eval_losses: Sequence[float]
+    has_evaluation: bool
 
-        metrics_path = plan.output_dir / "metrics.jsonl"
-        is_main = accelerator.is_main_process
-        metrics = MetricsFile(metrics_path, resumed_from=self.resumed_from, enabled=is_main)
-        eval_losses, has_last = _earlier_evaluations(accelerator, metrics, self.resumed_from)
-        self.early_stopping = EarlyStopping(
-            plan.evaluation.early_stopping_patience, eval_losses, threshold=plan.evaluation.early_stopping_threshold
-        )
-        self.rates = LearningRates(plan.schedule, eval_losses)
-        # A signal may have stopped the interrupted run after a step was saved, and before its evaluation.
+
+@dataclass(frozen=True)
+class Custom:
+    """What a Python user brings to a run.
+
+    task: makes the task, in place of the recipe's. setup: returns the training with fields that it replaced.
+    """
+
+    task: Callable[[Plan, nn.Module], Task] | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    metrics: EvaluationMetrics | None = None
+    setup: Callable[[Training], Training] = lambda training: training
+
+
+@dataclass
+class Training:
+    """All objects that the loop uses. Every rank makes one, by `start`; each field can be replaced."""
+
+    job: Job
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    task: Task
+    train_step: TrainStep
+    order: DataOrder | StreamOrder | ByImageCount
+    batcher: Batcher
+    eval_batcher: Batcher | None
+    rates: LearningRates
+    early_stopping: EarlyStopping
+    saver: Saver
+    meter: Meter
+    logger: MetricsLogger
+    loss_check: FiniteLossCheck
+    throttle: HostThrottle
+    timeout: ProcessGroupTimeout
+    display: Display
+    resumed: Resumed
+    notes: tuple[str, ...]
+    expert_load: ExpertLoad | None = None
+    answer: SampleAnswers | None = None  # answers eval.sample_prompts
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    metrics: EvaluationMetrics | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.job.plan
+
+    @property
+    def resumed_from(self) -> int:
+        return self.resumed.step
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether a signal stopped the interrupted run after a step was saved, and before its evaluation."""
+        plan = self.plan
         due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
-        self.owes_evaluation = bool(self.eval_batcher and self.resumed_from and due and not has_last)
-        self._earlier = self._work_before(metrics.lines()) if is_main else Counts()
-        self.logger = MetricsLogger(plan, accelerator, self.meter, self.loss_check, metrics, show, self.task.measures)
-        for note in self.notes:
-            self.logger.log({"step": self.resumed_from, "note": note})
+        return bool(self.eval_batcher and self.resumed_from and due and not self.resumed.has_evaluation)
 
     def all_work(self) -> Counts:
         """Return the work of all steps, also of those before a resume. Only the main rank knows the earlier ones."""
-        total = replace(self._earlier)
+        total = self._work_before() if self.accelerator.is_main_process else Counts()
         total.add(self.meter.counts)
         return total
 
-    def _work_before(self, lines: list[dict]) -> Counts:
+    def _work_before(self) -> Counts:
         """Return the tokens of the steps before a resume: the logged ones, and counted those that no line contains."""
         total = Counts()
-        logged = [line for line in lines if "loss" in line]
+        lines = self.resumed.metrics.lines()
+        logged = [line for line in lines if "loss" in line and line["step"] <= self.resumed_from]
         for line in logged:
             total.add(Counts(**{name: line.get(name, 0) for name in ("tokens", "padded_tokens", "trained_tokens")}))
         for step in range(logged[-1]["step"] if logged else 0, self.resumed_from):
             total.add(self.work(step))
         return total
+
+    def run_step(self, step: int) -> tuple[float, float | None]:
+        """Train on the global batch of `step` (0 is the first); return its loss, and the gradient norm if it clips.
+
+        For a loop of one's own: it waits for the device, which `fit` does not. All ranks call it.
+        """
+        loss_sum = torch.zeros((), device=self.accelerator.device)
+        set_learning_rate(self.optimizer, self.rates.at(step))
+        grad_norm = self.train_step(self.micro_batches(step), self.batcher, self.loss_inputs(step), loss_sum)
+        loss = float(reduce_sum(self.accelerator, loss_sum))
+        return loss, None if grad_norm is None else float(full_tensor(grad_norm))
 
     def micro_batches(self, step: int) -> list[list[np.ndarray]]:
         """Return this rank's rows of each micro-batch of `step`. Context-parallel ranks share rows."""
@@ -175,8 +221,92 @@ class Training:
         )
 
 
-def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Build the optimizer, and let accelerate wrap both for DDP, FSDP2 or ZeRO."""
+def start(
+    job: Job,
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    show: Callable[[dict], None],
+    display: Display,
+    custom: Custom,
+) -> Training:
+    """Wrap the model, load the checkpoint to resume from, and do what the task needs before the first step.
+
+    All ranks call it. show: receives each logged line, on the main rank only. display: shows the steps.
+    """
+    wrapped = _wrap(job.plan, accelerator, model, custom)
+    resumed = _resume(job.plan, accelerator, wrapped)
+    training = custom.setup(setup(job, accelerator, wrapped, resumed, show=show, display=display, custom=custom))
+    task = training.task
+    if training.metrics is not None and not task.gives_predictions:
+        raise UserError(
+            f"compute_metrics: task: {job.plan.build.task} makes no predictions that metrics could be computed from.",
+            hint="Leave it out: report.json and metrics.jsonl hold the task's own measures.",
+        )
+    check_context_parallel(job.plan, training.model, training.batcher, vocab_size=task.shape.vocab_size)
+    task.resumed = resumed.step > 0
+    task.say = display.begins
+    task.prepare(training.model, [b for b in (training.batcher, training.eval_batcher) if b is not None])
+    for note in training.notes:
+        training.logger.log({"step": resumed.step, "note": note})
+    return training
+
+
+def setup(
+    job: Job,
+    accelerator: Accelerator,
+    wrapped: Wrapped,
+    resumed: Resumed,
+    *,
+    show: Callable[[dict], None],
+    display: Display,
+    custom: Custom,
+) -> Training:
+    """Return the training of a wrapped model. Nothing is opened, loaded or computed."""
+    plan = job.plan
+    model = wrapped.model
+    order = _data_order(plan, job.data.train, job.images)
+    batcher, eval_batcher = _batchers(job, accelerator, order, wrapped.task)
+    meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
+    loss_check = FiniteLossCheck(plan.output_dir, batcher, rank=accelerator.process_index)
+    patience = plan.evaluation.early_stopping_patience
+    return Training(
+        job=job,
+        accelerator=accelerator,
+        model=model,
+        optimizer=wrapped.optimizer,
+        task=wrapped.task,
+        train_step=TrainStep(plan, accelerator, model, wrapped.optimizer, wrapped.task),
+        order=order,
+        batcher=batcher,
+        eval_batcher=eval_batcher,
+        rates=LearningRates(plan.schedule, resumed.eval_losses),
+        early_stopping=EarlyStopping(patience, resumed.eval_losses, threshold=plan.evaluation.early_stopping_threshold),
+        saver=Saver(accelerator, plan, model, wrapped.optimizer),
+        meter=meter,
+        logger=MetricsLogger(
+            plan, accelerator, meter, loss_check, resumed.metrics, show, wrapped.task.measures, custom.callbacks
+        ),
+        loss_check=loss_check,
+        throttle=HostThrottle(accelerator),
+        timeout=ProcessGroupTimeout(accelerator, model, plan.parallel.timeout, batcher.context_parallel),
+        display=display,
+        resumed=resumed,
+        notes=resumed.notes,
+        expert_load=wrapped.expert_load,
+        answer=_sample_answers(job),
+        callbacks=custom.callbacks,
+        metrics=custom.metrics,
+    )
+
+
+def _wrap(plan: Plan, accelerator: Accelerator, model: nn.Module, custom: Custom) -> Wrapped:
+    """Make the task, build the optimizer, and let accelerate wrap model and optimizer for DDP, FSDP2 or ZeRO."""
+    save_only_what_trains(accelerator, model)
+    save_float8_scales(accelerator, model)
+    feature = feature_of(plan.build.task)
+    task = (custom.task or feature.task)(plan, model)
+    expert_load = ExpertLoad(model) if feature.counts_experts else None
     optimizer = build_optimizer(model, plan.optimizer)
     if _takes_kernel_step(plan, accelerator, optimizer):
         optimizer = with_kernel_step(optimizer)
@@ -184,7 +314,7 @@ def _prepare(plan: Plan, accelerator: Accelerator, model: nn.Module) -> tuple[nn
     model, optimizer = accelerator.prepare(model, optimizer)
     autocast_under_fsdp(accelerator, model)
     attach_to_prepared(optimizer)
-    return model, optimizer
+    return Wrapped(model, optimizer, task, expert_load)
 
 
 def _takes_kernel_step(plan: Plan, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> bool:
@@ -196,21 +326,22 @@ def _takes_kernel_step(plan: Plan, accelerator: Accelerator, optimizer: torch.op
     return not uses_deepspeed(accelerator) and kernel_step_pays(optimizer, accelerator.device, ranks=ranks)
 
 
-def _resume(
-    plan: Plan, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, tuple[str, ...]]:
-    """Load the checkpoint that the plan names; return (number of finished steps, notes on damaged checkpoints)."""
+def _resume(plan: Plan, accelerator: Accelerator, wrapped: Wrapped) -> Resumed:
+    """Load the checkpoint that the plan names, and drop what was logged after it. All ranks call it."""
     found = [resume_folder(plan) if accelerator.is_main_process else None]
     folder, notes = broadcast_object_list(found)[0]
-    if folder is None:
-        return 0, notes
-    step = saved_progress(folder, plan)
-    if notes and folder != newest_checkpoint(plan.output_dir):
-        notes += (f"continued from step {step} ({folder}) instead",)
-    with explain_unusable(folder):
-        load_states(accelerator, folder, model, optimizer)
-        restore_random_states(folder, accelerator.process_index)
-    return step, notes
+    step = 0
+    if folder is not None:
+        step = saved_progress(folder, plan)
+        if notes and folder != newest_checkpoint(plan.output_dir):
+            notes += (f"continued from step {step} ({folder}) instead",)
+        with explain_unusable(folder):
+            load_states(accelerator, folder, wrapped.model, wrapped.optimizer)
+            restore_random_states(folder, accelerator.process_index)
+    metrics = MetricsFile(plan.output_dir / "metrics.jsonl", enabled=accelerator.is_main_process)
+    metrics.begin(after=step)
+    losses, has_evaluation = _earlier_evaluations(accelerator, metrics, step)
+    return Resumed(step, notes, metrics, losses, has_evaluation)
 
 
 def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:

@@ -40,14 +40,14 @@ MAX_COMPLEX = 45  # functions of cyclomatic complexity over 10; ruff refuses tho
 
 # Lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    ("errors", "bad_rows", "untraced_inputs", "hardware", "files", "progress", "plots"),
+    ("errors", "bad_rows", "untraced_inputs", "hardware", "files", "progress"),
     ("recipe",),
     ("planning",),
     ("launcher",),
     ("vision", "data", "attention", "patching", "models", "activations"),
     ("features", "decode"),
     ("train",),
-    ("run", "report"),
+    ("run", "trainer", "report"),
     ("bench", "compare", "doctor"),
     ("cli", "__init__", "__main__"),
 )
@@ -60,7 +60,7 @@ HOMES = {
     "pydantic": ("recipe", "features", "data/modalities"),
     "accelerate": ("train",),
     "datasets": ("data",),
-    "matplotlib": ("plots",),
+    "matplotlib": ("files/plots",),
     "peft": ("models", "patching/experts/expert_lora"),
     "PIL": ("vision",),
     "bitsandbytes": ("train/optim",),

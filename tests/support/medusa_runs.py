@@ -6,7 +6,8 @@ from command_line import losses, overrides
 
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
-from ligertune.run import plan_for, run
+from ligertune.run import run
+from ligertune.train.resolve import plan_for
 from ligertune.train.setup import Job
 
 MEDUSA = bundled("medusa/stories260k.yaml")

@@ -10,7 +10,8 @@ from forked_ranks import on_ranks
 
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.report import Report
-from ligertune.run import plan_for, run
+from ligertune.run import run
+from ligertune.train.resolve import plan_for
 from ligertune.train.setup import Job
 
 SHORT = {

@@ -172,6 +172,7 @@ def test_measures_of_training_steps_survive_an_evaluation(pairs, tmp_path):
 def test_a_resumed_metrics_file_drops_the_lines_after_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3, 4)))
-    kept = MetricsFile(path, resumed_from=2, enabled=True)
+    kept = MetricsFile(path, enabled=True)
+    kept.begin(after=2)
     kept.write({"step": 3, "loss": 2.0})
     assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
