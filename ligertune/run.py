@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 from ligertune.progress import Display, Phases
-from ligertune.report import Report, make_report, write_report
-from ligertune.train.checkpoint.final_model import save_final_model
-from ligertune.train.checks import explain_out_of_memory
-from ligertune.train.loop import TrainResult, fit
-from ligertune.train.model_builder import Change
-from ligertune.train.session import Session, open_session
-from ligertune.train.setup import Custom, Job
+from ligertune.report import Report, make_report, write_run_report
+from ligertune.training.checkpoint.final_model import save_final_model
+from ligertune.training.checks import explain_out_of_memory
+from ligertune.training.loop import TrainResult, fit
+from ligertune.training.model_builder import Change
+from ligertune.training.session import Session, open_session
+from ligertune.training.setup import Custom, Job
 
 
 def run(
@@ -55,5 +55,5 @@ def write_results(session: Session, fitted: TrainResult) -> Report:
         notes=data.train.stream.account() if data.streamed else (),
     )
     if training.accelerator.is_main_process:
-        write_report(plan, report)
+        write_run_report(plan, report)
     return report

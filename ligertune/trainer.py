@@ -23,11 +23,11 @@ from ligertune.planning.plan import Plan
 from ligertune.recipe import Recipe, recipe_of
 from ligertune.report import Report
 from ligertune.run import run
-from ligertune.train.callbacks import Callbacks
-from ligertune.train.evaluate import EvalPrediction, EvaluationMetrics
-from ligertune.train.resolve import plan_for
-from ligertune.train.session import open_session
-from ligertune.train.setup import Custom, Job, Training
+from ligertune.training.callbacks import Callbacks
+from ligertune.training.evaluate import EvalPrediction, EvaluationMetrics
+from ligertune.training.resolve import plan_for
+from ligertune.training.session import open_session
+from ligertune.training.setup import Custom, Job, Training
 
 RecipeLike = Recipe | str | os.PathLike[str] | Mapping[str, Any]
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
@@ -61,7 +61,7 @@ class Trainer:
         data: rows in any format of data.datasets, to train on instead of the first data set of the recipe.
         task: a subclass of `Task`, or a function (plan, model) that returns one. loss: only its function
         (model, batch) -> this batch's part of the loss (). step: makes the function of a step from the training.
-        callbacks: objects with methods of transformers' TrainerCallback (ligertune/train/callbacks.py).
+        callbacks: objects with methods of transformers' TrainerCallback (ligertune/training/callbacks.py).
         compute_metrics, preprocess_logits_for_metrics: as in transformers' Trainer; reported with each evaluation.
         show: receives each logged line.
         """

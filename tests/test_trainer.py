@@ -86,7 +86,9 @@ def test_the_loss_can_be_replaced(recipe):
     _, expected = losses_of(recipe)
     recipe["train"]["max_steps"] = 1
     report, doubled = losses_of(
-        recipe, overrides=["checkpoint.overwrite=true"], loss=lambda model, batch: 2 * model(**batch, use_cache=False).loss
+        recipe,
+        overrides=["checkpoint.overwrite=true"],
+        loss=lambda model, batch: 2 * model(**batch, use_cache=False).loss,
     )
     assert doubled == [pytest.approx(2 * expected[0], rel=1e-6)]
     assert report.losses["fused"] > 0

@@ -162,7 +162,7 @@ def distill(
     make_out_folder(write.parent, "--write")
     with importing():
         from ligertune.features.distill.teacher_files import write_teacher_file
-        from ligertune.train.resolve import plan_for
+        from ligertune.training.resolve import plan_for
     job = plan_for(loaded, for_show=True, processes=1)
     found = write_teacher_file(
         job.plan,
@@ -230,8 +230,8 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
         _import_run()
         from ligertune.run import run
-        from ligertune.train.output_dir import output_dir_of
-        from ligertune.train.resolve import plan_for
+        from ligertune.training.output_dir import output_dir_of
+        from ligertune.training.resolve import plan_for
 
         job = plan_for(loaded, display.data, processes=processes)
         display.planned(job.plan.schedule.total_steps, job.plan.measurement.warmup_steps)

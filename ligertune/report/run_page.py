@@ -37,7 +37,7 @@ MEMORY_KINDS = {
 Rows = list[tuple[str, str]]
 
 
-def write_report(plan: Plan, report: Report) -> None:
+def write_run_report(plan: Plan, report: Report) -> None:
     """Write curves.png, report.html and report.json into output_dir. Only the main rank calls it."""
     draw_curves(plan.output_dir, title=model_title(plan.settings), loss_unit=loss_unit(plan.settings))
     write_page(plan, report)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ligertune.errors import UserError
 from ligertune.run import run
-from ligertune.train.resolve import plan_for
+from ligertune.training.resolve import plan_for
 
 SETTINGS = {
     "train.max_steps": 4,

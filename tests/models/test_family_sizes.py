@@ -17,7 +17,7 @@ from ligertune.planning.options import BatchLayoutOptions
 from ligertune.planning.precision import choose_precision
 from ligertune.recipe import load_recipe
 from ligertune.run import run
-from ligertune.train.resolve import plan_for
+from ligertune.training.resolve import plan_for
 
 # without attention, with layers of several kinds, with sizes by layer, under other names, or without a number of layers
 FAMILIES = (

@@ -15,7 +15,7 @@ from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 from ligertune.run import run as train_job
-from ligertune.train.resolve import plan_for
+from ligertune.training.resolve import plan_for
 
 pytestmark = pytest.mark.corpus
 
