@@ -22,7 +22,7 @@ def recipe(tmp_path):
         "model": {"model_name_or_path": str(QUICKSTART / "stories260K"), "dtype": "float32"},
         "data": {
             "datasets": [{"path": str(QUICKSTART / "dolly_short.jsonl"), "max_samples": 40}],
-            "max_length": 256,
+            "max_length": 512,
             "packing": False,
             "val_split": 0.2,
             "cache": False,

@@ -256,7 +256,7 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
     if plan.checkpoint.load_best_model_at_end and not state.interrupted and early_stopping.best < math.inf:
         step, best_weights = load_best(accelerator, training.model, plan.output_dir)
         notes += (f"the model is that of step {step}, with the lowest evaluation loss, {early_stopping.best:.4f}",)
-    graphs = training.train_step.graphs
+    graphs = getattr(training.train_step, "graphs", None)  # a step of a Python user has none
     if graphs is not None:
         notes += (graphs.note(),)
         meter.include_peak(graphs.peak)

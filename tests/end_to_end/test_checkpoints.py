@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from command_line import RECIPE, losses, overrides, run_here, weights
-from ligertune.features.choose_task import choose_task
 from quickstart_runs import RESUME, SHORT, plan_run, saves, train, unfinished
 from row_files import flip_a_bit
 from safetensors.torch import save_file
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
+from ligertune.planning.feature_spec import feature_of
 from ligertune.run import run
 from ligertune.training.checkpoint.checkpoint_files import Saver, begin, check_space, complete
 from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
@@ -202,7 +202,9 @@ def evaluate_model(quickstart, tmp_path, stop: StopRequest, **config: float) -> 
         job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
     )
     model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", **config).train()
-    found = evaluate(job.plan, Accelerator(cpu=True), model, batcher, choose_task(job.plan, model), stop)
+    found = evaluate(
+        job.plan, Accelerator(cpu=True), model, batcher, feature_of(job.plan.build.task).task(job.plan, model), stop
+    )
     return found and found.loss
 
 
