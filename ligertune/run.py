@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.attention.sdpa import prefer_flash
+from ligertune.data.modalities.modality import modality_of
 from ligertune.data.prepare import ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
 from ligertune.files.storage import mask_secrets, utc_now, write_json, write_text
@@ -55,8 +56,6 @@ from ligertune.train.loop import fit
 from ligertune.train.metrics_logger import open_trackers
 from ligertune.train.model_builder import Change, preview_model, trained_model
 from ligertune.train.setup import Job, Training
-from ligertune.vision.families import exact_packing
-from ligertune.vision.reader import load_reader
 
 
 def plan_for(
@@ -95,7 +94,8 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     """Load everything but the weights, and make the plan. sharded: plan for FSDP, whatever fits."""
     config = read_config(recipe.model)
     check_task(config, recipe.task)
-    recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
+    modality = modality_of(config)
+    recipe, packing_notes = resolve_packing(recipe, modality.facts)
     recipe = with_fused_lora(recipe, machine)
     layout = BatchLayoutOptions.of(recipe)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
@@ -106,7 +106,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     recipe = recipe.model_copy(update={"method": recipe.method.model_copy(update=tokens)})
     options = RunOptions.of(recipe)
     teacher = plan_teacher(options, config, tokenizer.tokenizer, machine, precision)
-    images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
+    images = modality.load_reader(recipe.model, options.build.modalities, tokenizer.tokenizer)
     data = prepare(
         recipe.data,
         tokenizer.tokenizer,
@@ -135,7 +135,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         data=summarize_data(data, images),
         rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
-        has_images=images is not None,
+        modality=modality.facts,
         teacher=teacher,
     )
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *file_notes)

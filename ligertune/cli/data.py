@@ -41,21 +41,21 @@ def data(
         display.begins("reading the data")
         # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
         with importing():
+            from ligertune.data.modalities.modality import modality_of
             from ligertune.data.prepare import prepare
             from ligertune.data.preview import preview, preview_examples, preview_summary
             from ligertune.data.statistics import data_statistics
             from ligertune.models.load_tokenizer import load_tokenizer
             from ligertune.models.read_config import read_config
             from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
-            from ligertune.planning.options import data_rows_of
-            from ligertune.vision.families import exact_packing
-            from ligertune.vision.reader import load_reader
+            from ligertune.planning.options import data_rows_of, modality_sections
 
             config = read_config(loaded.model)  # transformers imports the code of its kind here
         # as in training: packing is switched off for a model whose packed rows are not exact
-        loaded, _ = resolve_packing(loaded, **exact_packing(config))
+        modality = modality_of(config)
+        loaded, _ = resolve_packing(loaded, modality.facts)
         tokenizer = load_tokenizer(loaded.model).tokenizer
-        images = load_reader(loaded.model, loaded.vision, config, tokenizer)
+        images = modality.load_reader(loaded.model, modality_sections(loaded), tokenizer)
         how = {"seed": loaded.train.seed, "progress": display.data, "images": images, "rows": data_rows_of(loaded)}
         how["classification"] = loaded.classification
         prepared = prepare(loaded.data, tokenizer, **how)

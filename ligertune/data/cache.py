@@ -100,7 +100,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 @cache
 def _own_code() -> list[str]:
     root = Path(__file__).parents[1]
-    return [_hash_of(file) for package in ("data", "vision") for file in sorted((root / package).rglob("*.py"))]
+    return [_hash_of(file) for file in sorted((root / "data").rglob("*.py"))]
 
 
 def cache_home() -> Path:

@@ -15,8 +15,8 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ligertune.data.modalities.modality import ModalityReader
     from ligertune.planning.options import DataOptions, DataRows
-    from ligertune.vision.reader import ImageReader
 
 # the arrays of a block, and their dtypes in a file
 ARRAYS = {
@@ -41,14 +41,14 @@ _NOT_IN_KEY = {
 
 @dataclass(frozen=True)
 class Preparation:
-    """What turns rows into examples. Without `images`, a vision-language model's, rows with images are refused.
+    """What turns rows into examples. Without `images`, the reader of a modality, rows with files are refused.
 
     problem_type: of a classification, if the recipe has one; else the labels decide.
     """
 
     data: DataOptions
     tokenizer: PreTrainedTokenizerBase
-    images: ImageReader | None = None
+    images: ModalityReader | None = None
     rows: DataRows = "conversations"
     problem_type: str | None = None
 

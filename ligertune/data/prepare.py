@@ -27,8 +27,8 @@ from ligertune.planning.options import SCORE_ROWS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ligertune.data.modalities.modality import ModalityReader
     from ligertune.planning.options import ClassificationOptions, DataOptions, DataRows, DatasetOptions
-    from ligertune.vision.reader import ImageReader
 
 # called with (path of the data set, rows done, share done) while rows are prepared
 ProgressCallback = Callable[[str, int, float], None]
@@ -123,13 +123,13 @@ def prepare(
     *,
     seed: int,
     progress: ProgressCallback | None = None,
-    images: ImageReader | None = None,
+    images: ModalityReader | None = None,
     rows: DataRows = "conversations",
     classification: ClassificationOptions | None = None,
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 
-    progress: not called for data sets that are in the cache. images: the image reader of a vision-language model. rows:
+    progress: not called for data sets that are in the cache. images: the reader of files; None for a text model. rows:
     what the task needs. classification: of rows that are texts with labels. Raises UserError for data that cannot be
     used.
     """
@@ -186,7 +186,7 @@ def _with_ids(
     return every[: len(sets)], every[len(sets) :], labels
 
 
-def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -> None:
+def _check_rows(data: DataOptions, rows: DataRows, images: ModalityReader | None) -> None:
     """Raise UserError for settings that rows of preferences or of a classification do not have."""
     if data.streaming:
         raise UserError(
@@ -195,7 +195,7 @@ def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -
         )
     if images is not None and rows in SCORE_ROWS:
         raise UserError(
-            "model.model_name_or_path: a vision-language model is not trained to score texts.",
+            f"model.model_name_or_path: a {images.model_kind} is not trained to score texts.",
             hint="Choose a language model.",
         )
     if data.train_on == "all" and rows not in SCORE_ROWS:
@@ -205,7 +205,7 @@ def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -
         )
     if images is not None:
         raise UserError(
-            "model.model_name_or_path: a vision-language model is not trained on preferences.",
+            f"model.model_name_or_path: a {images.model_kind} is not trained on preferences.",
             hint="Choose a language model.",
         )
 

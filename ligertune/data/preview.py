@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.data.labels import LabelSet
-    from ligertune.vision.reader import ImageReader
+    from ligertune.data.modalities.modality import ModalityReader
 
 _INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
 _MAX_BINS = 20
@@ -87,7 +87,7 @@ def preview(
     examples: Examples,
     tokenizer: PreTrainedTokenizerBase,
     n: int,
-    images: ImageReader | None = None,
+    images: ModalityReader | None = None,
     *,
     labels: LabelSet | None = None,
 ) -> list[PreviewExample]:
@@ -149,7 +149,7 @@ def _report_as_dict(report: DataReport, prepared: PreparedData) -> dict[str, Any
 
 
 def _decoded(
-    example: Example, tokenizer: PreTrainedTokenizerBase, special: frozenset[int], images: ImageReader | None
+    example: Example, tokenizer: PreTrainedTokenizerBase, special: frozenset[int], images: ModalityReader | None
 ) -> PreviewExample:
     trained = example.labels != IGNORE_INDEX
     is_image = np.zeros(len(trained), dtype=bool) if images is None else example.input_ids == images.token_id

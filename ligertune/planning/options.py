@@ -7,12 +7,14 @@ of it that are final are copied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ligertune.hardware import Machine
 from ligertune.recipe import Recipe, load_recipe, schema, train_sections
+from ligertune.recipe.section import Section
 
 TokenizerOptions = schema.TokenizerSpec
 ModelOptions = schema.ModelSpec
@@ -20,7 +22,6 @@ KernelOptions = schema.KernelsSpec
 MethodOptions = schema.MethodSpec
 DatasetOptions = schema.DatasetSpec
 DataOptions = schema.DataSpec
-VisionOptions = schema.VisionSpec
 MedusaOptions = train_sections.MedusaSpec
 PreferenceOptions = train_sections.PreferenceSpec
 DistillOptions = train_sections.DistillSpec
@@ -112,7 +113,7 @@ class BuildOptions:
     model: ModelOptions
     method: MethodOptions
     kernels: KernelOptions
-    vision: VisionOptions
+    modalities: Mapping[str, Section]  # recipe sections of modalities, by name
     medusa: MedusaOptions
     preference: PreferenceOptions
     distill: DistillOptions
@@ -146,7 +147,7 @@ class RunOptions:
                 model=recipe.model,
                 method=recipe.method,
                 kernels=recipe.kernels,
-                vision=recipe.vision,
+                modalities=modality_sections(recipe),
                 medusa=recipe.medusa,
                 preference=recipe.preference,
                 distill=recipe.distill,
@@ -180,6 +181,11 @@ def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
     measured = machine.arch == "sm90" and (one or several)
     measured = measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
     return recipe.model_copy(update={"kernels": kernels.model_copy(update={"lora": measured})})
+
+
+def modality_sections(recipe: Recipe) -> dict[str, Section]:
+    """Return the sections of the recipe that belong to modalities, by name."""
+    return {name: getattr(recipe, name) for name in schema.MODALITY_SECTIONS}
 
 
 def data_rows_of(recipe: Recipe | BuildOptions) -> DataRows:

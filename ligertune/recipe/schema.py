@@ -344,6 +344,10 @@ class Recipe(Section):
         return self._origin.notices
 
 
+# sections of the recipe that belong to modalities
+MODALITY_SECTIONS = ("vision",)
+
+
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema of a recipe, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}

@@ -21,6 +21,7 @@ from ligertune.activations.gate_offload import offload_gates, require_gates
 from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.attention.choice import AttentionChoice
 from ligertune.attention.padding_free import choose_batch_layout
+from ligertune.data.modalities.modality import modality_of
 from ligertune.decode.medusa_run import with_heads
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
@@ -43,7 +44,6 @@ from ligertune.tasks.medusa.medusa_shape import MedusaShape
 from ligertune.tasks.scores.document_scores import check_scores, patch_scores
 from ligertune.train.checks import why_not_padding_free
 from ligertune.train.optim.parameter_groups import check_lr_groups
-from ligertune.vision.families import prepare_vision
 
 Change = Callable[[PreTrainedModel], None]
 
@@ -201,7 +201,7 @@ def _without_outliers(model: nn.Module) -> Iterator[None]:
 def _load_and_patch(
     options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
-    """Return the model with frozen vision parts and our kernels, and one line per kernel. attention: its name."""
+    """Return the model with frozen towers and our kernels, and one line per kernel. attention: its name."""
     prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
     bits = {"four_bits": options.method.stored_as == "nf4", "eight_bits": options.method.stored_as == "int8"}
@@ -219,7 +219,7 @@ def _load_and_patch(
         lines = tuple(line for line in lines if not own_loss or line.kernel != kernel["linear_cross_entropy"])
     if options.task in SCORE_TASKS:
         patch_scores(model)
-    prepare_vision(model, options.vision)
+    modality_of(model.config).prepare(model, options.modalities)
     return model, lines
 
 

@@ -17,6 +17,8 @@ from ligertune.data.batching.collate import Batcher, context_parallel_split, row
 from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
+from ligertune.data.modalities.modality import ModalityReader
+from ligertune.data.modalities.prefetch import FilePrefetcher
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
@@ -54,8 +56,6 @@ from ligertune.train.optim.gradients import attach_to_prepared
 from ligertune.train.optim.optimizers import build_optimizer
 from ligertune.train.optim.schedules import LearningRates
 from ligertune.train.step import HostThrottle, TrainStep
-from ligertune.vision.inputs import ImagePrefetcher
-from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Job:
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
     data: PreparedData
-    images: ImageReader | None = None  # only for vision-language models
+    images: ModalityReader | None = None  # None for text models
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Training:
             padded_tokens=sum(batcher.padded_tokens(rows[i : i + size]) for i in range(0, len(rows), size)),
             trained_tokens=int(batcher.examples.trained[indices].sum()),
             images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
-            image_tokens=batcher.image_tokens(indices),
+            image_tokens=batcher.file_tokens(indices),
             flops=self.task.shape.flops(tokens=tokens, squared_lengths=squared_lengths),
         )
 
@@ -221,7 +221,7 @@ def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed
 
 
 def _data_order(
-    plan: Plan, examples: Examples | StreamedExamples, images: ImageReader | None
+    plan: Plan, examples: Examples | StreamedExamples, images: ModalityReader | None
 ) -> DataOrder | StreamOrder | ByImageCount:
     """Return which rows each rank trains on in each step."""
     if plan.rows.streamed:
@@ -237,9 +237,9 @@ def _data_order(
             packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
             grouped=plan.rows.kind == "grouped",
         )
-    if images is None or images.family.layout != "tiles":
+    if images is None or not images.needs_equal_counts:
         return order
-    check_images_on_all_rows(plan.strategy, examples, images.family.name)
+    check_images_on_all_rows(plan.strategy, examples, images.family_name)
     return ByImageCount(order, examples.n_images)
 
 
@@ -250,7 +250,7 @@ def _batchers(
     plan = job.plan
     data = job.data
     images = job.images
-    prefetchers = [None if images is None else ImagePrefetcher(images) for _ in range(2)]
+    prefetchers = [None if images is None else FilePrefetcher(images) for _ in range(2)]
     batcher = Batcher(
         data.train,
         packed=plan.rows.is_padding_free,

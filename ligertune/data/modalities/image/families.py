@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ligertune.planning.options import VisionOptions
+    from ligertune.data.modalities.image.recipe import VisionSpec
 
+MODEL_KIND = "vision-language model"
 ModelPart = Literal["vision_tower", "projector", "language_model"]
 
 
@@ -114,12 +115,6 @@ def family_of(config: PreTrainedConfig) -> Family | None:
     return family
 
 
-def exact_packing(config: PreTrainedConfig) -> dict[str, str | bool | None]:
-    """Return the family's name (None for a text model) and whether packed rows compute exactly what single ones do."""
-    family = family_of(config)
-    return {"family": family and family.name, "packs_exactly": family is None or family.packs}
-
-
 def part_of(family: Family, parameter: str) -> ModelPart:
     """Return the part of the model that a parameter, named as in `named_parameters`, belongs to."""
     prefixes: list[tuple[str, ModelPart]] = [(prefix, "vision_tower") for prefix in family.vision_tower]
@@ -128,7 +123,7 @@ def part_of(family: Family, parameter: str) -> ModelPart:
     return max(matches)[1] if matches else "language_model"
 
 
-def prepare_vision(model: PreTrainedModel, spec: VisionOptions) -> None:
+def prepare_vision(model: PreTrainedModel, spec: VisionSpec) -> None:
     """Freeze the parts that the recipe freezes and register the hooks the family needs. Text models stay unchanged."""
     family = family_of(model.config)
     if family is None:
@@ -140,7 +135,7 @@ def prepare_vision(model: PreTrainedModel, spec: VisionOptions) -> None:
         model.register_forward_hook(_give_all_zero_gradients, with_kwargs=True)
 
 
-def freeze_parts(model: PreTrainedModel, family: Family, spec: VisionOptions) -> None:
+def freeze_parts(model: PreTrainedModel, family: Family, spec: VisionSpec) -> None:
     """Freeze parameters by part. Raises UserError if nothing would train."""
     frozen = {part: getattr(spec, f"freeze_{part}") for part in get_args(ModelPart)}
     if all(frozen.values()):
@@ -174,7 +169,7 @@ def _give_all_zero_gradients(model: PreTrainedModel, args: tuple, kwargs: dict[s
     """Forward hook: without images, add 0 times every parameter to the loss, so that no gradient is missing.
 
     Llama-3.2-Vision then skips tower and cross-attention, and other ranks would wait for their gradients. Other
-    families get a blank image (`vision.inputs`); in this one, text would attend to it.
+    families get a blank image (`image_inputs`); in this one, text would attend to it.
     """
     if kwargs.get("pixel_values") is None and output.loss is not None and output.loss.requires_grad:
         firsts = [p.view(-1)[0] for p in model.parameters() if p.requires_grad and p.numel()]

@@ -7,8 +7,8 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ligertune.data.modalities.image.families import Family, family_of, part_of
 from ligertune.planning.memory.model_shape import TowerShape
-from ligertune.vision.families import Family, family_of, part_of
 
 
 def read_tower(model: PreTrainedModel) -> TowerShape | None:

@@ -9,9 +9,9 @@ import tiny_vlms
 from image_batches import image_row
 from PIL import Image
 
+from ligertune.data.modalities.image.image_files import check_image, read_image
 from ligertune.data.rows.sources import without_decoding
 from ligertune.errors import UserError
-from ligertune.vision.image_files import check_image, read_image
 
 FAMILY = "qwen2_vl"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -203,7 +203,7 @@ def test_pixel_limits_set_the_tokens_of_an_image(folder_of, image_paths):
     for limit, tokens in ((3136, 4), (28 * 28 * 8, 8), (1_003_520, 8)):
         reader = tiny_vlms.reader_of(folder_of(FAMILY), image_max_pixels=limit)
         assert reader.tokens(image) <= tokens
-        assert len(reader.pixels(image.path)["pixel_values"]) == 4 * reader.tokens(image)
+        assert len(reader.read(image.path)["pixel_values"]) == 4 * reader.tokens(image)
         assert reader.identity()["options"]["size"]["longest_edge"] == limit  # cached rows depend on it
     assert tiny_vlms.reader_of(folder_of(FAMILY), image_min_pixels=28 * 28 * 40).tokens(image) >= 40
     with pytest.raises(UserError, match=r"vision.image_max_pixels: LLaVA resizes every image"):
