@@ -106,7 +106,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     recipe = recipe.model_copy(update={"method": recipe.method.model_copy(update=tokens)})
     options = RunOptions.of(recipe)
     teacher = plan_teacher(options, config, tokenizer.tokenizer, machine, precision)
-    images = modality.load_reader(recipe.model, options.build.modalities, tokenizer.tokenizer)
+    images = modality.load_reader(recipe.model, options.build, tokenizer.tokenizer)
     data = prepare(
         recipe.data,
         tokenizer.tokenizer,

@@ -48,14 +48,14 @@ def data(
             from ligertune.models.load_tokenizer import load_tokenizer
             from ligertune.models.read_config import read_config
             from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
-            from ligertune.planning.options import data_rows_of, modality_sections
+            from ligertune.planning.options import data_rows_of
 
             config = read_config(loaded.model)  # transformers imports the code of its kind here
         # as in training: packing is switched off for a model whose packed rows are not exact
         modality = modality_of(config)
         loaded, _ = resolve_packing(loaded, modality.facts)
         tokenizer = load_tokenizer(loaded.model).tokenizer
-        images = modality.load_reader(loaded.model, modality_sections(loaded), tokenizer)
+        images = modality.load_reader(loaded.model, loaded, tokenizer)
         how = {"seed": loaded.train.seed, "progress": display.data, "images": images, "rows": data_rows_of(loaded)}
         how["classification"] = loaded.classification
         prepared = prepare(loaded.data, tokenizer, **how)

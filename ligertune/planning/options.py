@@ -7,13 +7,13 @@ of it that are final are copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ligertune.hardware import Machine
 from ligertune.recipe import Recipe, load_recipe, schema, train_sections
+from ligertune.recipe.feature import modality_parts
 from ligertune.recipe.section import Section
 
 TokenizerOptions = schema.TokenizerSpec
@@ -28,6 +28,8 @@ DistillOptions = train_sections.DistillSpec
 LrGroupOptions = train_sections.LrGroupSpec
 ClassificationOptions = train_sections.ClassificationSpec
 RewardOptions = train_sections.RewardSpec
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class BuildOptions:
     model: ModelOptions
     method: MethodOptions
     kernels: KernelOptions
-    modalities: Mapping[str, Section]  # recipe sections of modalities, by name
+    sections: tuple[Section, ...]  # of modalities
     medusa: MedusaOptions
     preference: PreferenceOptions
     distill: DistillOptions
@@ -121,6 +123,10 @@ class BuildOptions:
     reward: RewardOptions
     execution: ExecutionOptions
     lr_groups: tuple[LrGroupOptions, ...] = ()
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the section of this class, which a modality has added."""
+        return next(section for section in self.sections if isinstance(section, kind))
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class RunOptions:
                 model=recipe.model,
                 method=recipe.method,
                 kernels=recipe.kernels,
-                modalities=modality_sections(recipe),
+                sections=tuple(recipe.section(kind) for part in modality_parts() for kind in part.sections.values()),
                 medusa=recipe.medusa,
                 preference=recipe.preference,
                 distill=recipe.distill,
@@ -181,11 +187,6 @@ def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
     measured = machine.arch == "sm90" and (one or several)
     measured = measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
     return recipe.model_copy(update={"kernels": kernels.model_copy(update={"lora": measured})})
-
-
-def modality_sections(recipe: Recipe) -> dict[str, Section]:
-    """Return the sections of the recipe that belong to modalities, by name."""
-    return {name: getattr(recipe, name) for name in schema.MODALITY_SECTIONS}
 
 
 def data_rows_of(recipe: Recipe | BuildOptions) -> DataRows:

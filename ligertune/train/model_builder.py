@@ -219,7 +219,7 @@ def _load_and_patch(
         lines = tuple(line for line in lines if not own_loss or line.kernel != kernel["linear_cross_entropy"])
     if options.task in SCORE_TASKS:
         patch_scores(model)
-    modality_of(model.config).prepare(model, options.modalities)
+    modality_of(model.config).prepare(model, options)
     return model, lines
 
 

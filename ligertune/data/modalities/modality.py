@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.planning.batch_layout import ModalityFacts
+from ligertune.recipe.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +26,16 @@ if TYPE_CHECKING:
     from ligertune.data.templates.label_masking import Encoded
     from ligertune.planning.memory.model_shape import TowerShape
     from ligertune.planning.options import ModelOptions
-    from ligertune.recipe.section import Section
 
+SectionT = TypeVar("SectionT", bound=Section)
 FileInputs = dict[str, "Tensor"]  # the model inputs of one file
+
+
+class Sections(Protocol):
+    """A recipe, or the options of a run that were read from one."""
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the section of this class."""
 
 
 class RowFile(Protocol):
@@ -135,11 +143,8 @@ class Modality:
         """Return the model's position_ids of a packed row (1, T) without files."""
         return position_ids
 
-    def prepare(self, model: PreTrainedModel, sections: Mapping[str, Section]) -> None:
-        """Freeze the parts that the recipe freezes and register the hooks that training needs.
-
-        sections: those of modalities in the recipe, by name.
-        """
+    def prepare(self, model: PreTrainedModel, recipe: Sections) -> None:
+        """Freeze the parts that the recipe freezes and register the hooks that training needs."""
 
     def tower_shape(self, model: PreTrainedModel) -> TowerShape | None:
         """Return the sizes that predict the tower's memory; None without a tower, or if they do not predict it."""
@@ -148,13 +153,13 @@ class Modality:
     def load_reader(
         self,
         model: ModelOptions,
-        sections: Mapping[str, Section] | None,
+        recipe: Sections | None,
         tokenizer: PreTrainedTokenizerBase,
         origin: ModelOrigin = RECIPE_MODEL,
     ) -> ModalityReader | None:
         """Return the reader of files; None for a text model. Raises UserError.
 
-        sections: those of modalities in the recipe; None uses the limits in the model's own files, for generation.
+        recipe: None uses the limits in the model's own files, for generation.
         """
         return None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ligertune.data.modalities.image.families import MODEL_KIND, family_of, has_vision, part_of, prepare_vision
 from ligertune.data.modalities.image.reader import ImageReader, load_reader
+from ligertune.data.modalities.image.recipe import VisionSpec
 from ligertune.data.modalities.image.tower_shape import read_tower
-from ligertune.data.modalities.modality import Modality
+from ligertune.data.modalities.modality import Modality, Sections
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.planning.batch_layout import ModalityFacts
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from ligertune.planning.memory.model_shape import TowerShape
     from ligertune.planning.options import ModelOptions
-    from ligertune.recipe.section import Section
-
-SECTION = "vision"  # of the recipe
 
 
 class ImageModality(Modality):
@@ -69,9 +66,9 @@ class ImageModality(Modality):
         """Return positions (4, 1, T), those of the text and of time, height and width, if the family has them."""
         return position_ids.expand(4, 1, -1) if family_of(self.config).positions == "sections" else position_ids
 
-    def prepare(self, model: PreTrainedModel, sections: Mapping[str, Section]) -> None:
+    def prepare(self, model: PreTrainedModel, recipe: Sections) -> None:
         """Freeze the parts that the recipe freezes and register the hooks the family needs."""
-        prepare_vision(model, sections[SECTION])
+        prepare_vision(model, recipe.section(VisionSpec))
 
     def tower_shape(self, model: PreTrainedModel) -> TowerShape | None:
         """Return the sizes of the vision tower; None for tiles, whose number tokens do not tell."""
@@ -80,12 +77,12 @@ class ImageModality(Modality):
     def load_reader(
         self,
         model: ModelOptions,
-        sections: Mapping[str, Section] | None,
+        recipe: Sections | None,
         tokenizer: PreTrainedTokenizerBase,
         origin: ModelOrigin = RECIPE_MODEL,
     ) -> ImageReader:
-        """Return the reader of images, with the recipe's size limits or, without `sections`, the model's own."""
-        spec = None if sections is None else sections[SECTION]
+        """Return the reader of images, with the recipe's size limits or, without a recipe, the model's own."""
+        spec = None if recipe is None else recipe.section(VisionSpec)
         return load_reader(model, spec, self.config, tokenizer, origin)
 
 

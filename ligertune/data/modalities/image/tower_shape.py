@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from ligertune.data.modalities.image.families import Family, family_of, part_of
 from ligertune.planning.memory.model_shape import TowerShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def read_tower(model: PreTrainedModel) -> TowerShape | None:
