@@ -23,6 +23,7 @@ MODALITIES = "ligertune.data.modalities"
 class RecipePart:
     """What a modality adds to recipes. sections: name -> class with defaults for all keys."""
 
+    # Defaults, because the recipe of a model without this modality leaves the section out.
     sections: Mapping[str, type[Section]] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
 
@@ -35,5 +36,6 @@ def modality_parts() -> tuple[RecipePart, ...]:
 
 def _subpackages(package: str) -> Iterator[str]:
     """Yield the dotted names of the packages in a package."""
+    # By name, because the recipe is below the data: its modules must not import a modality.
     folders = importlib.import_module(package).__path__
     yield from (f"{package}.{module.name}" for module in pkgutil.iter_modules(folders) if module.ispkg)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ligertune.data.batching.collate import Batcher, context_parallel_split, rows_multiple_of, static_shapes_of
-from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
+from ligertune.data.batching.order import ByFileCount, DataOrder, StreamOrder, check_files_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import ModalityReader
@@ -222,7 +222,7 @@ def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed
 
 def _data_order(
     plan: Plan, examples: Examples | StreamedExamples, images: ModalityReader | None
-) -> DataOrder | StreamOrder | ByImageCount:
+) -> DataOrder | StreamOrder | ByFileCount:
     """Return which rows each rank trains on in each step."""
     if plan.rows.streamed:
         length = plan.rows.length if plan.rows.packed else None
@@ -239,12 +239,12 @@ def _data_order(
         )
     if images is None or not images.needs_equal_counts:
         return order
-    check_images_on_all_rows(plan.strategy, examples, images.family_name)
-    return ByImageCount(order, examples.n_images)
+    check_files_on_all_rows(plan.strategy, examples, images)
+    return ByFileCount(order, examples.n_images)
 
 
 def _batchers(
-    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByImageCount, task: Task
+    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByFileCount, task: Task
 ) -> tuple[Batcher, Batcher | None]:
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
     plan = job.plan

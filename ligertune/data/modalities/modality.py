@@ -74,6 +74,7 @@ class ModalityReader(Protocol):
     part_type: str  # type of the content parts that chat templates read for a file
     family_name: str
     model_kind: str  # for messages, such as vision-language model
+    inputs: str  # plural noun of the files, for messages
     # Batches without files get a blank one. Else the model skips layers for them.
     takes_blank: bool
     # Each row of a batch must hold as many files.
@@ -166,12 +167,13 @@ class Modality:
 
 def modality_of(config: PreTrainedConfig) -> Modality:
     """Return the modality of the model that a configuration describes."""
-    kind = next((found for found in _modalities() if found.reads(config)), Modality)
+    kind = next((found for found in known_modalities() if found.reads(config)), Modality)
     return kind(config)
 
 
 @cache
-def _modalities() -> tuple[type[Modality], ...]:
+def known_modalities() -> tuple[type[Modality], ...]:
+    """Return the classes of all modalities. Text has none."""
     package = __name__.rpartition(".")[0]
     folders = pkgutil.iter_modules(importlib.import_module(package).__path__)
     names = [found.name for found in folders if found.ispkg]

@@ -9,13 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ligertune.data.modalities.modality import FileInputs, ModalityReader
 
-MAX_THREADS = 16
+MAX_THREADS = 16  # per process; each GPU has a process of its own
 
 
 class FilePrefetcher:
     """Compute the model inputs of expected files in threads; release them when they are taken."""
 
     def __init__(self, reader: ModalityReader) -> None:
+        # the cores of this process, which a scheduler may have limited; macOS has no such call
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._reader = reader
         self._threads = ThreadPoolExecutor(min(cores, MAX_THREADS), thread_name_prefix="files")
@@ -34,5 +35,6 @@ class FilePrefetcher:
         if path not in self._made:
             return self._reader.read(path)
         self._wanted[path] -= 1
+        # the last use releases the inputs, which are large
         made = self._made[path] if self._wanted[path] > 0 else self._made.pop(path)
         return made.result()

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from ligertune.data.modalities.image.recipe import VisionSpec
 
+# for messages
 MODEL_KIND = "vision-language model"
+INPUTS = "images"
+
 ModelPart = Literal["vision_tower", "projector", "language_model"]
 
 
@@ -101,10 +104,8 @@ def has_vision(config: PreTrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def family_of(config: PreTrainedConfig) -> Family | None:
-    """Return the family of a configuration; None for a text model. Raises UserError for an unsupported family."""
-    if not has_vision(config):
-        return None
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the family of a vision-language model's configuration. Raises UserError for an unsupported family."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(row.name for row in FAMILIES.values())
@@ -119,15 +120,14 @@ def part_of(family: Family, parameter: str) -> ModelPart:
     """Return the part of the model that a parameter, named as in `named_parameters`, belongs to."""
     prefixes: list[tuple[str, ModelPart]] = [(prefix, "vision_tower") for prefix in family.vision_tower]
     prefixes += [(prefix, "projector") for prefix in family.projector]
+    # The longest prefix wins: Qwen's projector is a module of its tower, model.visual.merger.
     matches = [(len(prefix), part) for prefix, part in prefixes if parameter.startswith(prefix)]
     return max(matches)[1] if matches else "language_model"
 
 
 def prepare_vision(model: PreTrainedModel, spec: VisionSpec) -> None:
-    """Freeze the parts that the recipe freezes and register the hooks the family needs. Text models stay unchanged."""
+    """Freeze the parts that the recipe freezes and register the hooks the family needs."""
     family = family_of(model.config)
-    if family is None:
-        return
     freeze_parts(model, family, spec)
     for prefix in family.vision_tower:
         model.get_submodule(prefix.rstrip(".")).register_forward_pre_hook(_drop_text_arguments, with_kwargs=True)
@@ -171,6 +171,7 @@ def _give_all_zero_gradients(model: PreTrainedModel, args: tuple, kwargs: dict[s
     Llama-3.2-Vision then skips tower and cross-attention, and other ranks would wait for their gradients. Other
     families get a blank image (`image_inputs`); in this one, text would attend to it.
     """
+    # One element of each parameter is enough for a gradient, and costs no memory.
     if kwargs.get("pixel_values") is None and output.loss is not None and output.loss.requires_grad:
         firsts = [p.view(-1)[0] for p in model.parameters() if p.requires_grad and p.numel()]
         output.loss = output.loss + 0 * sum(first.to(output.loss) for first in firsts)

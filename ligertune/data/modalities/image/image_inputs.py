@@ -51,6 +51,7 @@ def _grid_of(image: FileInputs, merge: int) -> Grid:
 def _position_ids(is_image: np.ndarray, grids: list[list[Grid]], document_lengths: Sequence[int] | None) -> Tensor:
     if document_lengths is None:
         return torch.from_numpy(np.stack([section_positions(*row) for row in zip(is_image, grids, strict=True)], 1))
+    # Positions begin anew in each document, as they would in a row of its own.
     ends = np.cumsum(document_lengths)
     grids += [[]] * (len(document_lengths) - len(grids))  # padding at the end of the row
     positions = []
@@ -78,6 +79,7 @@ def _tile_inputs(
     for row, ids in enumerate(input_ids.tolist()):
         starts = [index for index, token in enumerate(ids) if token == settings.token_id]
         ends = [*starts[1:], len(ids)]
+        # backwards, because a group ends where its last image's span does
         for number in reversed(range(len(starts))):
             if number + 1 < len(starts) and ends[number] == starts[number] + 1:  # adjacent: one group
                 ends[number] = ends[number + 1]
@@ -106,6 +108,7 @@ def section_positions(is_image: np.ndarray, grids: Sequence[Grid]) -> np.ndarray
         places[1, start:end] = place + np.repeat(np.arange(height), width)
         places[2, start:end] = place + np.tile(np.arange(width), height)
         done = end
+        # text goes on after the larger side, as in transformers' get_rope_index
         place = place + max(height, width)
     places[:, done:] = np.arange(place, place + len(is_image) - done)
     return places

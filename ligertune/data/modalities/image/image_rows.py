@@ -70,6 +70,7 @@ def extract_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     text_row = {key: value for key, value in row.items() if key not in _COLUMNS}
     for key in _TEXTS:
         if key in text_row:
+            # a cell of a csv file may hold turns as JSON
             value = turns_in(text_row[key]) if key in _TURNS else text_row[key]
             text_row[key] = _marked(value, images)
     if images.column and not images.references:
@@ -151,14 +152,17 @@ class ImageTokens:
         texts = (text for message in conversation.messages for text in (message.content, message.input))
         marked = [int(number) for text in texts for number in MARK.findall(text)]
         folder = self._image_dir or Path(source.rpartition(":")[0] or source).parent
+        # Next to the prepared data, which holds the paths of these files.
         store = cache_home().with_name("images")
         found = [check_image(locate_image(references[number], folder, store)) for number in marked]
+        # Checked while the row can still be dropped with a reason: the processor would stop the run.
         for image in found:
             self._settings.tokens(image)  # raises BadRow for an image that is too narrow
         return found
 
     def insert(self, rendered: Rendered, images: Sequence[ImageFile]) -> Rendered:
         """Replace each mark, and each image text that the chat template wrote, by the model family's image text."""
+        # A row's own text that equals the family's image text shows no image.
         literal = {start for start, _ in rendered.literal}
         found = [match for match in self._pattern.finditer(rendered.text) if match.start() not in literal]
         if len(found) != len(images):

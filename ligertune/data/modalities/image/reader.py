@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ligertune.data.modalities.image.families import MODEL_KIND, Family, family_of
+from ligertune.data.modalities.image.families import INPUTS, MODEL_KIND, Family, family_of
 from ligertune.data.modalities.image.image_files import ImageFile, import_pillow
 from ligertune.data.modalities.image.image_inputs import image_inputs
 from ligertune.data.modalities.image.image_rows import ImageTokens
@@ -35,6 +35,7 @@ class ImageReader(ImageSettings):
 
     part_type = "image"
     model_kind = MODEL_KIND
+    inputs = INPUTS
 
     @property
     def family_name(self) -> str:
@@ -62,6 +63,7 @@ class ImageReader(ImageSettings):
 
     def prompt_inputs(self, input_ids: Tensor, files: Sequence[ImageFile]) -> dict[str, Tensor]:
         """Repeat each image token of input_ids (1, T) as often as its image needs, and add the pixels."""
+        # The files are in the order of their tokens: `RowFiles.find` sorts them so.
         repeats = torch.ones(input_ids.shape[1], dtype=torch.long)
         repeats[input_ids[0] == self.token_id] = torch.tensor([self.tokens(file) for file in files], dtype=torch.long)
         input_ids = input_ids[0].repeat_interleave(repeats)[None]
@@ -78,6 +80,7 @@ class ImageReader(ImageSettings):
         for file, settings in (("preprocessor_config.json", sizes), ("processor_config.json", self.saved_settings)):
             path = folder / file
             written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            # AutoProcessor finds the family's processor by this name.
             written |= {**settings, "processor_class": self.family.processor}
             path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
@@ -88,18 +91,18 @@ def load_reader(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     origin: ModelOrigin = RECIPE_MODEL,
-) -> ImageReader | None:
-    """Return the reader of a model with the recipe's size limits; None for a text model. Raises UserError.
+) -> ImageReader:
+    """Return the reader of a model with the recipe's size limits. Raises UserError.
 
     vision: None uses the limits in the model's own files, for generation.
     """
     family = family_of(config)
-    if family is None:
-        return None
     processor = _load_processor(model.model_name_or_path, model.revision, origin)
+    # An answer is generated with the limits of training, which were saved with the model.
     if vision is None and family.layout == "patches":
         size = dict(processor.size)
         vision = VisionSpec(image_min_pixels=size["shortest_edge"], image_max_pixels=size["longest_edge"])
+    # LLaVA, Gemma 3 and Llama-3.2-Vision store image_token_index, of which image_token_id is an alias.
     token_id = getattr(config, "image_token_id", None)
     token_id = config.image_token_index if token_id is None else token_id
     around = {key: name for key, name in (("begin", family.begin), ("end", family.end)) if name}
@@ -145,6 +148,7 @@ def _size_settings(family: Family, vision: VisionSpec, config: PreTrainedConfig,
         if least > most:
             raise UserError(f"vision.image_min_pixels: {least} is more than vision.image_max_pixels: {most}.")
         return {"options": {"size": {"shortest_edge": least, "longest_edge": most}}, "fixed_tokens": None}
+    # A key without an effect is refused: the images would not have the size that the recipe says.
     for name in ("image_max_pixels", "image_min_pixels"):
         if getattr(vision, name) != getattr(VisionSpec(), name):
             raise UserError(
@@ -157,6 +161,7 @@ def _size_settings(family: Family, vision: VisionSpec, config: PreTrainedConfig,
     patch = int(tower.patch_size)
     if family.token_types:
         tokens = int(config.mm_tokens_per_image)
+        # Pan and scan adds crops, and the number of tokens would depend on the image.
         options = {"do_pan_and_scan": False}
         settings = {"image_seq_length": tokens}
     else:
@@ -177,6 +182,7 @@ def _load_processor(name: str, revision: str, origin: ModelOrigin) -> Any:
 
     import_pillow()
     hint = "The folder of a vision-language model needs preprocessor_config.json."
+    # Read first, because `read_json` names a damaged file, and refuses one too large to hold settings.
     for file in ("preprocessor_config.json", "processor_config.json"):
         path = Path(name).expanduser() / file
         if path.is_file():

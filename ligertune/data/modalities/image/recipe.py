@@ -27,6 +27,7 @@ class VisionSpec(Section):
 
 
 RULES = (
+    # An adapter is added to the language model only (`find_targets`), and PEFT freezes the rest.
     *(
         Rule(f"no {key}, {ADAPTER}",
              "{0} is false, and {1} is {v[1]}, which trains only the adapter. "
@@ -35,6 +36,7 @@ RULES = (
     ),
     Rule(f"vision.freeze_language_model, {ADAPTER}",
          f"{{0}} is true, and {{1}} is {{v[1]}}, whose adapter is part of the language model. {ONE_OUT}"),
+    # In float8 multiply the linear layers of the language model; a tower keeps its dtype.
     Rule("train.fp8, vision.freeze_language_model",
          f"{{0}} applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
 )  # fmt: skip

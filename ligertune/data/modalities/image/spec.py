@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ligertune.data.modalities.image.families import MODEL_KIND, family_of, has_vision, part_of, prepare_vision
+from ligertune.data.modalities.image.families import INPUTS, MODEL_KIND, family_of, has_vision, part_of, prepare_vision
 from ligertune.data.modalities.image.reader import ImageReader, load_reader
 from ligertune.data.modalities.image.recipe import VisionSpec
 from ligertune.data.modalities.image.tower_shape import read_tower
@@ -25,7 +25,7 @@ class ImageModality(Modality):
     """A vision-language model. Most methods raise UserError if its family cannot be trained."""
 
     is_text = False
-    inputs = "images"
+    inputs = INPUTS
     # AutoModelForCausalLM drops or refuses the vision tower.
     auto_class = "AutoModelForImageTextToText"
 
@@ -37,6 +37,7 @@ class ImageModality(Modality):
     @property
     def facts(self) -> ModalityFacts:
         """What planning needs to know."""
+        # The first question about a configuration: an unsupported family is refused before anything is loaded.
         family = family_of(self.config)
         return ModalityFacts(inputs=self.inputs, model_kind=MODEL_KIND, family=family.name, packs_exactly=family.packs)
 
@@ -60,10 +61,12 @@ class ImageModality(Modality):
 
     def attn_implementation(self, name: str) -> dict[str, str]:
         """Return the attention of each part: the vision tower has no documents."""
+        # sdpa, because attention of documents needs their bounds, which a tower does not get.
         return {"": name, "text_config": name, "vision_config": "sdpa"}
 
     def text_positions(self, position_ids: Tensor) -> Tensor:
         """Return positions (4, 1, T), those of the text and of time, height and width, if the family has them."""
+        # expanded, not computed: without images time, height and width count as the text does
         return position_ids.expand(4, 1, -1) if family_of(self.config).positions == "sections" else position_ids
 
     def prepare(self, model: PreTrainedModel, recipe: Sections) -> None:

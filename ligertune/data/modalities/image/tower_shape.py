@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def read_tower(model: PreTrainedModel) -> TowerShape | None:
-    """Return the sizes of the vision tower; None for a text model, and for tiles, whose number tokens do not tell."""
+    """Return the sizes of the vision tower; None for tiles, whose number tokens do not tell."""
     family = family_of(model.config)
-    if family is None or family.layout == "tiles":
+    if family.layout == "tiles":
         return None
     trains = {part_of(family, name) for name, p in model.named_parameters() if p.requires_grad}
     prefix = family.vision_tower[0]
