@@ -32,21 +32,20 @@ from ligertune.models.load import hide_loading_bars
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
-from ligertune.models.shape import copied_shape
 from ligertune.planning.batch_layout import resolve_packing
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.hub import hub_notes
 from ligertune.planning.make_plan import PlanInputs, check_host_memory, make_plan, warn_of_host_memory
-from ligertune.planning.options import BatchLayoutOptions, RunOptions, data_rows_of, with_fused_lora
+from ligertune.planning.options import BatchLayoutOptions, RunOptions, with_fused_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources, clear_run
 from ligertune.plots import draw_curves
 from ligertune.progress import Display, Phases
 from ligertune.recipe import Recipe
+from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report import Report, loss_unit, make_report, model_title, write_page
-from ligertune.tasks.distill.teacher import plan_teacher, with_attention
-from ligertune.tasks.distill.teacher_files import teacher_file_notes
 from ligertune.train.checkpoint.checkpoint_files import check_space
 from ligertune.train.checkpoint.final_model import save_final_model
 from ligertune.train.checkpoint.load_checkpoint import check_unfinished
@@ -105,7 +104,9 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     tokens = {"trainable_token_indices": trained_tokens(tokenizer.tokenizer, recipe.method)}
     recipe = recipe.model_copy(update={"method": recipe.method.model_copy(update=tokens)})
     options = RunOptions.of(recipe)
-    teacher = plan_teacher(options, config, tokenizer.tokenizer, machine, precision)
+    feature = feature_of(recipe.task)
+    part = part_of_task(recipe.task)
+    teacher = feature.frozen_model(options, config, tokenizer.tokenizer, machine, precision)
     images = modality.load_reader(recipe.model, options.build, tokenizer.tokenizer)
     data = prepare(
         recipe.data,
@@ -113,25 +114,23 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         seed=recipe.train.seed,
         progress=progress,
         images=images,
-        rows=data_rows_of(recipe),
-        classification=recipe.classification,
+        rows=part.rows(recipe),
+        label_options=part.labels(recipe),
     )
     data.check_dropped()
-    if data.labels is not None:
-        recipe = recipe.model_copy(update={"classification": data.labels.resolved(recipe.classification)})
-        options = RunOptions.of(recipe)
-    file_notes = teacher_file_notes(options.build.distill, data, config.get_text_config().vocab_size)
+    recipe = recipe.model_copy(update=dict(feature.resolve(recipe, data)))
+    options = RunOptions.of(recipe)
+    file_notes = feature.check_data(options.build, data, config.get_text_config().vocab_size)
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
-    teacher = with_attention(teacher, options, machine, precision, packed=layout.packing or padding_free)
+    teacher = feature.frozen_attention(teacher, options, machine, precision, packed=layout.packing or padding_free)
     model = preview_model(options.build, config, attention, device=machine.device)
-    if options.build.task == "dpo" and options.build.preference.reference == "copy":
-        model = replace(model, frozen_model=copied_shape(model.shape, precision.weights))
+    frozen = teacher.shape if teacher else feature.frozen_copy(options.build, model.shape, precision)
     multiple_of = max(attention.multiple_of, teacher.multiple_of if teacher else 1)
     inputs = PlanInputs(
         machine=machine,
         precision=precision,
-        model=replace(model, frozen_model=teacher.shape) if teacher else model,
+        model=replace(model, frozen_model=frozen),
         data=summarize_data(data, images),
         rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
@@ -182,12 +181,12 @@ def run(
             fitted = fit(Training(job, accelerator, model, show=show, display=display), stop=stop, phases=phases)
         display.begins("writing the model")
         saves = plan.checkpoint.save_model and not fitted.stopped_by
-        model_path, medusa = save_final_model(job, accelerator, fitted) if saves else (None, None)
+        model_path, measured = save_final_model(job, accelerator, fitted) if saves else (None, None)
         report = make_report(
             plan,
             fitted,
             model_path=model_path,
-            medusa=medusa,
+            measured=measured,
             started=started,
             seconds=time.perf_counter() - began,
             seconds_to_first_step=phases.seconds,

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from ligertune.attention.choice import installed
 from ligertune.data.batching.order import DataOrder
 from ligertune.data.examples import Example
+from ligertune.features.distill.recipe import DistillSpec
+from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
@@ -185,7 +187,7 @@ def preference(job: Job, model: Any, attention: str, more: dict[str, Any]) -> tu
     rows = Dataset.from_list([json.loads(lines[place]) for place in places])
     tokenizer = job.tokenizer.tokenizer
     given = {**arguments_of(job), **more, "padding_free": False}
-    given["beta"] = job.plan.build.preference.beta
+    given["beta"] = job.plan.build.section(PreferenceSpec).beta
     adapter = job.plan.build.method.type == "lora"
 
     def trainer(precompute: bool) -> Any:
@@ -209,7 +211,7 @@ def distillation(job: Job, model: Any, attention: str, more: dict[str, Any]) -> 
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    spec = job.plan.build.distill
+    spec = job.plan.build.section(DistillSpec)
     dtype = getattr(torch, job.plan.precision.weights)
     teacher = AutoModelForCausalLM.from_pretrained(spec.teacher, dtype=dtype, attn_implementation=attention).to(
         device()

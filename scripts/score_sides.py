@@ -13,9 +13,9 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, Trai
 from ligertune.attention.choice import installed
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
-from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
+from ligertune.planning.feature_spec import feature_of
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 from ligertune.train.meter import resident_peak_bytes
@@ -61,7 +61,7 @@ def scored_model(job: Job, attention: str, *, patched: bool) -> PreTrainedModel:
     build = job.plan.build
     spec = build.model.model_copy(update={"attn_implementation": attention})
     config = read_config(spec)
-    prepare_config(config, build)
+    feature_of(build.task).prepare_config(config, build)
     dtype = getattr(torch, job.plan.precision.weights)
     model = build_model(spec, config, dtype=dtype, device=device(), seed=build.seed)
     model.config.pad_token_id = job.tokenizer.pad_token_id

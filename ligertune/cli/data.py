@@ -48,17 +48,17 @@ def data(
             from ligertune.models.load_tokenizer import load_tokenizer
             from ligertune.models.read_config import read_config
             from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
-            from ligertune.planning.options import data_rows_of
+            from ligertune.recipe.feature import part_of_task
 
             config = read_config(loaded.model)  # transformers imports the code of its kind here
-        # as in training: packing is switched off for a model whose packed rows are not exact
+        # as in training: packing is switched off if packed rows are not exact
         modality = modality_of(config)
         loaded, _ = resolve_packing(loaded, modality.facts)
         tokenizer = load_tokenizer(loaded.model).tokenizer
         images = modality.load_reader(loaded.model, loaded, tokenizer)
-        how = {"seed": loaded.train.seed, "progress": display.data, "images": images, "rows": data_rows_of(loaded)}
-        how["classification"] = loaded.classification
-        prepared = prepare(loaded.data, tokenizer, **how)
+        part = part_of_task(loaded.task)
+        how = {"seed": loaded.train.seed, "progress": display.data, "images": images}
+        prepared = prepare(loaded.data, tokenizer, rows=part.rows(loaded), label_options=part.labels(loaded), **how)
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, images, labels=prepared.labels)
     pairs = {"longest": shown.longest_documents, "documents": shown.documents_per_example}

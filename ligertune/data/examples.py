@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.data.modalities.modality import ModalityReader
-    from ligertune.planning.options import DataOptions, DataRows
+    from ligertune.planning.options import DataOptions
+    from ligertune.recipe.feature import DataRows
 
 # the arrays of a block, and their dtypes in a file
 ARRAYS = {

@@ -22,13 +22,15 @@ from ligertune.data.rows.sources import RecordStream, class_names
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError, plural
 from ligertune.hardware import is_first_on_node, ranks_on_node
-from ligertune.planning.options import SCORE_ROWS
+from ligertune.recipe.feature import SCORE_ROWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ligertune.data.labels import LabelOptions
     from ligertune.data.modalities.modality import ModalityReader
-    from ligertune.planning.options import ClassificationOptions, DataOptions, DataRows, DatasetOptions
+    from ligertune.planning.options import DataOptions, DatasetOptions
+    from ligertune.recipe.feature import DataRows
 
 # called with (path of the data set, rows done, share done) while rows are prepared
 ProgressCallback = Callable[[str, int, float], None]
@@ -125,12 +127,12 @@ def prepare(
     progress: ProgressCallback | None = None,
     images: ModalityReader | None = None,
     rows: DataRows = "conversations",
-    classification: ClassificationOptions | None = None,
+    label_options: LabelOptions | None = None,
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 
     progress: not called for data sets that are in the cache. images: the reader of files; None for a text model. rows:
-    what the task needs. classification: of rows that are texts with labels. Raises UserError for data that cannot be
+    what the task needs. label_options: of rows that are texts with labels. Raises UserError for data that cannot be
     used.
     """
     if not tokenizer.is_fast:
@@ -142,7 +144,7 @@ def prepare(
         _check_rows(data, rows, images)
     if rows in SCORE_ROWS:
         data = data.model_copy(update={"train_on": "all"})  # no answer is looked for: the whole text is scored
-    problem = wanted_problem(classification) if rows == "texts" else None
+    problem = wanted_problem(label_options) if rows == "texts" else None
     preparation = Preparation(data, tokenizer, images, rows, problem)
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out = None
@@ -151,7 +153,7 @@ def prepare(
     eval_sets = [load(spec) for spec in data.eval_datasets]
     sets = [] if data.streaming else [load(spec) for spec in data.datasets]
     if rows == "texts":
-        sets, eval_sets, labels = _with_ids(sets, eval_sets, classification)
+        sets, eval_sets, labels = _with_ids(sets, eval_sets, label_options)
     if eval_sets:
         held_out = Examples(blocks=[part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
@@ -176,11 +178,11 @@ def prepare(
 
 
 def _with_ids(
-    sets: list[LoadedDataset], eval_sets: list[LoadedDataset], classification: ClassificationOptions
+    sets: list[LoadedDataset], eval_sets: list[LoadedDataset], label_options: LabelOptions
 ) -> tuple[list[LoadedDataset], list[LoadedDataset], LabelSet]:
     """Return the data sets with ids in place of the names of labels, and the labels of all."""
     every = [*sets, *eval_sets]
-    blocks, labels = resolve_labels([part.block for part in every], [part.report for part in every], classification)
+    blocks, labels = resolve_labels([part.block for part in every], [part.report for part in every], label_options)
     every = [part._replace(block=block) for part, block in zip(every, blocks, strict=True)]
     labels = note_unseen(labels, blocks[: len(sets)], blocks[len(sets) :])
     return every[: len(sets)], every[len(sets) :], labels

@@ -34,7 +34,7 @@ from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
 from ligertune.errors import UserError, panics_as_errors
-from ligertune.planning.options import SCORE_ROWS
+from ligertune.recipe.feature import SCORE_ROWS
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions

@@ -354,3 +354,8 @@ def cannot_write(what: str, reason: str, *, trains: bool = True) -> UserError:
         hint=f"Make room (`ligertune doctor` shows the free disk){resume}.",
         exit_code=1,
     )
+
+
+def model_name(path: str) -> str:
+    """Return a hub id as it is, and of a folder its name."""
+    return Path(path).name if Path(path).is_absolute() else path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, create_model
 
-from ligertune.recipe.feature import modality_parts
+from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.section import (
     AutoSwitch,
     Expression,
@@ -29,16 +29,7 @@ from ligertune.recipe.section import (
     Text,
     convert_by,
 )
-from ligertune.recipe.train_sections import (
-    CheckpointSpec,
-    ClassificationSpec,
-    DistillSpec,
-    EvalSpec,
-    MedusaSpec,
-    PreferenceSpec,
-    RewardSpec,
-    TrainSpec,
-)
+from ligertune.recipe.train_sections import CheckpointSpec, EvalSpec, TrainSpec
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -294,13 +285,17 @@ class Origin:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
 
+# value of `task` -> words for the key reference
+TASKS = {task: words for part in feature_parts() for task, words in part.tasks.items()}
+TASK_WORDS = "; ".join(f"{task}: {words}" if words else task for task, words in TASKS.items()) + "."
+
+
 class CommonSections(Section):
     """The sections of a recipe that come before those of modalities."""
 
     version: Literal[1] = 1
     """Version of the recipe format."""
-    task: Literal["sft", "medusa", "dpo", "distill", "classification", "reward"] = "sft"
-    """sft: fine-tuning; medusa: Medusa heads; dpo: preferences; distill: from a teacher; classification; reward."""
+    task: Annotated[Literal[tuple(TASKS)], Field(description=TASK_WORDS)] = "sft"
     # each section's description is the docstring of its class
     model: ModelSpec
     kernels: KernelsSpec = KernelsSpec()
@@ -329,16 +324,11 @@ class Recipe(SectionsWithModalities):
     """A fine-tuning run of ligertune."""
 
     report: ReportSpec = ReportSpec()
-    medusa: MedusaSpec = MedusaSpec()
-    preference: PreferenceSpec = PreferenceSpec()
-    distill: DistillSpec = DistillSpec()
-    classification: ClassificationSpec = ClassificationSpec()
-    reward: RewardSpec = RewardSpec()
 
     _origin: Origin = PrivateAttr(Origin())
 
     def section(self, kind: type[SectionT]) -> SectionT:
-        """Return the section of this class, which a modality has added."""
+        """Return the section of this class, which a feature or modality has added."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return next(value for value in values if isinstance(value, kind))
 
@@ -351,6 +341,17 @@ class Recipe(SectionsWithModalities):
     def notices(self) -> tuple[str, ...]:
         """One line per alias, retired key or replaced value that the reader met."""
         return self._origin.notices
+
+
+if not TYPE_CHECKING:
+    # type checkers see the class above, and `Recipe.section` for the sections of features
+    Recipe = create_model(
+        "Recipe",
+        __base__=Recipe,
+        __doc__=Recipe.__doc__,
+        __module__=__name__,
+        **{name: (kind, kind()) for part in feature_parts() for name, kind in part.sections.items()},
+    )
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -155,7 +155,7 @@ def kernels_as_run(
 
 def why_not_fused(lines: Iterable[KernelLine], counts: LossCounts) -> str | None:
     """Return why no loss was fused although the plan says so; None if one was, or if none was computed yet."""
-    planned = [line.kernel for line in lines if line.kernel in LOSS_KERNELS.values() and line.applied]
+    planned = [line.kernel for line in lines if line.kernel in LOSS_KERNELS and line.applied]
     if not planned or counts.fused or not (counts.materialised or counts.elsewhere):
         return None
     reasons = "; ".join(counts.materialised) or "the model's loss_function was not called"

@@ -16,10 +16,10 @@ from torch import nn
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack
+from ligertune.features.task import Task
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.planning.plan import Plan
-from ligertune.tasks.task import Task
 from ligertune.train.distributed import reduce_sum, reshard
 from ligertune.train.step import HostThrottle
 

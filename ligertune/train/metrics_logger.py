@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ligertune.errors import UserError
+from ligertune.features.task import Measures
 from ligertune.files.storage import MetricsFile, check_replaceable, utc_now
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
-from ligertune.tasks.task import Measures
 from ligertune.train.checks import FiniteLossCheck
 from ligertune.train.distributed import full_tensor, reduce_sum
 from ligertune.train.meter import Lap, Meter

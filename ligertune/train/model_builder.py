@@ -22,7 +22,6 @@ from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.attention.choice import AttentionChoice
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.data.modalities.modality import modality_of
-from ligertune.decode.medusa_run import with_heads
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.carried_tensors import carried_note, find_carried
@@ -32,16 +31,14 @@ from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
 from ligertune.models.read_config import read_config
-from ligertune.models.score_head import gives_scores, prepare_config
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
-from ligertune.planning.options import SCORE_TASKS, BuildOptions
-from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, KernelLine, Plan
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.options import BuildOptions
+from ligertune.planning.plan import BuiltModel, KernelLine, Plan
 from ligertune.planning.saved_model import CarriedTensors, TrainedBase
-from ligertune.tasks.medusa.medusa_shape import MedusaShape
-from ligertune.tasks.scores.document_scores import check_scores, patch_scores
 from ligertune.train.checks import why_not_padding_free
 from ligertune.train.optim.parameter_groups import check_lr_groups
 
@@ -56,7 +53,8 @@ def preview_model(
     device: the type of device that the run will use. Raises UserError for settings that the model does not support.
     """
     implementation = attention.implementation or options.model.attn_implementation
-    head_notes = _head_notes(options, config)
+    feature = feature_of(options.task)
+    head_notes = feature.head_notes(options, config)
     original = copy.deepcopy(config)  # building a model changes it
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
     carried = find_carried(options.model, original, model)
@@ -75,12 +73,9 @@ def preview_model(
     kernels += (*_adapter_lines(options, model), *([mlps.line()] if float8 is True else []))
     check_new_rows(model, options.model.tokenizer)
     check_lr_groups(model, [group.parameters for group in options.lr_groups])
-    if options.task == "medusa":
-        shape = MedusaShape.of_heads(with_heads(options, model))
-        if options.kernels.fuses_heads_loss:
-            kernels += (KernelLine("multi_head_linear_cross_entropy", 1, 0, ""),)
-    else:
-        shape = read_shape(model)
+    model = feature.wrap(options, model)
+    kernels += feature.kernel_lines(options.kernels)
+    shape = read_shape(model) if feature.shape is None else feature.shape(model)
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
     kernels_backend = "triton" if simulated else backend(device)
@@ -97,6 +92,7 @@ def trained_model(
     """
     options = plan.build
     execution = plan.build.execution
+    feature = feature_of(options.task)
     dtype = getattr(torch, plan.precision.weights)
     quantization = quantization_of(config)
     original = copy.deepcopy(config)  # building a model changes it
@@ -104,9 +100,8 @@ def trained_model(
     if change is not None:
         change(model)
     prepare_masks(model)
-    if options.task in SCORE_TASKS:
-        with accelerator.autocast():
-            check_scores(model, multiple_of=plan.rows.multiple_of, packed=plan.rows.is_padding_free)
+    with accelerator.autocast():
+        feature.check_model(model, plan)
     if plan.rows.is_padding_free:
         with accelerator.autocast(), _without_outliers(model):
             why = why_not_padding_free(plan, model)
@@ -130,9 +125,8 @@ def trained_model(
         hold_frozen_weights(model)
     if plan.tile:
         tile_projections(model, plan.tile)
-    if options.task == "medusa":
-        with accelerator.autocast():  # heads are compared with the model's own output, and adapters are float32
-            model = with_heads(options, model)
+    with accelerator.autocast():  # added heads are compared with the model's own output, and adapters are float32
+        model = feature.wrap(options, model)
     plan = _with_carried(replace(plan, base=_base_of(plan, quantization)), original)
     for adapter in getattr(model, "peft_config", {}).values():
         adapter.revision = plan.base.revision
@@ -143,16 +137,17 @@ def _with_carried(plan: Plan, config: PreTrainedConfig) -> Plan:
     """Return the plan with the tensors of a base that has been downloaded since the plan was made."""
     if plan.carried is not None:
         return plan
-    prepare_config(config, plan.build)
+    feature_of(plan.build.task).prepare_config(config, plan.build)
     carried = carried_by(plan.build.model, config)
     return replace(plan, carried=carried, notes=(*plan.notes, *_carried_notes(plan.build, carried)))
 
 
 def _carried_notes(options: BuildOptions, carried: CarriedTensors | None) -> tuple[str, ...]:
-    """Return a note on the tensors of the base that the run does not load, unless it saves Medusa heads only."""
-    if carried is None or (options.task == "medusa" and options.medusa.stage == 1):
+    """Return a note on the tensors of the base that the run does not load, unless it saves no model."""
+    feature = feature_of(options.task)
+    if carried is None or not feature.saves_base(options):
         return ()
-    adapts = options.method.type in ("lora", "qlora") and options.task != "medusa"
+    adapts = options.method.type in ("lora", "qlora") and feature.saves_adapter
     note = carried_note(carried, adapts=adapts)
     return (note,) if note else ()
 
@@ -202,32 +197,23 @@ def _load_and_patch(
     options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
     """Return the model with frozen towers and our kernels, and one line per kernel. attention: its name."""
-    prepare_config(config, options)
+    feature = feature_of(options.task)
+    feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
     bits = {"four_bits": options.method.stored_as == "nf4", "eight_bits": options.method.stored_as == "int8"}
     model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, **bits)
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:
-        # Medusa and score heads have losses of their own, and do not use the model's.
-        own_loss = options.task == "medusa" or options.task in SCORE_TASKS
-        loss = "torch" if own_loss else wanted.loss
+        loss = "torch" if feature.own_loss else wanted.loss
         switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
         report = patch(model, **switches, loss=loss, recompute=wanted.recompute)
-        kernel = {"linear_cross_entropy": LOSS_KERNELS.get(options.task, "linear_cross_entropy")}
-        lines = tuple(replace(row, kernel=kernel.get(row.kernel, row.kernel)) for row in report.rows)
-        lines = tuple(line for line in lines if not own_loss or line.kernel != kernel["linear_cross_entropy"])
-    if options.task in SCORE_TASKS:
-        patch_scores(model)
+        fused = "linear_cross_entropy"
+        rows = [row for row in report.rows if not (feature.own_loss and row.kernel == fused)]
+        lines = tuple(replace(row, kernel=feature.loss_kernel) if row.kernel == fused else row for row in rows)
+    feature.patch(model)
     modality_of(model.config).prepare(model, options)
     return model, lines
-
-
-def _head_notes(options: BuildOptions, config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return a note about the score head of a model that has none yet."""
-    if options.task not in SCORE_TASKS or gives_scores(config):
-        return ()
-    return ("the model writes text: its output head is left out, and a new score head starts random (train.seed)",)
 
 
 def _adapter_notes(options: BuildOptions, model: PreTrainedModel) -> tuple[str, ...]:

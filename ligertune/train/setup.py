@@ -22,14 +22,14 @@ from ligertune.data.modalities.prefetch import FilePrefetcher
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
+from ligertune.features.task import Task
 from ligertune.files.storage import MetricsFile, newest_checkpoint
 from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.progress import Display
-from ligertune.tasks.choose_task import choose_task
-from ligertune.tasks.task import Task
 from ligertune.train.checkpoint.checkpoint_files import Saver
 from ligertune.train.checkpoint.choose_checkpoint import resume_folder
 from ligertune.train.checkpoint.float8_scales import save_float8_scales
@@ -90,8 +90,9 @@ class Training:
         save_float8_scales(accelerator, model)
         self.plan = plan
         self.accelerator = accelerator
-        self.task = choose_task(plan, model)
-        self.expert_load = None if plan.build.task == "medusa" else ExpertLoad(model)
+        feature = feature_of(plan.build.task)
+        self.task = feature.task(plan, model)
+        self.expert_load = ExpertLoad(model) if feature.counts_experts else None
         self.model, self.optimizer = _prepare(plan, accelerator, model)
         self.train_step = TrainStep(plan, accelerator, self.model, self.optimizer, self.task)
         self.resumed_from, self.notes = _resume(plan, accelerator, self.model, self.optimizer)

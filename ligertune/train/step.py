@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ligertune.attention.sdpa import deterministic_backward
+from ligertune.features.task import Task
 from ligertune.models.float8.float8_linear import scales_of
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
-from ligertune.tasks.task import Task
 from ligertune.train.cuda_graphs import CudaGraphedStep
 from ligertune.train.distributed import reduce_max, reduce_sum, uses_deepspeed
 from ligertune.train.neftune import EmbeddingNoise

@@ -17,6 +17,8 @@ TOP_LEVEL = {
     "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "ligertune", "kernels", "configs",
     "docs", "tests", "scripts", "Dockerfile.cuda", "Dockerfile.rocm",
 }  # fmt: skip
+# modules of which each feature or op may have one: its folder is their name
+PARTS = {"__init__", "recipe", "spec", "task", "loss", "data", "memory", "report", "op", "kernels", "tiles"}
 MAX_FILES, MAX_TOP_LEVEL_MODULES = 12, 9
 MAX_LINES, MAX_KERNEL_LINES = 60, 90
 # number of the structure -> (budget, goal); structure.py says what is counted
@@ -25,13 +27,13 @@ BUDGETS = {
     "constructions by **": (0, 0),
     "functions with more than 8 arguments": (37, 12),
     "functions of a complexity over 15": (9, 3),
-    "comparisons of the task": (37, 0),
+    "comparisons of the task": (2, 0),
     "packages that import each other": (0, 0),
-    "names imported by run.py": (80, 20),
-    "files that name medusa": (38, 6),
-    "files that name distill": (20, 6),
-    "files that name preference": (30, 6),
-    "files that name scores": (36, 6),
+    "names imported by run.py": (77, 20),
+    "files that name medusa": (16, 6),
+    "files that name distill": (10, 6),
+    "files that name preference": (20, 6),
+    "files that name scores": (28, 6),
     "files that name vision": (5, 6),
 }
 MAX_COMPLEX = 45  # functions of cyclomatic complexity over 10; ruff refuses those over 15
@@ -43,7 +45,7 @@ LAYERS = (
     ("planning",),
     ("launcher",),
     ("data", "attention", "patching", "models", "activations"),
-    ("tasks", "decode"),
+    ("features", "decode"),
     ("train",),
     ("run", "report"),
     ("bench", "compare", "doctor"),
@@ -55,7 +57,7 @@ HOMES = {
     "typer": ("cli",),
     "rich": ("cli",),
     "yaml": ("recipe",),
-    "pydantic": ("recipe", "data/modalities/image/recipe"),
+    "pydantic": ("recipe", "features", "data/modalities"),
     "accelerate": ("train",),
     "datasets": ("data",),
     "matplotlib": ("plots",),
@@ -158,9 +160,9 @@ def test_no_private_name_is_imported_from_another_file():
 
 
 def test_names_of_modules_and_public_names_are_unique():
-    """Except in cli/, whose commands share names with what they run."""
+    """Except in cli/, whose commands share names with what they run, and parts that each feature or op has."""
     outside = {name: path for name, path in modules().items() if not name.startswith("ligertune.cli")}
-    stems = Counter(path.stem for path in outside.values() if path.stem != "__init__")
+    stems = Counter(path.stem for path in outside.values() if path.stem not in PARTS)
     defined = Counter(
         node.name
         for path in outside.values()

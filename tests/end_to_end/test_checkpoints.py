@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from command_line import RECIPE, losses, overrides, run_here, weights
+from ligertune.features.choose_task import choose_task
 from quickstart_runs import RESUME, SHORT, plan_run, saves, train, unfinished
 from row_files import flip_a_bit
 from safetensors.torch import save_file
@@ -23,7 +24,6 @@ from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
 from ligertune.run import run
-from ligertune.tasks.choose_task import choose_task
 from ligertune.train.checkpoint.checkpoint_files import Saver, begin, check_space, complete
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.train.checkpoint.load_checkpoint import saved_progress

@@ -9,9 +9,8 @@ from command_line import ROOT, overrides, run_here
 from quickstart_runs import recipe_for
 
 from ligertune.errors import UserError
-from ligertune.planning.batch_layout import Rows
+from ligertune.planning.batch_layout import Batching, Rows, choose_batching
 from ligertune.planning.make_plan import MAX_REPEATS, check_host_memory, repeated_rows
-from ligertune.planning.micro_batch import Batching, choose_batching
 from ligertune.recipe import load_recipe
 from ligertune.run import plan_for
 

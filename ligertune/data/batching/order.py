@@ -18,8 +18,8 @@ import numpy as np
 from ligertune.data.batching.packing import Packs, pack
 from ligertune.data.stream import StreamedExamples
 from ligertune.errors import UserError
+from ligertune.planning.batch_layout import Batching
 from ligertune.planning.memory.states import SHARDED_WEIGHTS
-from ligertune.planning.micro_batch import Batching
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples

@@ -11,11 +11,10 @@ import pkgutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.planning.batch_layout import ModalityFacts
-from ligertune.recipe.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,16 +25,9 @@ if TYPE_CHECKING:
     from ligertune.data.templates.label_masking import Encoded
     from ligertune.planning.memory.model_shape import TowerShape
     from ligertune.planning.options import ModelOptions
+    from ligertune.recipe.feature import TaskOptions
 
-SectionT = TypeVar("SectionT", bound=Section)
 FileInputs = dict[str, "Tensor"]  # the model inputs of one file
-
-
-class Sections(Protocol):
-    """A recipe, or the options of a run that were read from one."""
-
-    def section(self, kind: type[SectionT]) -> SectionT:
-        """Return the section of this class."""
 
 
 class RowFile(Protocol):
@@ -144,7 +136,7 @@ class Modality:
         """Return the model's position_ids of a packed row (1, T) without files."""
         return position_ids
 
-    def prepare(self, model: PreTrainedModel, recipe: Sections) -> None:
+    def prepare(self, model: PreTrainedModel, recipe: TaskOptions) -> None:
         """Freeze the parts that the recipe freezes and register the hooks that training needs."""
 
     def tower_shape(self, model: PreTrainedModel) -> TowerShape | None:
@@ -154,7 +146,7 @@ class Modality:
     def load_reader(
         self,
         model: ModelOptions,
-        recipe: Sections | None,
+        recipe: TaskOptions | None,
         tokenizer: PreTrainedTokenizerBase,
         origin: ModelOrigin = RECIPE_MODEL,
     ) -> ModalityReader | None:

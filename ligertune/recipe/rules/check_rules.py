@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from ligertune.recipe.document import Document, KeyPath, split
-from ligertune.recipe.feature import modality_parts
+from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.rules.rule import ONE_OUT, Rule, each
-from ligertune.recipe.rules.task_rules import TASK_RULES
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR, TrainSpec
 
@@ -156,7 +155,7 @@ RULES = (
          "stores weights that cannot be sharded, and {1} is {v[1]}. Write parallel.strategy: ddp."),
         ("parallel.cp_size: not 1", f"stores weights that cannot be sharded, which {{1}} needs. {ONE_OUT}"),
     ),
-    *TASK_RULES,
+    *(rule for part in feature_parts() for rule in part.rules),
     # ---- kernels
     Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
          f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),

@@ -8,6 +8,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+from ligertune.recipe.section import Section
+
 ADAPTER = "method.type: lora|qlora"
 # the end of messages about two keys that exclude each other
 ONE_OUT = "Leave one of them out."
@@ -39,14 +41,13 @@ class Rule:
 
     when: str
     message: str
-    # A recipe. Its class is not imported: its sections come with rules, so the schema imports this module.
     also: Callable[[Any], bool] = lambda recipe: True
 
     @cached_property
     def conditions(self) -> list[tuple[str, Callable[[Any], bool]]]:
         return [_condition(text) for text in self.when.split(", ")]
 
-    def is_broken(self, recipe: Any) -> bool:
+    def is_broken(self, recipe: Section) -> bool:
         return all(holds(attrgetter(key)(recipe)) for key, holds in self.conditions) and self.also(recipe)
 
 

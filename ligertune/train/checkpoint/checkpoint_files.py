@@ -34,6 +34,7 @@ from ligertune.files.storage import (
     write_bytes,
 )
 from ligertune.models.float8.float8_linear import scales_of
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.train.checkpoint.float8_scales import write_scales
@@ -186,7 +187,7 @@ def check_space(plan: Plan) -> None:
     copies = kept + 1 if saves else int(plan.checkpoint.save_on_signal)
     weights = plan.bytes.model * (plan.shards if plan.shares_weights else 1)
     checkpoint = weights + plan.bytes.saved_states * plan.shards
-    saves_adapter = plan.bytes.saves_adapter and plan.build.task != "medusa"  # which merges the adapter of stage 2
+    saves_adapter = plan.bytes.saves_adapter and feature_of(plan.build.task).saves_adapter
     final = weights + (0 if plan.carried is None or saves_adapter else plan.carried.saved_bytes)
     needed = copies * checkpoint + final * plan.checkpoint.save_model
     free = shutil.disk_usage(folder).free

@@ -25,9 +25,10 @@ from ligertune.models.load import hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.save import SAVED_MODEL, base_as_trained, load_plain, load_saved, read_saved_tokenizer
-from ligertune.models.score_head import prepare_config
 from ligertune.patching.patch import patch
-from ligertune.planning.options import RunOptions, data_rows_of, saved_options
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.options import RunOptions, saved_options
+from ligertune.recipe.feature import part_of_task
 from ligertune.train.checkpoint.export_run import ExportPlan, load_checkpoint, source_base, spec_of_base
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ def check_export(plan: ExportPlan, *, prompt: str | None = None) -> ExportCheck:
         comparisons.append(compare_logits(name, folder, model, rows, expected))
         del model, base
     notes = []
-    if options is not None and options.build.task == "medusa":
-        notes.append("Medusa heads are not compared; `ligertune medusa RECIPE --report` measures them.")
+    if options is not None and (note := feature_of(options.build.task).export_note):
+        notes.append(note)
     if stored_as := _stored_as(options):
         bits = {"nf4": "4-bit", "int8": "8-bit"}[stored_as]
         notes.append(f"adapters are compared on the dequantised {bits} weights; on the 16-bit weights logits differ.")
@@ -197,7 +198,7 @@ def _base(plan: ExportPlan, options: RunOptions) -> PreTrainedModel:
     base = source_base(plan.source)
     spec = spec_of_base(options.build, base, trust_remote_code=plan.trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
-    prepare_config(config, options.build, SAVED_MODEL)
+    feature_of(options.build.task).prepare_config(config, options.build, SAVED_MODEL)
     return base_as_trained(spec, config, base)
 
 
@@ -220,6 +221,7 @@ def _rows(plan: ExportPlan, options: RunOptions | None, prompt: str | None) -> t
     modality = modality_of(read_config(options.build.model, SAVED_MODEL))
     if not modality.is_text:
         raise UserError(f"--check: the run's data may hold {modality.inputs}, which are not compared.", hint=ask)
+    part = part_of_task(options.build.task)
     datasets = options.data_options.datasets
     first = datasets[0].model_copy(update={"max_samples": min(datasets[0].max_samples or READ_ROWS, READ_ROWS)})
     few = {"datasets": (first,), "eval_datasets": (), "val_split": 0.0, "streaming": False, "num_proc": 1}
@@ -227,8 +229,8 @@ def _rows(plan: ExportPlan, options: RunOptions | None, prompt: str | None) -> t
         options.data_options.model_copy(update=few),
         load_tokenizer(options.build.model).tokenizer,
         seed=options.build.seed,
-        rows=data_rows_of(options.build),
-        classification=options.build.classification,
+        rows=part.rows(options.build),
+        label_options=part.labels(options.build),
     )
     chosen = data.train.select(range(min(MAX_ROWS, len(data.train))))
     rows = [torch.from_numpy(row.documents()[0].input_ids[:MAX_TOKENS].astype("int64")) for row in chosen]

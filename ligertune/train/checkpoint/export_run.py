@@ -32,8 +32,8 @@ from ligertune.models.save import (
     read_prompt,
     write_model,
 )
-from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.hub import MODEL_FILES
 from ligertune.planning.options import BuildOptions, ModelOptions, saved_options
 from ligertune.planning.preflight import check_out_folder, make_out_folder
@@ -216,7 +216,7 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
         raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
     spec = spec_of_base(build, base, trust_remote_code=trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
-    prepare_config(config, build, SAVED_MODEL)
+    feature_of(build.task).prepare_config(config, build, SAVED_MODEL)
     model = base_as_trained(spec, config, base)
     model = apply_method(model, build.method, seed=build.seed)
     if not any((folder / name).is_file() for name in (FILE, WEIGHTS)):
@@ -249,7 +249,7 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
     spec = spec_of_base(options.build, base, trust_remote_code=trust_remote_code)
     prompt = prompt_of(template, options.data_options)
     config = read_config(spec, SAVED_MODEL)
-    prepare_config(config, options.build, SAVED_MODEL)
+    feature_of(options.build.task).prepare_config(config, options.build, SAVED_MODEL)
     found = None if kind == "adapter" else carried_by(spec, config, origin=SAVED_MODEL)
     carried = None if found is None else (spec, found)
     write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt, base=base, carried=carried)

@@ -1,15 +1,17 @@
-"""The trained model on disk: `output_dir/model` in Hugging Face's format, or `output_dir/medusa` for Medusa heads."""
+"""The trained model on disk: `output_dir/model` in Hugging Face's format, or what the feature writes instead."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ligertune.data.templates.named_templates import read_template
-from ligertune.decode.medusa_run import finish_heads, merge_adapter, of_base
+from ligertune.features.task import TrainedModel
 from ligertune.files.storage import writing
 from ligertune.models.save import write_model
-from ligertune.tasks.output_head import adapted_model
+from ligertune.planning.feature_spec import feature_of
 from ligertune.train.distributed import full_state_dict
 from ligertune.train.loop import TrainResult
 from ligertune.train.setup import Job
@@ -21,28 +23,30 @@ def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) ->
 
     All ranks call it, and the main one writes.
     """
-    if job.plan.build.task == "medusa":
-        return _save_heads(job, accelerator, fitted.model)
+    save = feature_of(job.plan.build.task).save
+    if save is not None:
+        trained = _trained_model(job, accelerator, fitted.model)
+        written = save(trained)
+        accelerator.wait_for_everyone()
+        return written
     weights = full_state_dict(accelerator, fitted.model) if fitted.best_weights is None else fitted.best_weights
     return _write_base_model(job, accelerator, accelerator.unwrap_model(fitted.model), weights), None
 
 
-def _save_heads(job: Job, accelerator: Accelerator, model: nn.Module) -> tuple[str, dict | None]:
-    """Write `output_dir/medusa`, and `output_dir/model` if the model was trained with its heads (stage 2)."""
-    plan = job.plan
-    report = None
-    weights = full_state_dict(accelerator, model)
-    model = accelerator.unwrap_model(model)
-    if plan.build.method.type == "lora" and (weights is None or accelerator.is_main_process):
-        weights = merge_adapter(plan, job.config, model, weights)
-    if plan.build.medusa.stage == 2:
-        _write_base_model(job, accelerator, adapted_model(model.base_model), of_base(weights))
-    if accelerator.is_main_process:
-        tokenizer = job.tokenizer.tokenizer
-        with accelerator.autocast():
-            report = finish_heads(plan, model, weights, job.data, tokenizer=tokenizer, prompt=job.prompt)
-    accelerator.wait_for_everyone()
-    return str(plan.output_dir / "medusa"), None if report is None else report.as_dict()
+def _trained_model(job: Job, accelerator: Accelerator, model: nn.Module) -> TrainedModel:
+    """Return the model of the last step, with what a feature needs to write it."""
+    return TrainedModel(
+        plan=job.plan,
+        config=job.config,
+        data=job.data,
+        tokenizer=job.tokenizer.tokenizer,
+        prompt=job.prompt,
+        weights=full_state_dict(accelerator, model),
+        model=accelerator.unwrap_model(model),
+        is_main=accelerator.is_main_process,
+        autocast=accelerator.autocast,
+        write=partial(_write_base_model, job, accelerator),
+    )
 
 
 def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weights: dict[str, Tensor] | None) -> str:

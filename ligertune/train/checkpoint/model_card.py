@@ -14,7 +14,8 @@ from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import mask_secrets, read_object, write_text
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
-from ligertune.planning.options import SCORE_TASKS, MethodOptions, RunOptions, saved_options
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.options import MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, SavedModel, TrainedBase, trained_base
 
@@ -96,14 +97,14 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
 
 
 def _task_tag(options: RunOptions) -> str:
-    return options.build.task if options.build.task in SCORE_TASKS else "sft"
+    return feature_of(options.build.task).card_tag
 
 
 def _auto_class(source: SavedModel, options: RunOptions | None, *, takes_images: bool) -> str:
     """Return the name of transformers' class that loads the model."""
     architectures = (read_object(Path(source.name) / "config.json") or {}).get("architectures") or [""]
     scores = str(architectures[0]).endswith("ForSequenceClassification")
-    if scores or (options is not None and options.build.task in SCORE_TASKS):
+    if scores or (options is not None and feature_of(options.build.task).scores_texts):
         return "AutoModelForSequenceClassification"
     return "AutoModelForImageTextToText" if takes_images else "AutoModelForCausalLM"
 

@@ -11,7 +11,7 @@ from ligertune.data.batching.order import WINDOW, ByFileCount, DataOrder, Stream
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Preparation
 from ligertune.data.stream import ExampleStream, StreamedExamples
-from ligertune.planning.micro_batch import Batching
+from ligertune.planning.batch_layout import Batching
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 LENGTHS = np.random.default_rng(0).integers(5, 30, 21)

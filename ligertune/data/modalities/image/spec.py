@@ -8,7 +8,7 @@ from ligertune.data.modalities.image.families import INPUTS, MODEL_KIND, family_
 from ligertune.data.modalities.image.reader import ImageReader, load_reader
 from ligertune.data.modalities.image.recipe import VisionSpec
 from ligertune.data.modalities.image.tower_shape import read_tower
-from ligertune.data.modalities.modality import Modality, Sections
+from ligertune.data.modalities.modality import Modality
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.planning.batch_layout import ModalityFacts
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ligertune.planning.memory.model_shape import TowerShape
     from ligertune.planning.options import ModelOptions
+    from ligertune.recipe.feature import TaskOptions
 
 
 class ImageModality(Modality):
@@ -69,7 +70,7 @@ class ImageModality(Modality):
         # expanded, not computed: without images time, height and width count as the text does
         return position_ids.expand(4, 1, -1) if family_of(self.config).positions == "sections" else position_ids
 
-    def prepare(self, model: PreTrainedModel, recipe: Sections) -> None:
+    def prepare(self, model: PreTrainedModel, recipe: TaskOptions) -> None:
         """Freeze the parts that the recipe freezes and register the hooks the family needs."""
         prepare_vision(model, recipe.section(VisionSpec))
 
@@ -80,7 +81,7 @@ class ImageModality(Modality):
     def load_reader(
         self,
         model: ModelOptions,
-        recipe: Sections | None,
+        recipe: TaskOptions | None,
         tokenizer: PreTrainedTokenizerBase,
         origin: ModelOrigin = RECIPE_MODEL,
     ) -> ImageReader:
