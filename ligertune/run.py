@@ -107,13 +107,13 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     feature = feature_of(recipe.task)
     part = part_of_task(recipe.task)
     teacher = feature.frozen_model(options, config, tokenizer.tokenizer, machine, precision)
-    images = modality.load_reader(recipe.model, options.build, tokenizer.tokenizer)
+    reader = modality.load_reader(recipe.model, options.build, tokenizer.tokenizer)
     data = prepare(
         recipe.data,
         tokenizer.tokenizer,
         seed=recipe.train.seed,
         progress=progress,
-        images=images,
+        reader=reader,
         rows=part.rows(recipe),
         label_options=part.labels(recipe),
     )
@@ -131,7 +131,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         machine=machine,
         precision=precision,
         model=replace(model, frozen_model=frozen),
-        data=summarize_data(data, images),
+        data=summarize_data(data, reader),
         rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
         modality=modality.facts,
@@ -140,7 +140,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *file_notes)
     notes += hub_notes()
     plan = make_plan(recipe, inputs, notes=notes)
-    return Job(plan, config, tokenizer, data, images)
+    return Job(plan, config, tokenizer, data, reader)
 
 
 def run(

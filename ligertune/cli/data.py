@@ -55,12 +55,12 @@ def data(
         modality = modality_of(config)
         loaded, _ = resolve_packing(loaded, modality.facts)
         tokenizer = load_tokenizer(loaded.model).tokenizer
-        images = modality.load_reader(loaded.model, loaded, tokenizer)
+        reader = modality.load_reader(loaded.model, loaded, tokenizer)
         part = part_of_task(loaded.task)
-        how = {"seed": loaded.train.seed, "progress": display.data, "images": images}
+        how = {"seed": loaded.train.seed, "progress": display.data, "reader": reader}
         prepared = prepare(loaded.data, tokenizer, rows=part.rows(loaded), label_options=part.labels(loaded), **how)
     shown = preview_examples(prepared)
-    previews = preview(shown, tokenizer, examples, images, labels=prepared.labels)
+    previews = preview(shown, tokenizer, examples, reader, labels=prepared.labels)
     pairs = {"longest": shown.longest_documents, "documents": shown.documents_per_example}
     options = StatisticsOptions.of(loaded, processes=world_size())
     statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)

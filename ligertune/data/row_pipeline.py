@@ -105,7 +105,7 @@ class RowPipeline:
         """
         data = preparation.data
         tokenizer = preparation.tokenizer
-        reader = preparation.images
+        reader = preparation.reader
         if not first:
             raise UserError(f"{spec.path} holds no records.")
         columns = {column for record in first for column in record.row}

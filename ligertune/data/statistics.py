@@ -46,8 +46,8 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
     )
 
 
-def summarize_data(data: PreparedData, images: ModalityReader | None = None) -> DataSummary:
-    """Return the totals of prepared data. images: the reader of files; None for a text model."""
+def summarize_data(data: PreparedData, reader: ModalityReader | None = None) -> DataSummary:
+    """Return the totals of prepared data. reader: of files; None for a text model."""
     counted = None if data.streamed else data.train
     longest = [part.longest_documents.max() for part in (counted, data.eval) if part]
     return DataSummary(
@@ -61,13 +61,13 @@ def summarize_data(data: PreparedData, images: ModalityReader | None = None) -> 
         template=data.template,
         fingerprint=data.train.fingerprint,
         eval_tokens=int(data.eval.lengths.sum()) if data.eval else 0,
-        image_share=largest_file_share(counted, images.token_id) if images is not None and counted else 0.0,
+        image_share=largest_file_share(counted, reader.token_id) if reader is not None and counted else 0.0,
     )
 
 
 def largest_file_share(examples: Examples, token_id: int, *, sample: int = 1000) -> float:
     """Return the largest share of files' tokens in an example, among about `sample` examples with files."""
-    with_files = np.flatnonzero(examples.n_images)
+    with_files = np.flatnonzero(examples.n_media)
     chosen = with_files[:: -(-len(with_files) // sample) or 1].tolist()
     return max((float((examples[i].input_ids == token_id).mean()) for i in chosen), default=0.0)
 

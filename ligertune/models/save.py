@@ -57,7 +57,7 @@ def write_model(
     prompt_template: str,
     system_prompt: str | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    images: ModalityReader | None = None,
+    reader: ModalityReader | None = None,
     base: TrainedBase | None = None,
     carried: tuple[ModelOptions, CarriedTensors] | None = None,
 ) -> None:
@@ -77,8 +77,8 @@ def write_model(
             model.save_pretrained(aside, state_dict=weights, **options)
         (aside / "README.md").unlink(missing_ok=True)  # peft's, with placeholders only; `export` writes a model card
         tokenizer.save_pretrained(aside)
-        if images is not None:
-            images.save(aside)
+        if reader is not None:
+            reader.save(aside)
         write_prompt(
             aside,
             prompt_template=prompt_template,

@@ -66,7 +66,7 @@ class Job:
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
     data: PreparedData
-    images: ModalityReader | None = None  # None for text models
+    reader: ModalityReader | None = None  # None for text models
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Training:
         self.model, self.optimizer = _prepare(plan, accelerator, model)
         self.train_step = TrainStep(plan, accelerator, self.model, self.optimizer, self.task)
         self.resumed_from, self.notes = _resume(plan, accelerator, self.model, self.optimizer)
-        self.order = _data_order(plan, job.data.train, job.images)
+        self.order = _data_order(plan, job.data.train, job.reader)
         self.batcher, self.eval_batcher = _batchers(job, accelerator, self.order, self.task)
         check_context_parallel(plan, self.model, self.batcher, vocab_size=self.task.shape.vocab_size)
         self.task.resumed = self.resumed_from > 0
@@ -146,8 +146,8 @@ class Training:
         """Return this rank's rows of each micro-batch of `step`. Context-parallel ranks share rows."""
         return self.order.micro_batches(step, self.accelerator.process_index // self.plan.batching.cp_size)
 
-    def prefetch_images(self, step: int) -> None:
-        """Start to read the images of `step` in the background. A stream cannot look ahead."""
+    def prefetch_files(self, step: int) -> None:
+        """Start to read the files of `step` in the background. A stream cannot look ahead."""
         if self.batcher.prefetcher is None or self.plan.rows.streamed or step >= self.plan.schedule.total_steps:
             return
         self.batcher.prefetch(self.order.micro_batches(step, self.accelerator.process_index))
@@ -169,7 +169,7 @@ class Training:
             tokens=tokens,
             padded_tokens=sum(batcher.padded_tokens(rows[i : i + size]) for i in range(0, len(rows), size)),
             trained_tokens=int(batcher.examples.trained[indices].sum()),
-            images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
+            images=int(batcher.examples.n_media[indices].sum()) if batcher.reader else 0,
             image_tokens=batcher.file_tokens(indices),
             flops=self.task.shape.flops(tokens=tokens, squared_lengths=squared_lengths),
         )
@@ -222,7 +222,7 @@ def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed
 
 
 def _data_order(
-    plan: Plan, examples: Examples | StreamedExamples, images: ModalityReader | None
+    plan: Plan, examples: Examples | StreamedExamples, reader: ModalityReader | None
 ) -> DataOrder | StreamOrder | ByFileCount:
     """Return which rows each rank trains on in each step."""
     if plan.rows.streamed:
@@ -238,10 +238,10 @@ def _data_order(
             packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
             grouped=plan.rows.kind == "grouped",
         )
-    if images is None or not images.needs_equal_counts:
+    if reader is None or not reader.needs_equal_counts:
         return order
-    check_files_on_all_rows(plan.strategy, examples, images)
-    return ByFileCount(order, examples.n_images)
+    check_files_on_all_rows(plan.strategy, examples, reader)
+    return ByFileCount(order, examples.n_media)
 
 
 def _batchers(
@@ -250,8 +250,8 @@ def _batchers(
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
     plan = job.plan
     data = job.data
-    images = job.images
-    prefetchers = [None if images is None else FilePrefetcher(images) for _ in range(2)]
+    reader = job.reader
+    prefetchers = [None if reader is None else FilePrefetcher(reader) for _ in range(2)]
     batcher = Batcher(
         data.train,
         packed=plan.rows.is_padding_free,
@@ -262,7 +262,7 @@ def _batchers(
         label_shifts=task.label_shifts,
         more_fields=task.batch_fields,
         rows_multiple_of=rows_multiple_of(plan),
-        images=images,
+        reader=reader,
         prefetcher=prefetchers[0],
         context_parallel=context_parallel_split(plan),
         static_shapes=static_shapes_of(plan, order.packs),

@@ -184,8 +184,8 @@ class ByFileCount:
 
 def check_files_on_all_rows(strategy: str, examples: Examples | StreamedExamples, reader: ModalityReader) -> None:
     """Raise UserError for rows without files if ranks share the weights: they would skip layers that others gather."""
-    streamed = not isinstance(examples.n_images, np.ndarray)
-    if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_images == 0).any()):
+    streamed = not isinstance(examples.n_media, np.ndarray)
+    if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_media == 0).any()):
         raise UserError(
             f"parallel.strategy: with {strategy}, {reader.family_name} cannot train on rows without {reader.inputs}: it"
             f" skips layers for them, and ranks that have {reader.inputs} would wait.",

@@ -32,14 +32,14 @@ def test_every_record_is_used(file, corpus, prepared_for):
     written = json.loads((corpus / "images" / file).read_text(encoding="utf-8"))
     named = [row.get("image", row.get("images")) or [] for row in written]
     counts = [1 if isinstance(given, str) else len(given) for given in named]
-    assert prepared.train.n_images.tolist() == counts
+    assert prepared.train.n_media.tolist() == counts
     assert images is None or sum(counts) == images
 
 
 def test_other_marks_missing_marks_and_captions_that_name_no_image(corpus, prepared_for, tokenizer_of):
     """captions.jsonl has a key and a text. xcomposer: two records use `<ImageHere>`, two have no mark (image first)."""
     prepared = prepared_for("qwen2_vl", corpus / "images" / "cc12m_32" / "captions.jsonl")
-    assert prepared.report.sets[0].format == "text" and not prepared.train.n_images.any()
+    assert prepared.report.sets[0].format == "text" and not prepared.train.n_media.any()
     folder, tokenizer = corpus / "images" / "xcomposer_demo", tokenizer_of("qwen2_vl")
     single = prepared_for("qwen2_vl", folder / "single_turn_single_image_example.json").train[0]
     assert tokenizer.decode(single.input_ids[:4]).startswith("<|im_start|>user\n<|vision_start|>")

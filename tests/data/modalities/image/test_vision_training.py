@@ -94,9 +94,9 @@ def test_it_names_held_out_drawings_and_guesses_without_pixels(tmp_path):
     job = trained(recipe, tmp_path / "run")
     held_out = [job.plan.data_options.datasets[0].model_copy(update={"path": str(tmp_path / "held_out.json")})]
     data = job.plan.data_options.model_copy(update={"datasets": tuple(held_out)})
-    rows = prepare(data, job.tokenizer.tokenizer, seed=0, images=job.images)
+    rows = prepare(data, job.tokenizer.tokenizer, seed=0, reader=job.reader)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").eval()
-    batch = batch_of(rows, job.images, range(N_HELD_OUT))
+    batch = batch_of(rows, job.reader, range(N_HELD_OUT))
     share = float(right(model, batch).float().mean())
     assert share >= 0.95, share
     without_pixels = right(model, {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])})
@@ -143,4 +143,4 @@ def test_fsdp_refuses_rows_without_images_for_mllama(prepared_for, reader_of, im
     with pytest.raises(UserError, match="cannot train on rows without images"):
         check_files_on_all_rows("fsdp", rows.train, reader)
     with pytest.raises(UserError, match="rows without images"):  # of a stream it is not known
-        check_files_on_all_rows("fsdp", SimpleNamespace(n_images=None), reader)
+        check_files_on_all_rows("fsdp", SimpleNamespace(n_media=None), reader)
