@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.data.labels import LabelOptions
+    from ligertune.data.modalities.modality import ModalityReader
     from ligertune.planning.options import DataOptions, DatasetOptions
     from ligertune.recipe.feature import DataRows
-    from ligertune.vision.reader import ImageReader
 
 # called with (path of the data set, rows done, share done) while rows are prepared
 ProgressCallback = Callable[[str, int, float], None]
@@ -125,13 +125,13 @@ def prepare(
     *,
     seed: int,
     progress: ProgressCallback | None = None,
-    images: ImageReader | None = None,
+    reader: ModalityReader | None = None,
     rows: DataRows = "conversations",
     label_options: LabelOptions | None = None,
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 
-    progress: not called for data sets that are in the cache. images: the image reader of a vision-language model. rows:
+    progress: not called for data sets that are in the cache. reader: of files; None for a text model. rows:
     what the task needs. label_options: of rows that are texts with labels. Raises UserError for data that cannot be
     used.
     """
@@ -141,11 +141,11 @@ def prepare(
             hint="Use a tokenizer that has a tokenizer.json.",
         )
     if rows != "conversations":
-        _check_rows(data, rows, images)
+        _check_rows(data, rows, reader)
     if rows in SCORE_ROWS:
         data = data.model_copy(update={"train_on": "all"})  # no answer is looked for: the whole text is scored
     problem = wanted_problem(label_options) if rows == "texts" else None
-    preparation = Preparation(data, tokenizer, images, rows, problem)
+    preparation = Preparation(data, tokenizer, reader, rows, problem)
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out = None
     eval_report = None
@@ -188,16 +188,16 @@ def _with_ids(
     return every[: len(sets)], every[len(sets) :], labels
 
 
-def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -> None:
+def _check_rows(data: DataOptions, rows: DataRows, reader: ModalityReader | None) -> None:
     """Raise UserError for settings that rows of preferences or of a classification do not have."""
     if data.streaming:
         raise UserError(
             "data.streaming: preference pairs and answers with a label cannot be streamed.",
             hint="Write data.streaming: false.",
         )
-    if images is not None and rows in SCORE_ROWS:
+    if reader is not None and rows in SCORE_ROWS:
         raise UserError(
-            "model.model_name_or_path: a vision-language model is not trained to score texts.",
+            f"model.model_name_or_path: a {reader.model_kind} is not trained to score texts.",
             hint="Choose a language model.",
         )
     if data.train_on == "all" and rows not in SCORE_ROWS:
@@ -205,9 +205,9 @@ def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -
             "data.train_on: all is not for preferences: the prompt is no answer that could be preferred.",
             hint="Write data.train_on: assistant, or last for the last turn only.",
         )
-    if images is not None:
+    if reader is not None:
         raise UserError(
-            "model.model_name_or_path: a vision-language model is not trained on preferences.",
+            f"model.model_name_or_path: a {reader.model_kind} is not trained on preferences.",
             hint="Choose a language model.",
         )
 
@@ -234,7 +234,7 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
     counts = RowCounts(**about.pop("counts"))
     if not len(entry.block):
         raise counts.nothing_used(about["path"])
-    for file in set(entry.block.image_files) if entry.cached else ():
+    for file in set(entry.block.media_files) if entry.cached else ():
         if not Path(file).is_file():  # now, rather than in the middle of training
             raise UserError(
                 f"{file}: this image existed when the data was prepared, and does not any more.",

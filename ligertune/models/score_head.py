@@ -12,11 +12,11 @@ from pathlib import Path
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.files.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import saved_options
-from ligertune.vision.families import has_vision
 
 HEADS = ("score", "classifier")  # names of the head, which PEFT trains and saves with an adapter
 SEQ_CLS = "SEQ_CLS"  # task_type of such an adapter
@@ -41,7 +41,8 @@ def make_scored(
     labels: names by id. Raises UserError if transformers has no such model, and for a model whose labels have the same
     names in another order, which training would exchange.
     """
-    cls = None if has_vision(config) else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    known_classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if modality_of(config).is_text else {}
+    cls = known_classes.get(type(config), None)
     if cls is None:
         raise origin.error(
             f"transformers has no sequence classification with a {config.model_type} model.",

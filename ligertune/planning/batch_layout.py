@@ -135,6 +135,20 @@ class DataSummary:
 
 
 @dataclass(frozen=True)
+class ModalityFacts:
+    """What planning knows of the files that a model reads besides text. The defaults are those of a text model."""
+
+    inputs: str = ""  # plural noun for messages, such as images
+    model_kind: str = "language model"  # for messages
+    family: str | None = None  # None: the model reads text only
+    packs_exactly: bool = True  # packed rows compute exactly what single rows do
+
+    @property
+    def reads_text_only(self) -> bool:
+        return self.family is None
+
+
+@dataclass(frozen=True)
 class StatisticsOptions:
     """What the statistics of a data set depend on."""
 
@@ -149,21 +163,21 @@ class StatisticsOptions:
         return StatisticsOptions(BatchLayoutOptions.of(recipe), recipe.train, batching)
 
 
-def resolve_packing(recipe: Recipe, *, family: str | None, packs_exactly: bool) -> tuple[Recipe, tuple[str, ...]]:
+def resolve_packing(recipe: Recipe, modality: ModalityFacts) -> tuple[Recipe, tuple[str, ...]]:
     """Switch packing off for a model that packed rows would change, and return a note that says so.
 
-    `family` names the vision-language family, if the model is of one. Packing is on by default; a recipe that sets it
-    for such a model raises UserError.
+    Packing is on by default; a recipe that sets it for such a model raises UserError.
     """
-    if packs_exactly or not recipe.data.packing:
+    if modality.packs_exactly or not recipe.data.packing:
         return recipe, ()
     if "packing" in recipe.data.model_fields_set:
         raise UserError(
-            f"data.packing: in {family} the documents of a packed row would attend to each other's images.",
+            f"data.packing: in {modality.family} the documents of a packed row would attend to each other's "
+            f"{modality.inputs}.",
             hint="Write data.packing: false, or leave it out.",
         )
     data = recipe.data.model_copy(update={"packing": False})
-    return recipe.model_copy(update={"data": data}), (f"packing is off: it is not exact for {family}",)
+    return recipe.model_copy(update={"data": data}), (f"packing is off: it is not exact for {modality.family}",)
 
 
 def padding_free_notes(recipe: Recipe) -> tuple[str, ...]:

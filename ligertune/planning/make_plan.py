@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import Batching, DataSummary, Rows, choose_batching, padding_free_notes
+from ligertune.planning.batch_layout import (
+    Batching,
+    DataSummary,
+    ModalityFacts,
+    Rows,
+    choose_batching,
+    padding_free_notes,
+)
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
 from ligertune.planning.memory.activation_policy import (
@@ -35,8 +42,8 @@ from ligertune.planning.optimization import (
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
-    check_image_accumulation,
     check_strategy,
+    check_tower_accumulation,
     choose_strategy,
     unsharded_need,
 )
@@ -66,7 +73,7 @@ class PlanInputs:
     data: DataSummary
     rows: Rows
     why_fsdp: str  # why a launcher or `--gpus` decided for FSDP; empty if neither did
-    has_images: bool
+    modality: ModalityFacts
     teacher: TeacherPlan | None = None
 
     @property
@@ -106,7 +113,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         interval(steps, schedule.total_steps) for steps in (recipe.checkpoint.save_steps, recipe.eval.eval_steps)
     )
     if model.shape.tower is not None:
-        check_image_accumulation(recipe, batching.accumulation)
+        check_tower_accumulation(recipe, batching.accumulation, model_kind=inputs.modality.model_kind)
     before = evaluates_before_training(recipe, inputs, schedule, batching)
     options = RunOptions.of(recipe)
     plan = Plan(
@@ -148,8 +155,8 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         carried=model.carried,
     )
     if recipe.train.cuda_graphs:
-        check_cuda_graphs(plan, has_images=inputs.has_images)
-    return suggest_cuda_graphs(plan, recipe, has_images=inputs.has_images)
+        check_cuda_graphs(plan, inputs.modality)
+    return suggest_cuda_graphs(plan, recipe, inputs.modality)
 
 
 def _notes(
@@ -393,16 +400,16 @@ def _teacher_notes(teacher: TeacherPlan | None, machine: Machine) -> tuple[str, 
     return (*teacher.notes, f"distill: each of {machine.world_size} processes holds the whole teacher, {size}")
 
 
-def check_cuda_graphs(plan: Plan, *, has_images: bool) -> None:
+def check_cuda_graphs(plan: Plan, modality: ModalityFacts) -> None:
     """Raise UserError if a step cannot be recorded for `train.cuda_graphs`."""
     if plan.strategy != "single":
         raise UserError(
             f"train.cuda_graphs records the work of one process, and parallel.strategy is {plan.strategy} here.",
             hint="Write parallel.num_processes: 1, or leave train.cuda_graphs out.",
         )
-    if has_images:
+    if not modality.reads_text_only:
         raise UserError(
-            f"train.cuda_graphs: {plan.model_family} reads images, which give each batch another shape.",
+            f"train.cuda_graphs: {plan.model_family} reads {modality.inputs}, which give each batch another shape.",
             hint="Leave it out.",
         )
     if plan.precision.autocast == "fp16":
@@ -430,7 +437,7 @@ def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     )
 
 
-def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan:
+def suggest_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> Plan:
     """Return the plan, with a note if the host takes longer to launch a micro-batch than the device to compute it."""
     train = recipe.train
     machine = plan.machine
@@ -444,7 +451,7 @@ def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan
     if contradicts_itself(with_graphs):
         return plan
     try:
-        check_cuda_graphs(plan, has_images=has_images)
+        check_cuda_graphs(plan, modality)
     except UserError:
         return plan
     note = (

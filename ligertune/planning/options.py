@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from ligertune.hardware import Machine
 from ligertune.recipe import Recipe, load_recipe, schema, train_sections
-from ligertune.recipe.feature import feature_parts
+from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.section import Section
 
 TokenizerOptions = schema.TokenizerSpec
@@ -22,7 +22,6 @@ KernelOptions = schema.KernelsSpec
 MethodOptions = schema.MethodSpec
 DatasetOptions = schema.DatasetSpec
 DataOptions = schema.DataSpec
-VisionOptions = schema.VisionSpec
 LrGroupOptions = train_sections.LrGroupSpec
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -107,13 +106,12 @@ class BuildOptions:
     model: ModelOptions
     method: MethodOptions
     kernels: KernelOptions
-    vision: VisionOptions
-    sections: tuple[Section, ...]  # of features
+    sections: tuple[Section, ...]  # of features and modalities
     execution: ExecutionOptions
     lr_groups: tuple[LrGroupOptions, ...] = ()
 
     def section(self, kind: type[SectionT]) -> SectionT:
-        """Return the section of this class, which a feature has added."""
+        """Return the section of this class, which a feature or modality has added."""
         return next(section for section in self.sections if isinstance(section, kind))
 
     def with_section(self, kind: type[Section], **changes: object) -> BuildOptions:
@@ -139,6 +137,7 @@ class RunOptions:
     def of(recipe: Recipe) -> RunOptions:
         """Collect the options of a recipe."""
         train = recipe.train
+        parts = (*feature_parts(), *modality_parts())
         return RunOptions(
             build=BuildOptions(
                 task=recipe.task,
@@ -146,8 +145,7 @@ class RunOptions:
                 model=recipe.model,
                 method=recipe.method,
                 kernels=recipe.kernels,
-                vision=recipe.vision,
-                sections=tuple(recipe.section(kind) for part in feature_parts() for kind in part.sections.values()),
+                sections=tuple(recipe.section(kind) for part in parts for kind in part.sections.values()),
                 lr_groups=train.lr_groups,
                 execution=ExecutionOptions(
                     torch_compile=train.torch_compile,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ligertune.recipe.section import Section
 
 FEATURES = "ligertune.features"  # also the group of entry points
+MODALITIES = "ligertune.data.modalities"
 LAST = 1000  # order of the parts of other distributions
 
 
@@ -103,6 +104,12 @@ def feature_parts() -> tuple[RecipePart, ...]:
     return tuple(feature_packages().values())
 
 
+@cache
+def modality_parts() -> tuple[RecipePart, ...]:
+    """Return the recipe parts of all modalities."""
+    return tuple(importlib.import_module(f"{name}.recipe").PART for name in _subpackages(MODALITIES))
+
+
 def package_of_task(task: str) -> str:
     """Return the dotted name of the package of the feature with this task."""
     return next(name for name, part in feature_packages().items() if task in part.tasks)
@@ -115,5 +122,6 @@ def part_of_task(task: str) -> RecipePart:
 
 def _subpackages(package: str) -> Iterator[str]:
     """Yield the dotted names of the packages in a package."""
+    # By name, because the recipe is below features and data: its modules must not import them.
     folders = importlib.import_module(package).__path__
     yield from (f"{package}.{module.name}" for module in pkgutil.iter_modules(folders) if module.ispkg)

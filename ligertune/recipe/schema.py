@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, create_model
 
-from ligertune.recipe.feature import feature_parts
+from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.section import (
     AutoSwitch,
     Expression,
@@ -264,21 +264,6 @@ class ParallelSpec(Section):
     """Seconds to wait for a process within a step; saves and evaluations may take longer."""
 
 
-class VisionSpec(Section):
-    """Images of a vision-language model: their size, and which parts of the model train."""
-
-    image_min_pixels: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Qwen models: enlarge smaller images to this many pixels; null: the model's default."""
-    image_max_pixels: PositiveInt = 1_003_520
-    """Qwen models: shrink larger images to this many pixels (1280 tokens in Qwen2-VL)."""
-    freeze_vision_tower: Switch = True
-    """Freeze the image encoder."""
-    freeze_projector: Switch = True
-    """Freeze the layers that project image features into the language model."""
-    freeze_language_model: Switch = False
-    """Freeze the language model, including its embeddings and output head."""
-
-
 class ReportSpec(Section):
     """Measurements for the run's report."""
 
@@ -305,8 +290,8 @@ TASKS = {task: words for part in feature_parts() for task, words in part.tasks.i
 TASK_WORDS = "; ".join(f"{task}: {words}" if words else task for task, words in TASKS.items()) + "."
 
 
-class Recipe(Section):
-    """A fine-tuning run of ligertune."""
+class CommonSections(Section):
+    """The sections of a recipe that come before those of modalities."""
 
     version: Literal[1] = 1
     """Version of the recipe format."""
@@ -321,13 +306,29 @@ class Recipe(Section):
     checkpoint: CheckpointSpec
     logging: LoggingSpec = LoggingSpec()
     parallel: ParallelSpec = ParallelSpec()
-    vision: VisionSpec = VisionSpec()
+
+
+# A base class, so that the sections of modalities keep their place in the key reference.
+if TYPE_CHECKING:
+    SectionsWithModalities = CommonSections
+else:
+    SectionsWithModalities = create_model(
+        "SectionsWithModalities",
+        __base__=CommonSections,
+        __module__=__name__,
+        **{name: (kind, kind()) for part in modality_parts() for name, kind in part.sections.items()},
+    )
+
+
+class Recipe(SectionsWithModalities):
+    """A fine-tuning run of ligertune."""
+
     report: ReportSpec = ReportSpec()
 
     _origin: Origin = PrivateAttr(Origin())
 
     def section(self, kind: type[SectionT]) -> SectionT:
-        """Return the section of this class, which a feature has added."""
+        """Return the section of this class, which a feature or modality has added."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return next(value for value in values if isinstance(value, kind))
 

@@ -188,7 +188,7 @@ def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) 
     dtype = plan.precision
     has_images = work.images > 0
     mfu_known = (
-        not has_images  # the vision tower's FLOPs are not counted
+        not has_images  # the tower's FLOPs are not counted
         and not plan.build.execution.fp8  # float8 and bfloat16 products have different peaks
         and peak is not None
         and plan.measurement.mfu

@@ -100,8 +100,8 @@ def evaluate(
     size = plan.batching.eval_batch_size
     # Packs as in training, or single examples, longest first: little padding, and an early out-of-memory.
     rows = pack(lengths, plan.rows.length) if plan.rows.packed else np.argsort(-lengths, kind="stable")[:, None]
-    if batcher.images is not None and batcher.images.family.layout == "tiles":
-        size = 1  # a batch must hold equally many images in each row
+    if batcher.reader is not None and batcher.reader.needs_equal_counts:
+        size = 1  # a batch must hold equally many files in each row
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
     throttle = HostThrottle(accelerator)
     found = None

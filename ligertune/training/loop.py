@@ -105,7 +105,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     loss_sum = torch.zeros((), device=training.accelerator.device)
     state = TrainState(training.resumed_from, plan.schedule.total_steps, training.early_stopping, loss_sum)
     model.train()
-    training.prefetch_images(state.step)
+    training.prefetch_files(state.step)
     evaluates_first = plan.evaluation.eval_on_start and state.step == 0
     is_main = training.accelerator.is_main_process
     training.callbacks.begin(plan, step=state.step, is_main=is_main, model=model)
@@ -121,7 +121,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
             rate = training.rates.at(state.step)
             set_learning_rate(training.optimizer, rate)
             loss_inputs = training.loss_inputs(state.step)
-            training.prefetch_images(state.step + 1)  # while this step is computed
+            training.prefetch_files(state.step + 1)  # while this step is computed
             state.advance(training.train_step(micro_batches, training.batcher, loss_inputs, state.loss_sum))
             training.saver.look()
             if state.step == training.resumed_from + 1:

@@ -21,6 +21,7 @@ from ligertune.activations.gate_offload import offload_gates, require_gates
 from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.attention.choice import AttentionChoice
 from ligertune.attention.padding_free import choose_batch_layout
+from ligertune.data.modalities.modality import modality_of
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.carried_tensors import carried_note, find_carried
@@ -40,7 +41,6 @@ from ligertune.planning.plan import BuiltModel, KernelLine, Plan
 from ligertune.planning.saved_model import CarriedTensors, TrainedBase
 from ligertune.training.checks import why_not_padding_free
 from ligertune.training.optim.parameter_groups import check_lr_groups
-from ligertune.vision.families import prepare_vision
 
 Change = Callable[[PreTrainedModel], None]
 
@@ -196,7 +196,7 @@ def _without_outliers(model: nn.Module) -> Iterator[None]:
 def _load_and_patch(
     options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
-    """Return the model with frozen vision parts and our kernels, and one line per kernel. attention: its name."""
+    """Return the model with frozen towers and our kernels, and one line per kernel. attention: its name."""
     feature = feature_of(options.task)
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
@@ -212,7 +212,7 @@ def _load_and_patch(
         rows = [row for row in report.rows if not (feature.own_loss and row.kernel == fused)]
         lines = tuple(replace(row, kernel=feature.loss_kernel) if row.kernel == fused else row for row in rows)
     feature.patch(model)
-    prepare_vision(model, options.vision)
+    modality_of(model.config).prepare(model, options)
     return model, lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ligertune.attention.padding_free import choose_batch_layout
+from ligertune.data.modalities.modality import modality_of
 from ligertune.data.prepare import ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
 from ligertune.hardware import (
@@ -33,8 +34,6 @@ from ligertune.training.checkpoint.load_checkpoint import check_unfinished
 from ligertune.training.model_builder import preview_model
 from ligertune.training.parallel.distributed import launched_with_fsdp
 from ligertune.training.setup import Job
-from ligertune.vision.families import exact_packing
-from ligertune.vision.reader import load_reader
 
 
 def plan_for(
@@ -73,7 +72,8 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     """Load everything but the weights, and make the plan. sharded: plan for FSDP, whatever fits."""
     config = read_config(recipe.model)
     check_task(config, recipe.task)
-    recipe, packing_notes = resolve_packing(recipe, **exact_packing(config))
+    modality = modality_of(config)
+    recipe, packing_notes = resolve_packing(recipe, modality.facts)
     recipe = with_fused_lora(recipe, machine)
     layout = BatchLayoutOptions.of(recipe)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
@@ -86,13 +86,13 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
     feature = feature_of(recipe.task)
     part = part_of_task(recipe.task)
     teacher = feature.frozen_model(options, config, tokenizer.tokenizer, machine, precision)
-    images = load_reader(recipe.model, recipe.vision, config, tokenizer.tokenizer)
+    reader = modality.load_reader(recipe.model, options.build, tokenizer.tokenizer)
     data = prepare(
         recipe.data,
         tokenizer.tokenizer,
         seed=recipe.train.seed,
         progress=progress,
-        images=images,
+        reader=reader,
         rows=part.rows(recipe),
         label_options=part.labels(recipe),
     )
@@ -110,13 +110,13 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         machine=machine,
         precision=precision,
         model=replace(model, frozen_model=frozen),
-        data=summarize_data(data, images),
+        data=summarize_data(data, reader),
         rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
-        has_images=images is not None,
+        modality=modality.facts,
         teacher=teacher,
     )
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *file_notes)
     notes += hub_notes()
     plan = make_plan(recipe, inputs, notes=notes)
-    return Job(plan, config, tokenizer, data, images)
+    return Job(plan, config, tokenizer, data, reader)

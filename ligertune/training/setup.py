@@ -14,9 +14,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ligertune.data.batching.collate import Batcher, context_parallel_split, rows_multiple_of, static_shapes_of
-from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
+from ligertune.data.batching.order import ByFileCount, DataOrder, StreamOrder, check_files_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
+from ligertune.data.modalities.modality import ModalityReader
+from ligertune.data.modalities.prefetch import FilePrefetcher
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
@@ -58,8 +60,6 @@ from ligertune.training.parallel.distributed import (
     uses_deepspeed,
 )
 from ligertune.training.step import HostThrottle, TrainStep
-from ligertune.vision.inputs import ImagePrefetcher
-from ligertune.vision.reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Job:
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
     data: PreparedData
-    images: ImageReader | None = None  # only for vision-language models
+    reader: ModalityReader | None = None  # None for text models
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     task: Task
     train_step: TrainStep
-    order: DataOrder | StreamOrder | ByImageCount
+    order: DataOrder | StreamOrder | ByFileCount
     batcher: Batcher
     eval_batcher: Batcher | None
     rates: LearningRates
@@ -192,8 +192,8 @@ class Training:
         """Return this rank's rows of each micro-batch of `step`. Context-parallel ranks share rows."""
         return self.order.micro_batches(step, self.accelerator.process_index // self.plan.batching.cp_size)
 
-    def prefetch_images(self, step: int) -> None:
-        """Start to read the images of `step` in the background. A stream cannot look ahead."""
+    def prefetch_files(self, step: int) -> None:
+        """Start to read the files of `step` in the background. A stream cannot look ahead."""
         if self.batcher.prefetcher is None or self.plan.rows.streamed or step >= self.plan.schedule.total_steps:
             return
         self.batcher.prefetch(self.order.micro_batches(step, self.accelerator.process_index))
@@ -215,8 +215,8 @@ class Training:
             tokens=tokens,
             padded_tokens=sum(batcher.padded_tokens(rows[i : i + size]) for i in range(0, len(rows), size)),
             trained_tokens=int(batcher.examples.trained[indices].sum()),
-            images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
-            image_tokens=batcher.image_tokens(indices),
+            images=int(batcher.examples.n_media[indices].sum()) if batcher.reader else 0,
+            image_tokens=batcher.file_tokens(indices),
             flops=self.task.shape.flops(tokens=tokens, squared_lengths=squared_lengths),
         )
 
@@ -265,7 +265,7 @@ def setup(
     """Return the training of a wrapped model. Nothing is opened, loaded or computed."""
     plan = job.plan
     model = wrapped.model
-    order = _data_order(plan, job.data.train, job.images)
+    order = _data_order(plan, job.data.train, job.reader)
     batcher, eval_batcher = _batchers(job, accelerator, order, wrapped.task)
     meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
     loss_check = FiniteLossCheck(plan.output_dir, batcher, rank=accelerator.process_index)
@@ -353,8 +353,8 @@ def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed
 
 
 def _data_order(
-    plan: Plan, examples: Examples | StreamedExamples, images: ImageReader | None
-) -> DataOrder | StreamOrder | ByImageCount:
+    plan: Plan, examples: Examples | StreamedExamples, reader: ModalityReader | None
+) -> DataOrder | StreamOrder | ByFileCount:
     """Return which rows each rank trains on in each step."""
     if plan.rows.streamed:
         length = plan.rows.length if plan.rows.packed else None
@@ -369,20 +369,20 @@ def _data_order(
             packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
             grouped=plan.rows.kind == "grouped",
         )
-    if images is None or images.family.layout != "tiles":
+    if reader is None or not reader.needs_equal_counts:
         return order
-    check_images_on_all_rows(plan.strategy, examples, images.family.name)
-    return ByImageCount(order, examples.n_images)
+    check_files_on_all_rows(plan.strategy, examples, reader)
+    return ByFileCount(order, examples.n_media)
 
 
 def _batchers(
-    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByImageCount, task: Task
+    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByFileCount, task: Task
 ) -> tuple[Batcher, Batcher | None]:
     """Return what makes batches of training and of evaluation examples. All ranks call it."""
     plan = job.plan
     data = job.data
-    images = job.images
-    prefetchers = [None if images is None else ImagePrefetcher(images) for _ in range(2)]
+    reader = job.reader
+    prefetchers = [None if reader is None else FilePrefetcher(reader) for _ in range(2)]
     batcher = Batcher(
         data.train,
         packed=plan.rows.is_padding_free,
@@ -393,7 +393,7 @@ def _batchers(
         label_shifts=task.label_shifts,
         more_fields=task.batch_fields,
         rows_multiple_of=rows_multiple_of(plan),
-        images=images,
+        reader=reader,
         prefetcher=prefetchers[0],
         context_parallel=context_parallel_split(plan),
         static_shapes=static_shapes_of(plan, order.packs),

@@ -15,9 +15,9 @@ from ligertune.planning.memory.states import StateBytes, states_of
 from ligertune.planning.parallelism import (
     DeviceNeed,
     check_cpu_offload,
-    check_image_accumulation,
     check_replicas,
     check_strategy,
+    check_tower_accumulation,
     choose_strategy,
 )
 from ligertune.planning.plan import Plan
@@ -168,10 +168,10 @@ def test_each_copy_of_a_model_needs_two_processes():
 
 def test_replicas_of_a_vision_language_model_do_not_accumulate(quickstart):
     recipe = recipe_of(quickstart, "parallel.strategy=fsdp", "parallel.dp_replicate_size=2")
-    check_image_accumulation(recipe, 1)
-    check_image_accumulation(recipe_of(quickstart), 4)
+    check_tower_accumulation(recipe, 1, model_kind="model")
+    check_tower_accumulation(recipe_of(quickstart), 4, model_kind="model")
     with pytest.raises(UserError, match="accumulates 4 micro-batches"):
-        check_image_accumulation(recipe, 4)
+        check_tower_accumulation(recipe, 4, model_kind="vision-language model")
 
 
 def test_a_device_holds_its_shard_of_one_copy(quickstart, tmp_path):

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ligertune.attention.choice import choose_attention
 from ligertune.attention.document_isolation import check_document_isolation
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
 from ligertune.features.distill.divergence import TeacherHead
 from ligertune.features.distill.recipe import DistillSpec
@@ -24,7 +25,6 @@ from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan, TeacherPlan
 from ligertune.planning.precision import Precision
-from ligertune.vision.families import has_vision
 
 if TYPE_CHECKING:
     from ligertune.hardware import Machine
@@ -50,17 +50,18 @@ def plan_teacher(
     """
     if options.build.task != "distill":
         return None
-    if has_vision(config):
+    if not modality_of(config).is_text:
         raise UserError(
-            f"task: distill trains text models, and this {config.model_type} model reads images.",
+            f"task: distill trains text models, and this {config.model_type} model reads {modality_of(config).inputs}.",
             hint="Choose a text model, or write task: sft.",
         )
     if options.build.section(DistillSpec).teacher_file is not None:
         return None
     spec = teacher_options(options.build, "auto")
     teacher = read_config(spec, TEACHER)
-    if has_vision(teacher):
-        raise TEACHER.error(f"{spec.model_name_or_path} reads images.", hint="Name a text model.")
+    if not modality_of(teacher).is_text:
+        reads = modality_of(teacher).inputs
+        raise TEACHER.error(f"{spec.model_name_or_path} reads {reads}.", hint="Name a text model.")
     dtype = _dtype(options.build.section(DistillSpec).teacher_dtype, machine, precision)
     meta = {"dtype": getattr(torch, dtype), "device": "meta", "seed": 0, "origin": TEACHER}
     model = build_model(spec, teacher, **meta)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
 from ligertune.files.model_files import ADAPTER_CONFIG
@@ -29,7 +30,6 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import RunOptions, saved_options
 from ligertune.recipe.feature import part_of_task
 from ligertune.training.checkpoint.export_run import ExportPlan, load_checkpoint, source_base, spec_of_base
-from ligertune.vision.families import has_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -218,8 +218,9 @@ def _rows(plan: ExportPlan, options: RunOptions | None, prompt: str | None) -> t
     ask = "Give a text with --prompt."
     if options is None:
         raise UserError(f"--check: {plan.source.name} belongs to no run, so it has no data to compare on.", hint=ask)
-    if has_vision(read_config(options.build.model, SAVED_MODEL)):
-        raise UserError("--check: the run's data may hold images, which are not compared.", hint=ask)
+    modality = modality_of(read_config(options.build.model, SAVED_MODEL))
+    if not modality.is_text:
+        raise UserError(f"--check: the run's data may hold {modality.inputs}, which are not compared.", hint=ask)
     part = part_of_task(options.build.task)
     datasets = options.data_options.datasets
     first = datasets[0].model_copy(update={"max_samples": min(datasets[0].max_samples or READ_ROWS, READ_ROWS)})

@@ -65,7 +65,7 @@ def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weig
             folder,
             state_dict=weights,
             **job.prompt,
-            images=job.images,
+            reader=job.reader,
             base=plan.base,
             carried=carried,
         )

@@ -13,24 +13,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ligertune.bad_rows import BadRow
 from ligertune.data.cache import cache_home
+from ligertune.data.modalities.image.image_files import ImageFile, check_image, locate_image
+from ligertune.data.modalities.image.image_settings import ImageSettings
+from ligertune.data.modalities.marks import MARK, has_sign, mark_of
 from ligertune.data.rows.conversation import ROLES, Conversation, Role
 from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded
-from ligertune.vision.image_files import ImageFile, check_image, locate_image
 
-if TYPE_CHECKING:
-    from ligertune.vision.reader import ImageReader
-
-# A mark is the image's number in its row between two noncharacters of Unicode, which no exchanged text contains.
-_SIGN = "\ufdd4"
-IMAGE_MARK = re.compile(f"{_SIGN}(\\d+){_SIGN}")
 # LLaVA writes a line break next to a mark; it belongs to the mark, not to the text
 _WRITTEN_MARK = re.compile(r"(?:<image>|<ImageHere>)\n?|\n(?:<image>|<ImageHere>)\Z")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -54,7 +50,7 @@ class _RowImages:
             reference = self.column[self.n_taken] if self.n_taken < len(self.column) else None
             self.n_taken += 1
         self.references.append(reference)
-        return f"{_SIGN}{len(self.references) - 1}{_SIGN}"
+        return mark_of(len(self.references) - 1)
 
     def mark_all(self) -> str:
         """Return marks for all images of the column."""
@@ -74,6 +70,7 @@ def extract_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     text_row = {key: value for key, value in row.items() if key not in _COLUMNS}
     for key in _TEXTS:
         if key in text_row:
+            # a cell of a csv file may hold turns as JSON
             value = turns_in(text_row[key]) if key in _TURNS else text_row[key]
             text_row[key] = _marked(value, images)
     if images.column and not images.references:
@@ -86,7 +83,7 @@ def extract_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 def _marked(value: Any, images: _RowImages) -> Any:
     """Return a text, a turn, a part or a list of them with marks in place of images, in reading order."""
     if isinstance(value, str):
-        if _SIGN in value:
+        if has_sign(value):
             raise BadRow("broken text", "U+FDD4")
         return _WRITTEN_MARK.sub(lambda match: images.mark(), value)
     if isinstance(value, list):
@@ -133,13 +130,19 @@ def _mark_first_question(row: dict[str, Any], images: _RowImages) -> None:
 
 
 class ImageTokens:
-    """Images of one data set's rows: find their files, and put their tokens into rendered and tokenized texts."""
+    """The `RowFiles` of images."""
 
-    def __init__(self, reader: ImageReader, image_dir: str | None) -> None:
+    cut_reason = "cut through an image"
+
+    def __init__(self, settings: ImageSettings, image_dir: str | None) -> None:
         """Look for relative paths in `image_dir`, or next to the data file if it is None."""
-        self.reader = reader
+        self._settings = settings
         self._image_dir = None if image_dir is None else Path(image_dir)
-        self._pattern = re.compile(f"{IMAGE_MARK.pattern}|{re.escape(reader.template_text)}")
+        self._pattern = re.compile(f"{MARK.pattern}|{re.escape(settings.template_text)}")
+
+    def extract(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Return (the row as text with marks, the references that the marks number). Raises BadRow."""
+        return extract_images(row)
 
     def find(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[ImageFile]:
         """Return the images of the conversation in its order. Raises BadRow if one is missing or broken.
@@ -147,37 +150,33 @@ class ImageTokens:
         An image that the data set holds as bytes is written into the cache.
         """
         texts = (text for message in conversation.messages for text in (message.content, message.input))
-        marked = [int(number) for text in texts for number in IMAGE_MARK.findall(text)]
+        marked = [int(number) for text in texts for number in MARK.findall(text)]
         folder = self._image_dir or Path(source.rpartition(":")[0] or source).parent
+        # Next to the prepared data, which holds the paths of these files.
         store = cache_home().with_name("images")
         found = [check_image(locate_image(references[number], folder, store)) for number in marked]
+        # Checked while the row can still be dropped with a reason: the processor would stop the run.
         for image in found:
-            self.reader.tokens(image)  # raises BadRow for an image that is too narrow
+            self._settings.tokens(image)  # raises BadRow for an image that is too narrow
         return found
 
     def insert(self, rendered: Rendered, images: Sequence[ImageFile]) -> Rendered:
         """Replace each mark, and each image text that the chat template wrote, by the model family's image text."""
+        # A row's own text that equals the family's image text shows no image.
         literal = {start for start, _ in rendered.literal}
         found = [match for match in self._pattern.finditer(rendered.text) if match.start() not in literal]
         if len(found) != len(images):
             raise BadRow("the template leaves an image out", f"{len(found)} of {len(images)} are in the text")
-        return rendered.substitute(found, self.reader.image_text)
+        return rendered.substitute(found, self._settings.image_text)
 
     def expand(self, encoded: Encoded, images: Sequence[ImageFile]) -> Encoded:
         """Repeat the token of each image to its number of tokens. Neither these nor their delimiters are trained."""
-        is_image = encoded.input_ids == self.reader.token_id
+        is_image = encoded.input_ids == self._settings.token_id
         if is_image.sum() != len(images):
             raise BadRow("image marks do not fit", f"{is_image.sum()} tokens for {len(images)} images")
         times = np.ones(len(is_image), dtype=np.int64)
-        times[is_image] = [self.reader.tokens(image) for image in images]
+        times[is_image] = [self._settings.tokens(image) for image in images]
         input_ids = np.repeat(encoded.input_ids, times)
         labels = np.repeat(encoded.labels, times)
-        labels[np.isin(input_ids, list(self.reader.untrained))] = IGNORE_INDEX
+        labels[np.isin(input_ids, list(self._settings.untrained))] = IGNORE_INDEX
         return Encoded(input_ids, labels, encoded.straddling)
-
-
-def image_parts(text: str) -> list[dict[str, Any]]:
-    """Split a text with marks into the parts that chat templates read: images, and the texts between them."""
-    pieces = IMAGE_MARK.split(text)  # texts, and at odd places the numbers of the marks between them
-    parts = [{"type": "image"} if place % 2 else {"type": "text", "text": piece} for place, piece in enumerate(pieces)]
-    return [part for part in parts if part.get("text") != ""] or parts[-1:]

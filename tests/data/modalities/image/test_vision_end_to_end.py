@@ -75,7 +75,7 @@ def test_a_run_learns_and_its_model_loads(family, trained):
     model = load(output / "model").eval()
     limits = {"image_max_pixels": 20_000} if family in tiny_vlms.QWEN else {}
     reader = tiny_vlms.reader_of(output / "model", **limits)
-    assert reader.options == job.images.options and reader.identity() == job.images.identity()
+    assert reader.options == job.reader.options and reader.identity() == job.reader.identity()
     batch = batch_of(job.data, reader, (0,))
     model.save_pretrained(output / "again")
     with torch.no_grad():

@@ -51,7 +51,7 @@ def prepared_for(reader_of, tokenizer_of, tmp_path) -> Callable[..., PreparedDat
             path.write_text(json.dumps(rows), encoding="utf-8")
         sets = [DatasetOptions(path=str(path), **(dataset or {}))]
         spec = DataOptions(datasets=sets, **{"cache": False, "num_proc": 1, **data})
-        return prepare(spec, tokenizer_of(family), seed=0, images=reader_of(family) if has_reader else None)
+        return prepare(spec, tokenizer_of(family), seed=0, reader=reader_of(family) if has_reader else None)
 
     return of
 

@@ -9,9 +9,9 @@ import tiny_vlms
 from image_batches import image_row
 from PIL import Image
 
+from ligertune.data.modalities.image.image_files import check_image, read_image
 from ligertune.data.rows.sources import without_decoding
 from ligertune.errors import UserError
-from ligertune.vision.image_files import check_image, read_image
 
 FAMILY = "qwen2_vl"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -62,7 +62,7 @@ def test_all_formats_give_the_same_example(form, reference, prepared_for, image_
     example, tokenizer = prepared.train[0], tokenizer_of(FAMILY)
     assert question_of(prepared, tokenizer) == f"What is{IMAGE}this?"
     assert tokenizer.decode(example.labels[example.labels != -100]) == "Yes<|im_end|>"
-    assert [read_image(path).tobytes() for path in example.images] == [read_image(str(red)).tobytes()]
+    assert [read_image(path).tobytes() for path in example.media] == [read_image(str(red)).tobytes()]
 
 
 def test_parquet_files_of_hub_datasets_contain_their_images(prepared_for, image_paths, tmp_path):
@@ -72,7 +72,7 @@ def test_parquet_files_of_hub_datasets_contain_their_images(prepared_for, image_
     rows.to_parquet(tmp_path / "rows.parquet")
     prepared = prepared_for(FAMILY, tmp_path / "rows.parquet", prompt_template="chat")
     for example, colour in zip(prepared.train, ("red", "blue"), strict=True):
-        assert Image.open(example.images[0]).getpixel((0, 0)) == Image.open(image_paths[colour]).getpixel((0, 0))
+        assert Image.open(example.media[0]).getpixel((0, 0)) == Image.open(image_paths[colour]).getpixel((0, 0))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -90,7 +90,7 @@ def test_images_keep_their_order(prepared_for, image_paths, tokenizer_of):
     row = image_row("<image>\n<image> and\n<image>", "a system", *(image_paths[c] for c in colours))
     prepared = prepared_for(FAMILY, [row])
     assert question_of(prepared, tokenizer_of(FAMILY)) == f"{IMAGE}{IMAGE} and{IMAGE}"
-    assert list(prepared.train[0].images) == [str(image_paths[c]) for c in colours]
+    assert list(prepared.train[0].media) == [str(image_paths[c]) for c in colours]
     # images without marks come before the first question
     prepared = prepared_for(FAMILY, [image_row("What is this?", "Yes", image_paths["red"], image_paths["blue"])])
     assert question_of(prepared, tokenizer_of(FAMILY)) == f"{IMAGE}{IMAGE}What is this?"
@@ -108,10 +108,10 @@ def test_relative_paths_start_from_the_data_or_from_image_dir(prepared_for, imag
     row = image_row("<image>What?", "Yes", "red.png")
     with pytest.raises(UserError, match=r"image is missing.*red\.png"):
         prepared_for(FAMILY, [row])
-    found = prepared_for(FAMILY, [row], image_dir=str(image_paths["red"].parent)).train[0].images
+    found = prepared_for(FAMILY, [row], image_dir=str(image_paths["red"].parent)).train[0].media
     assert found == (str(image_paths["red"]),)
     (tmp_path / "red.png").write_bytes(image_paths["red"].read_bytes())
-    assert prepared_for(FAMILY, [row]).train[0].images == (str(tmp_path / "red.png"),)
+    assert prepared_for(FAMILY, [row]).train[0].media == (str(tmp_path / "red.png"),)
 
 
 # case -> (question, answer, images, reason, detail); the files are those of `broken_files`
@@ -158,7 +158,7 @@ def test_a_repaired_row_keeps_images_with_their_questions(prepared_for, image_pa
     row = image_row("<image>What?", "", image_paths["blue"], image_paths["red"])
     row["conversations"] += image_row("And <image>?", "Yes")["conversations"]
     prepared = prepared_for(FAMILY, [row], dataset={"on_bad_row": "repair"})
-    assert prepared.train[0].images == (str(image_paths["red"]),)
+    assert prepared.train[0].media == (str(image_paths["red"]),)
     assert question_of(prepared, tokenizer_of(FAMILY)) == f"And {IMAGE}?"
 
 
@@ -203,7 +203,7 @@ def test_pixel_limits_set_the_tokens_of_an_image(folder_of, image_paths):
     for limit, tokens in ((3136, 4), (28 * 28 * 8, 8), (1_003_520, 8)):
         reader = tiny_vlms.reader_of(folder_of(FAMILY), image_max_pixels=limit)
         assert reader.tokens(image) <= tokens
-        assert len(reader.pixels(image.path)["pixel_values"]) == 4 * reader.tokens(image)
+        assert len(reader.read(image.path)["pixel_values"]) == 4 * reader.tokens(image)
         assert reader.identity()["options"]["size"]["longest_edge"] == limit  # cached rows depend on it
     assert tiny_vlms.reader_of(folder_of(FAMILY), image_min_pixels=28 * 28 * 40).tokens(image) >= 40
     with pytest.raises(UserError, match=r"vision.image_max_pixels: LLaVA resizes every image"):
@@ -221,7 +221,7 @@ def test_cached_data_keep_images_and_notice_a_missing_one(prepared_for, image_pa
     rows = [image_row("<image>What?", "Yes", "a.png"), image_row("<image>Who?", "Yes", "b.png")]
     first, second = (prepared_for(FAMILY, rows, cache=True) for _ in range(2))
     assert second.report.sets[0].cached and second.train.fingerprint == first.train.fingerprint
-    assert [example.images for example in second.train] == [example.images for example in first.train]
+    assert [example.media for example in second.train] == [example.media for example in first.train]
     (tmp_path / "b.png").unlink()
     with pytest.raises(UserError, match=r"b\.png: this image existed"):
         prepared_for(FAMILY, rows, cache=True)

@@ -20,7 +20,7 @@ from forked_ranks import on_ranks
 from image_batches import batch_of, image_row
 from PIL import Image, ImageDraw
 
-from ligertune.data.batching.order import check_images_on_all_rows
+from ligertune.data.batching.order import check_files_on_all_rows
 from ligertune.data.prepare import prepare
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
@@ -95,9 +95,9 @@ def test_it_names_held_out_drawings_and_guesses_without_pixels(tmp_path):
     job = trained(recipe, tmp_path / "run")
     held_out = [job.plan.data_options.datasets[0].model_copy(update={"path": str(tmp_path / "held_out.json")})]
     data = job.plan.data_options.model_copy(update={"datasets": tuple(held_out)})
-    rows = prepare(data, job.tokenizer.tokenizer, seed=0, images=job.images)
+    rows = prepare(data, job.tokenizer.tokenizer, seed=0, reader=job.reader)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").eval()
-    batch = batch_of(rows, job.images, range(N_HELD_OUT))
+    batch = batch_of(rows, job.reader, range(N_HELD_OUT))
     share = float(right(model, batch).float().mean())
     assert share >= 0.95, share
     without_pixels = right(model, {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])})
@@ -136,11 +136,12 @@ def test_two_ranks_have_the_losses_of_one(family, strategy, folder_of, image_pat
     assert len(expected) == 3 and losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
 
 
-def test_fsdp_refuses_rows_without_images_for_mllama(prepared_for, image_paths):
+def test_fsdp_refuses_rows_without_images_for_mllama(prepared_for, reader_of, image_paths):
     rows = prepared_for("mllama", [image_row("<image>What?", "Yes", image_paths["red"]), image_row("What?", "Yes")])
-    check_images_on_all_rows("ddp", rows.train, "Llama-3.2-Vision")
-    check_images_on_all_rows("fsdp", rows.train.select([0]), "Llama-3.2-Vision")
+    reader = reader_of("mllama")
+    check_files_on_all_rows("ddp", rows.train, reader)
+    check_files_on_all_rows("fsdp", rows.train.select([0]), reader)
     with pytest.raises(UserError, match="cannot train on rows without images"):
-        check_images_on_all_rows("fsdp", rows.train, "Llama-3.2-Vision")
+        check_files_on_all_rows("fsdp", rows.train, reader)
     with pytest.raises(UserError, match="rows without images"):  # of a stream it is not known
-        check_images_on_all_rows("fsdp", SimpleNamespace(n_images=None), "Llama-3.2-Vision")
+        check_files_on_all_rows("fsdp", SimpleNamespace(n_media=None), reader)

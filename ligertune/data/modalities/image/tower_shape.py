@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
+from ligertune.data.modalities.image.families import Family, family_of, part_of
 from ligertune.planning.memory.model_shape import TowerShape
-from ligertune.vision.families import Family, family_of, part_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def read_tower(model: PreTrainedModel) -> TowerShape | None:
-    """Return the sizes of the vision tower; None for a text model, and for tiles, whose number tokens do not tell."""
+    """Return the sizes of the vision tower; None for tiles, whose number tokens do not tell."""
     family = family_of(model.config)
-    if family is None or family.layout == "tiles":
+    if family.layout == "tiles":
         return None
     trains = {part_of(family, name) for name, p in model.named_parameters() if p.requires_grad}
     prefix = family.vision_tower[0]

@@ -7,20 +7,21 @@ from image_batches import batch_of, training
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.data.statistics import largest_image_share
+from ligertune.data.modalities.image.families import family_of, freeze_parts, part_of, prepare_vision
+from ligertune.data.modalities.image.recipe import VisionSpec
+from ligertune.data.statistics import largest_file_share
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, tower_bytes
-from ligertune.planning.options import MethodOptions, VisionOptions
-from ligertune.vision.families import family_of, freeze_parts, part_of, prepare_vision
+from ligertune.planning.options import MethodOptions
 
 
 def tower_of(corpus, name: str, **vision: bool):
     config = AutoConfig.from_pretrained(corpus / "model_configs" / name)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    freeze_parts(model, family_of(config), VisionOptions(**vision))
+    freeze_parts(model, family_of(config), VisionSpec(**vision))
     return read_shape(model).tower
 
 
@@ -44,8 +45,8 @@ def test_a_trained_tower_saves_its_layers_activations(corpus):
 def test_the_largest_share_of_image_tokens_is_that_of_the_data(four_rows, reader_of):
     examples, reader = four_rows("qwen2_vl").train, reader_of("qwen2_vl")
     shares = [float((example.input_ids == reader.token_id).mean()) for example in examples]
-    assert 0 < max(shares) < 1 and largest_image_share(examples, reader.token_id) == max(shares)
-    assert largest_image_share(examples.select([shares.index(0.0)]), reader.token_id) == 0.0
+    assert 0 < max(shares) < 1 and largest_file_share(examples, reader.token_id) == max(shares)
+    assert largest_file_share(examples.select([shares.index(0.0)]), reader.token_id) == 0.0
 
 
 @pytest.mark.parametrize("family", [name for name in tiny_vlms.FAMILIES if name != "mllama"])
@@ -55,7 +56,7 @@ def test_a_trained_projector_saves_what_the_plan_predicts(family, four_rows, rea
     for frozen in (True, False):
         model = tiny_vlms.make(family, tokenizer_of(family))
         patch(model)
-        prepare_vision(model, VisionOptions(freeze_projector=frozen))
+        prepare_vision(model, VisionSpec(freeze_projector=frozen))
         towers.append(read_shape(model).tower)
         kept.append(saved_bytes(model, batch))
     tokens = int((batch["input_ids"] == reader_of(family).token_id).sum())
@@ -84,7 +85,7 @@ def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
 def test_checkpointing_runs_a_frozen_tower_once(family, kind, method, four_rows, reader_of, tokenizer_of):
     model = tiny_vlms.make(family, tokenizer_of(family))
     patch(model)
-    prepare_vision(model, VisionOptions())
+    prepare_vision(model, VisionSpec())
     checkpoint_layers(model, kind)
     trained = apply_method(model, MethodOptions(type=method))
     runs = {name: [] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}

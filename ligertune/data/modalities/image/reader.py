@@ -1,15 +1,11 @@
-"""ImageReader: from an image file to the model's inputs, and the number of its tokens in the text.
-
-Pixels come from transformers' image processors on Pillow, with or without torchvision installed, so a run does not
-depend on other packages of the machine.
-"""
+"""ImageReader: load the image settings of a model, and save them with it."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,106 +13,96 @@ import torch
 import transformers
 from torch import Tensor
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.modalities.image.families import INPUTS, MODEL_KIND, Family, family_of
+from ligertune.data.modalities.image.image_files import ImageFile, import_pillow
+from ligertune.data.modalities.image.image_inputs import image_inputs
+from ligertune.data.modalities.image.image_rows import ImageTokens
+from ligertune.data.modalities.image.image_settings import ImageSettings
+from ligertune.data.modalities.image.recipe import VisionSpec
+from ligertune.data.modalities.modality import FileInputs
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin, loading, read_json
-from ligertune.planning.options import VisionOptions
-from ligertune.vision.families import Family, family_of
-from ligertune.vision.image_files import ImageFile, import_pillow, read_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from ligertune.planning.options import ModelOptions
 
-MAX_ASPECT_RATIO = 200  # longer side over shorter side: Qwen's processors refuse more
-# Outputs of the image processors that the models take. The number of tiles becomes the cross-attention mask.
-_INPUTS: dict[str, tuple[str, ...]] = {
-    "patches": ("pixel_values", "image_grid_thw"),
-    "squares": ("pixel_values",),
-    "tiles": ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"),
-}
-
 
 @dataclass(frozen=True)
-class ImageReader:
-    """Image settings of a vision-language model. It holds no weights, so data workers can have a copy."""
+class ImageReader(ImageSettings):
+    """The `ModalityReader` of images."""
 
-    family: Family
-    processor: Any  # transformers' image processor
-    options: dict[str, Any]  # passed to it with every image: its defaults belong to the class and can change
-    token_id: int  # of the token that is repeated for an image
-    untrained: frozenset[int]  # ids of image tokens and of the tokens around them
-    image_text: str
-    template_text: str
-    fixed_tokens: int | None  # tokens of every image; None if they depend on its size
-    patch: int  # side of the tower's patches, in pixels
-    merge: int = 1  # patches per side that become one token
-    side: int = 0  # pixels, if all images are resized to a square
-    saved_settings: dict[str, Any] = field(default_factory=dict)  # of processor_config.json
+    part_type = "image"
+    model_kind = MODEL_KIND
+    inputs = INPUTS
 
-    def tokens(self, image: ImageFile) -> int:
-        """Return the number of tokens of an image. Raises BadRow if it is too narrow for the model."""
-        if self.fixed_tokens is not None:
-            return self.fixed_tokens
-        if max(image.width, image.height) > MAX_ASPECT_RATIO * min(image.width, image.height):
-            raise BadRow("image cannot be read", f"{image.path}: {image.width} x {image.height} is too narrow")
-        return math.prod(self.grid(image.width, image.height))
+    @property
+    def family_name(self) -> str:
+        return self.family.name
 
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return (height, width) in tokens of an image in pixels; for models with patches."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    @property
+    def takes_blank(self) -> bool:
+        # In a family with tiles, text would attend to the blank image (`_give_all_zero_gradients` in families.py).
+        return self.family.layout != "tiles"
 
-        unit = self.patch * self.merge
-        limits = self.options["size"]
-        resized = smart_resize(height, width, unit, limits["shortest_edge"], limits["longest_edge"])
-        return resized[0] // unit, resized[1] // unit
+    @property
+    def needs_equal_counts(self) -> bool:
+        # Tiles of a batch are one tensor, (B, images, tiles, ...).
+        return self.family.layout == "tiles"
 
-    def pixels(self, path: str) -> dict[str, Tensor]:
-        """Return the model inputs of one image; their first dimension is 1, or the number of patches."""
-        image = read_image(path)
-        nested = [[image]] if self.family.layout == "tiles" else [image]
-        made = self.processor(images=nested, return_tensors="pt", **self.options)
-        return {name: made[name] for name in _INPUTS[self.family.layout]}
+    def row_files(self, folder: str | None) -> ImageTokens:
+        """Return what finds the images of rows. folder: of relative paths; None: that of the data file."""
+        return ImageTokens(self, folder)
 
-    def blank(self) -> dict[str, Tensor]:
-        """Return the inputs of a small blank image, for batches without images; for patches or squares."""
-        if self.family.layout == "squares":
-            return {"pixel_values": torch.zeros(1, 3, self.side, self.side)}
-        frames = int(self.processor.temporal_patch_size)
-        return {
-            "pixel_values": torch.zeros(self.merge**2, 3 * frames * self.patch**2),
-            "image_grid_thw": torch.tensor([[1, self.merge, self.merge]]),
-        }
+    def batch_inputs(
+        self, input_ids: Tensor, files: Sequence[Sequence[FileInputs]], document_lengths: Sequence[int] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the pixels of a batch and what the model needs to place them, as of `image_inputs`."""
+        return image_inputs(self, input_ids, files, document_lengths)
 
-    def identity(self) -> dict[str, Any]:
-        """Return all that an example's tokens depend on, for the key of the data cache."""
-        return {
-            "family": self.family.name,
-            "options": self.options,
-            "token": [self.token_id, sorted(self.untrained), self.image_text, self.template_text, self.fixed_tokens],
-            "size": [self.patch, self.merge],
-        }
+    def prompt_inputs(self, input_ids: Tensor, files: Sequence[ImageFile]) -> dict[str, Tensor]:
+        """Repeat each image token of input_ids (1, T) as often as its image needs, and add the pixels."""
+        # The files are in the order of their tokens: `RowFiles.find` sorts them so.
+        repeats = torch.ones(input_ids.shape[1], dtype=torch.long)
+        repeats[input_ids[0] == self.token_id] = torch.tensor([self.tokens(file) for file in files], dtype=torch.long)
+        input_ids = input_ids[0].repeat_interleave(repeats)[None]
+        inputs = self.batch_inputs(input_ids, [[self.read(file.path) for file in files]])
+        if self.family.positions == "sections":  # `generate` computes position ids from the token types
+            del inputs["position_ids"]
+            inputs["mm_token_type_ids"] = (input_ids == self.token_id).long()
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **inputs}
+
+    def save(self, folder: Path) -> None:
+        """Write what AutoProcessor needs into a saved model's folder, with the size limits of training."""
+        self.processor.save_pretrained(folder)
+        sizes = {"size": self.options["size"]} if "size" in self.options else {}
+        for file, settings in (("preprocessor_config.json", sizes), ("processor_config.json", self.saved_settings)):
+            path = folder / file
+            written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            # AutoProcessor finds the family's processor by this name.
+            written |= {**settings, "processor_class": self.family.processor}
+            path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def load_reader(
     model: ModelOptions,
-    vision: VisionOptions | None,
+    vision: VisionSpec | None,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     origin: ModelOrigin = RECIPE_MODEL,
-) -> ImageReader | None:
-    """Return the reader of a model with the recipe's size limits; None for a text model. Raises UserError.
+) -> ImageReader:
+    """Return the reader of a model with the recipe's size limits. Raises UserError.
 
     vision: None uses the limits in the model's own files, for generation.
     """
     family = family_of(config)
-    if family is None:
-        return None
     processor = _load_processor(model.model_name_or_path, model.revision, origin)
+    # An answer is generated with the limits of training, which were saved with the model.
     if vision is None and family.layout == "patches":
         size = dict(processor.size)
-        vision = VisionOptions(image_min_pixels=size["shortest_edge"], image_max_pixels=size["longest_edge"])
+        vision = VisionSpec(image_min_pixels=size["shortest_edge"], image_max_pixels=size["longest_edge"])
+    # LLaVA, Gemma 3 and Llama-3.2-Vision store image_token_index, of which image_token_id is an alias.
     token_id = getattr(config, "image_token_id", None)
     token_id = config.image_token_index if token_id is None else token_id
     around = {key: name for key, name in (("begin", family.begin), ("end", family.end)) if name}
@@ -132,7 +118,7 @@ def load_reader(
         template_text=family.template_text.format(**words),
         patch=int(tower.patch_size),
         merge=int(getattr(tower, "spatial_merge_size", 1)),
-        **_size_settings(family, vision or VisionOptions(), config, processor),
+        **_size_settings(family, vision or VisionSpec(), config, processor),
     )
 
 
@@ -146,7 +132,7 @@ def _token(tokenizer: PreTrainedTokenizerBase, number: int, name: str) -> str:
     return token
 
 
-def _size_settings(family: Family, vision: VisionOptions, config: PreTrainedConfig, processor: Any) -> dict[str, Any]:
+def _size_settings(family: Family, vision: VisionSpec, config: PreTrainedConfig, processor: Any) -> dict[str, Any]:
     """Return the fields of ImageReader that depend on image sizes."""
     tower = config.vision_config
     if family.layout == "patches":
@@ -162,8 +148,9 @@ def _size_settings(family: Family, vision: VisionOptions, config: PreTrainedConf
         if least > most:
             raise UserError(f"vision.image_min_pixels: {least} is more than vision.image_max_pixels: {most}.")
         return {"options": {"size": {"shortest_edge": least, "longest_edge": most}}, "fixed_tokens": None}
+    # A key without an effect is refused: the images would not have the size that the recipe says.
     for name in ("image_max_pixels", "image_min_pixels"):
-        if getattr(vision, name) != getattr(VisionOptions(), name):
+        if getattr(vision, name) != getattr(VisionSpec(), name):
             raise UserError(
                 f"vision.{name}: {family.name} resizes every image to the size that it was trained with.",
                 hint="Leave the key out.",
@@ -174,6 +161,7 @@ def _size_settings(family: Family, vision: VisionOptions, config: PreTrainedConf
     patch = int(tower.patch_size)
     if family.token_types:
         tokens = int(config.mm_tokens_per_image)
+        # Pan and scan adds crops, and the number of tokens would depend on the image.
         options = {"do_pan_and_scan": False}
         settings = {"image_seq_length": tokens}
     else:
@@ -194,6 +182,7 @@ def _load_processor(name: str, revision: str, origin: ModelOrigin) -> Any:
 
     import_pillow()
     hint = "The folder of a vision-language model needs preprocessor_config.json."
+    # Read first, because `read_json` names a damaged file, and refuses one too large to hold settings.
     for file in ("preprocessor_config.json", "processor_config.json"):
         path = Path(name).expanduser() / file
         if path.is_file():
@@ -208,14 +197,3 @@ def _load_processor(name: str, revision: str, origin: ModelOrigin) -> Any:
                 f"no image processor could be loaded from {name}: transformers has no {kind[:80]}Pil{own}.", hint
             )
         return processor.from_pretrained(name, revision=revision)
-
-
-def save_processor(reader: ImageReader, folder: Path) -> None:
-    """Write what AutoProcessor needs into a saved model's folder, with the size limits of training."""
-    reader.processor.save_pretrained(folder)
-    sizes = {"size": reader.options["size"]} if "size" in reader.options else {}
-    for file, settings in (("preprocessor_config.json", sizes), ("processor_config.json", reader.saved_settings)):
-        path = folder / file
-        written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        written |= {**settings, "processor_class": reader.family.processor}
-        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

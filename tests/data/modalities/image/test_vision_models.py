@@ -12,18 +12,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.attention.image_attention import per_image_attention
+from ligertune.data.modalities.image.families import family_of, part_of, prepare_vision
+from ligertune.data.modalities.image.recipe import VisionSpec
 from ligertune.errors import UserError
 from ligertune.models.float8.float8_layers import to_torchao_float8
 from ligertune.models.trainable import apply_method
 from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch, unpatch
-from ligertune.planning.options import MethodOptions, VisionOptions
-from ligertune.vision.families import family_of, part_of, prepare_vision
+from ligertune.planning.options import MethodOptions
 
 PACKED = tuple(name for name in tiny_vlms.FAMILIES if name not in ("mllama", "gemma3"))
 # towers with as many layers as the language model
 DEEP = {"qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "llava": {"num_hidden_layers": 2}}
-NOTHING_FROZEN = VisionOptions(freeze_vision_tower=False, freeze_projector=False)
+NOTHING_FROZEN = VisionSpec(freeze_vision_tower=False, freeze_projector=False)
 each_family = pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
 
 
@@ -147,7 +148,7 @@ def test_packed_training_equals_single_documents(family, implementation, patched
 @pytest.mark.parametrize("frozen", ["vision_tower", "projector", "language_model", "vision_tower projector"])
 def test_exactly_the_unfrozen_parts_get_gradients(family, frozen, four_rows, tokenizer_of, reader_of):
     parts = ("vision_tower", "projector", "language_model")
-    spec = VisionOptions(**{f"freeze_{part}": part in frozen.split() for part in parts})
+    spec = VisionSpec(**{f"freeze_{part}": part in frozen.split() for part in parts})
     model = trainable(family, tokenizer_of(family), spec=spec)
     patch(model)
     runs = []
@@ -163,7 +164,7 @@ def test_exactly_the_unfrozen_parts_get_gradients(family, frozen, four_rows, tok
     if frozen == "vision_tower projector":
         assert runs == [False]  # the tower ran once, without autograd
         with pytest.raises(UserError, match="nothing would be trained"):
-            trainable(family, tokenizer_of(family), spec=VisionOptions(freeze_language_model=True))
+            trainable(family, tokenizer_of(family), spec=VisionSpec(freeze_language_model=True))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -180,7 +181,7 @@ def test_a_batch_of_text_gives_the_tower_zero_gradients(family, packed, four_row
     vision = [g for name, g in gradients.items() if part_of(family_of(model.config), name) != "language_model"]
     assert vision and not any(gradient.any() for gradient in vision)
     plain = {name: torch.tensor(getattr(rows.train[3], name)[None]).long() for name in ("input_ids", "labels")}
-    single = trainable(family, tokenizer_of(family), "sdpa", VisionOptions())
+    single = trainable(family, tokenizer_of(family), "sdpa", VisionSpec())
     expected, truth = training(single, plain)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, gradient in truth.items():
@@ -190,7 +191,7 @@ def test_a_batch_of_text_gives_the_tower_zero_gradients(family, packed, four_row
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install torchao")
 @each_family
 def test_only_the_language_model_multiplies_in_float8(family, four_rows, tokenizer_of, reader_of):
-    exact = trainable(family, tokenizer_of(family), spec=VisionOptions(freeze_projector=False))
+    exact = trainable(family, tokenizer_of(family), spec=VisionSpec(freeze_projector=False))
     patched = copy.deepcopy(exact)
     patch(patched)
     to_torchao_float8(patched)

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ligertune.planning.options import VisionOptions
+    from ligertune.data.modalities.image.recipe import VisionSpec
+
+# for messages
+MODEL_KIND = "vision-language model"
+INPUTS = "images"
 
 ModelPart = Literal["vision_tower", "projector", "language_model"]
 
@@ -100,10 +104,8 @@ def has_vision(config: PreTrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def family_of(config: PreTrainedConfig) -> Family | None:
-    """Return the family of a configuration; None for a text model. Raises UserError for an unsupported family."""
-    if not has_vision(config):
-        return None
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the family of a vision-language model's configuration. Raises UserError for an unsupported family."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(row.name for row in FAMILIES.values())
@@ -114,25 +116,18 @@ def family_of(config: PreTrainedConfig) -> Family | None:
     return family
 
 
-def exact_packing(config: PreTrainedConfig) -> dict[str, str | bool | None]:
-    """Return the family's name (None for a text model) and whether packed rows compute exactly what single ones do."""
-    family = family_of(config)
-    return {"family": family and family.name, "packs_exactly": family is None or family.packs}
-
-
 def part_of(family: Family, parameter: str) -> ModelPart:
     """Return the part of the model that a parameter, named as in `named_parameters`, belongs to."""
     prefixes: list[tuple[str, ModelPart]] = [(prefix, "vision_tower") for prefix in family.vision_tower]
     prefixes += [(prefix, "projector") for prefix in family.projector]
+    # The longest prefix wins: Qwen's projector is a module of its tower, model.visual.merger.
     matches = [(len(prefix), part) for prefix, part in prefixes if parameter.startswith(prefix)]
     return max(matches)[1] if matches else "language_model"
 
 
-def prepare_vision(model: PreTrainedModel, spec: VisionOptions) -> None:
-    """Freeze the parts that the recipe freezes and register the hooks the family needs. Text models stay unchanged."""
+def prepare_vision(model: PreTrainedModel, spec: VisionSpec) -> None:
+    """Freeze the parts that the recipe freezes and register the hooks the family needs."""
     family = family_of(model.config)
-    if family is None:
-        return
     freeze_parts(model, family, spec)
     for prefix in family.vision_tower:
         model.get_submodule(prefix.rstrip(".")).register_forward_pre_hook(_drop_text_arguments, with_kwargs=True)
@@ -140,7 +135,7 @@ def prepare_vision(model: PreTrainedModel, spec: VisionOptions) -> None:
         model.register_forward_hook(_give_all_zero_gradients, with_kwargs=True)
 
 
-def freeze_parts(model: PreTrainedModel, family: Family, spec: VisionOptions) -> None:
+def freeze_parts(model: PreTrainedModel, family: Family, spec: VisionSpec) -> None:
     """Freeze parameters by part. Raises UserError if nothing would train."""
     frozen = {part: getattr(spec, f"freeze_{part}") for part in get_args(ModelPart)}
     if all(frozen.values()):
@@ -174,8 +169,9 @@ def _give_all_zero_gradients(model: PreTrainedModel, args: tuple, kwargs: dict[s
     """Forward hook: without images, add 0 times every parameter to the loss, so that no gradient is missing.
 
     Llama-3.2-Vision then skips tower and cross-attention, and other ranks would wait for their gradients. Other
-    families get a blank image (`vision.inputs`); in this one, text would attend to it.
+    families get a blank image (`image_inputs`); in this one, text would attend to it.
     """
+    # One element of each parameter is enough for a gradient, and costs no memory.
     if kwargs.get("pixel_values") is None and output.loss is not None and output.loss.requires_grad:
         firsts = [p.view(-1)[0] for p in model.parameters() if p.requires_grad and p.numel()]
         output.loss = output.loss + 0 * sum(first.to(output.loss) for first in firsts)

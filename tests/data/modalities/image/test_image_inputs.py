@@ -8,10 +8,10 @@ import transformers
 from image_batches import batch_of, image_row
 from transformers.processing_utils import ProcessorMixin
 
+from ligertune.data.modalities.image.image_files import read_image
+from ligertune.data.modalities.prefetch import FilePrefetcher
 from ligertune.errors import UserError
 from ligertune.models.save import write_model
-from ligertune.vision.image_files import read_image
-from ligertune.vision.inputs import ImagePrefetcher
 
 ROWS = {
     "one image": ("What is <image>this?", ("red",)),
@@ -64,7 +64,7 @@ def test_tokens_and_pixels_equal_the_processors(
 ):
     """The processor is loaded from the folder that training writes."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder_of(family))
-    settings = {"state_dict": None, "prompt_template": "chat", "system_prompt": None, "images": reader_of(family)}
+    settings = {"state_dict": None, "prompt_template": "chat", "system_prompt": None, "reader": reader_of(family)}
     write_model(model, tokenizer_of(family), tmp_path / "model", **settings)
     rows, processor = examples_of(family), processor_for(family, tmp_path / "model", reader_of(family))
     for index, (text, names) in enumerate(ROWS.values()):
@@ -117,13 +117,13 @@ def test_mllama_refuses_a_batch_of_rows_with_different_numbers_of_images(example
 
 def test_prefetched_pixels_are_released_after_the_last_use(reader_of, image_paths, tmp_path):
     reader = reader_of("qwen2_vl")
-    prefetcher = ImagePrefetcher(reader)
+    prefetcher = FilePrefetcher(reader)
     red, blue = str(image_paths["red"]), str(image_paths["blue"])
     prefetcher.expect([red, blue, red])
     first, second = prefetcher.take(red), prefetcher.take(red)
     assert first is second and red not in prefetcher._made and blue in prefetcher._made
     for path in (blue, red):  # expected, and not expected
-        assert torch.equal(prefetcher.take(path)["pixel_values"], reader.pixels(path)["pixel_values"])
+        assert torch.equal(prefetcher.take(path)["pixel_values"], reader.read(path)["pixel_values"])
     assert not prefetcher._made
     # an image that was deleted after preparation
     prefetcher.expect([str(tmp_path / "gone.png")])

@@ -43,6 +43,7 @@ def locate_image(reference: Any, folder: Path, store: Path) -> Path:
 
     Relative paths start from `folder`. Bytes are written to `store`.
     """
+    # data sets of the hub hold {bytes, path}, whose path is a name and no file of this machine
     if isinstance(reference, dict):
         content = reference.get("bytes")
         if content:
@@ -59,6 +60,7 @@ def locate_image(reference: Any, folder: Path, store: Path) -> Path:
         raise BadRow("image on the network", reference[:80])
     if reference.startswith("file://"):
         reference = unquote(urlparse(reference).path)
+    # expanduser makes ~ absolute, and `folder` does not change an absolute path
     path = folder / Path(reference).expanduser()
     if not path.is_file():
         raise BadRow("image is missing", str(path))
@@ -69,6 +71,7 @@ def _write_once(content: bytes, store: Path) -> Path:
     path = store / hashlib.sha256(content).hexdigest()
     if not path.exists():
         store.mkdir(parents=True, exist_ok=True)
+        # Several processes may write the same image: a renamed file is complete for whoever reads it.
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         aside.write_bytes(content)
         os.replace(aside, path)
@@ -106,6 +109,7 @@ def read_image(path: str) -> Image.Image:
             hint="Put it back, and resume; or prepare the data again with data.cache: false.",
             exit_code=1,
         ) from error
+    # convert("RGB") alone drops the transparency and shows what lies under it, often black.
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
         upright = upright.convert("RGBA")
         white = pil.new("RGBA", upright.size, "white")

@@ -6,9 +6,10 @@ import re
 import pytest
 import transformers
 
-from ligertune.planning.options import ModelOptions, VisionOptions
-from ligertune.vision.image_files import check_image
-from ligertune.vision.reader import load_reader, save_processor
+from ligertune.data.modalities.image.image_files import check_image
+from ligertune.data.modalities.image.reader import load_reader
+from ligertune.data.modalities.image.recipe import VisionSpec
+from ligertune.planning.options import ModelOptions
 
 pytestmark = pytest.mark.corpus
 
@@ -31,14 +32,14 @@ def test_every_record_is_used(file, corpus, prepared_for):
     written = json.loads((corpus / "images" / file).read_text(encoding="utf-8"))
     named = [row.get("image", row.get("images")) or [] for row in written]
     counts = [1 if isinstance(given, str) else len(given) for given in named]
-    assert prepared.train.n_images.tolist() == counts
+    assert prepared.train.n_media.tolist() == counts
     assert images is None or sum(counts) == images
 
 
 def test_other_marks_missing_marks_and_captions_that_name_no_image(corpus, prepared_for, tokenizer_of):
     """captions.jsonl has a key and a text. xcomposer: two records use `<ImageHere>`, two have no mark (image first)."""
     prepared = prepared_for("qwen2_vl", corpus / "images" / "cc12m_32" / "captions.jsonl")
-    assert prepared.report.sets[0].format == "text" and not prepared.train.n_images.any()
+    assert prepared.report.sets[0].format == "text" and not prepared.train.n_media.any()
     folder, tokenizer = corpus / "images" / "xcomposer_demo", tokenizer_of("qwen2_vl")
     single = prepared_for("qwen2_vl", folder / "single_turn_single_image_example.json").train[0]
     assert tokenizer.decode(single.input_ids[:4]).startswith("<|im_start|>user\n<|vision_start|>")
@@ -69,11 +70,11 @@ def test_tokens_of_the_published_configuration(corpus, tmp_path):
     spec = ModelOptions(model_name_or_path=str(corpus / "model_configs" / "Qwen2-VL-2B-Instruct"))
     config = transformers.AutoConfig.from_pretrained(spec.model_name_or_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(corpus / "tokenizers" / "qwen2.5")
-    reader = load_reader(spec, VisionOptions(image_max_pixels=12_845_056), config, tokenizer)
+    reader = load_reader(spec, VisionSpec(image_max_pixels=12_845_056), config, tokenizer)
     images = sorted((corpus / "images" / "cc12m_32" / "images").iterdir())
     tokens = [reader.tokens(check_image(path)) for path in images]
     assert (min(tokens), max(tokens), round(sum(tokens) / len(tokens))) == (225, 540, 389)
-    small = load_reader(spec, VisionOptions(image_max_pixels=50_176, image_min_pixels=4_000), config, tokenizer)
-    save_processor(small, tmp_path)
+    small = load_reader(spec, VisionSpec(image_max_pixels=50_176, image_min_pixels=4_000), config, tokenizer)
+    small.save(tmp_path)
     again = load_reader(ModelOptions(model_name_or_path=str(tmp_path)), None, config, tokenizer)
     assert again.options == small.options == {"size": {"shortest_edge": 4_000, "longest_edge": 50_176}}
