@@ -12,12 +12,18 @@ from typing import Any
 from ligertune.errors import UserError, printable
 from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
-from ligertune.recipe.importers.peers import Peer
-from ligertune.recipe.importers.reasons import FALSE_MATTERS, HARMLESS, HARMS, TRAINING
+from ligertune.recipe.importers.import_tables import (
+    FALSE_MATTERS,
+    HARMLESS,
+    HARMS,
+    KEEP_THE_TOOL,
+    TRAINING,
+    Peer,
+    Reason,
+)
 
 NOTHING = (None, False, "", "none", "no")  # an unknown key with one of these values switches nothing on
-KEEP_THE_TOOL = "Keep the other tool for this file."
-IMPORTED = "imported"
+BECAME = "imported"
 LEFT = "not imported"
 OFF = "off"
 UNTRACED = "ligertune does not read it with the other keys of this file"
@@ -100,11 +106,24 @@ class Import:
         """Return the path in the file of a top-level key, or of one that stood in a section."""
         return self.names.get(written, (written,))
 
+    def line_of(self, path: KeyPath) -> int:
+        """Return the line of a key in the file, or of the section around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 0)
+
+    def place_of(self, written: str) -> Place:
+        return Place("", self.line_of(self.path_of(written)), self.document.file)
+
+    def value_at(self, path: KeyPath) -> Any:
+        """Return the value of the document, None if there is none: null keys are removed before the conversion."""
+        return self.document.get(path) if self.document.has(path) else None
+
     def trace(self, path: KeyPath, *into: str) -> None:
         """Record that a key of the file became these keys of the recipe."""
         before = self.fates.get(path)
-        earlier = before.into if before and before.state == IMPORTED else ()
-        self.fates[path] = Fate(IMPORTED, tuple(dict.fromkeys((*earlier, *into))))
+        earlier = before.into if before and before.state == BECAME else ()
+        self.fates[path] = Fate(BECAME, tuple(dict.fromkeys((*earlier, *into))))
 
     def take(self, name: str, *into: str, default: Any = None) -> Any:
         """Remove a top-level key that is converted to these keys of the recipe, and return its value."""
@@ -113,17 +132,27 @@ class Import:
         self.trace(self.path_of(name), *into)
         return self.data.pop(name)
 
-    def hoist(self, section: str, *names: tuple[str, str]) -> None:
-        """Move (key of a section, flat name) to the top level; what stays in the section is left there."""
+    def hoist(self, section: str, names: dict[str, str]) -> None:
+        """Move keys of a section to the top level, under flat names; what stays in the section is left there.
+
+        "*" stands for all other keys, which keep their names.
+        """
         values = self.data.get(section)
         if not isinstance(values, dict):
             return
-        for name, flat in names:
+        others = {name: name for name in values} if "*" in names else {}
+        for name, flat in (names | {name: others[name] for name in others.keys() - names}).items():
             if name in values and flat not in self.data:
                 self.names[flat] = (*self.path_of(section), name)
                 self.data[flat] = values.pop(name)
         if not values:
             del self.data[section]
+
+    def rename(self, name: str, other: str) -> None:
+        """Convert a top-level key under another name of the tool."""
+        if name in self.data and other not in self.data:
+            self.names[other] = self.path_of(name)
+            self.data[other] = self.data.pop(name)
 
     def put(self, key: str, value: Any, written: str) -> None:
         """Set a recipe key from the tool's key `written`, unless the recipe has it already."""
@@ -132,20 +161,27 @@ class Import:
             line = self.lines.get(self.path_of(written), 0)
             self.document.put(split(key), value, Place("", line, self.document.file, written))
 
-    def leave(self, path: KeyPath, why: str, harm: str = TRAINING, *, even_off: bool = False) -> None:
+    def lose(self, path: KeyPath, reason: Reason, *into: str) -> None:
+        """Record why a key of the file is not imported."""
+        self.fates[path] = Fate(LEFT, into, reason.why, reason.harm)
+
+    def leave(self, path: KeyPath, reason: Reason, *, even_off: bool = False) -> None:
         """Remove a key of the document and record the reason; without `even_off`, not for a value that is off."""
         value = self.document.get(path)
         key = dotted(path)
-        sources = [at for at, fate in self.fates.items() if fate.state == IMPORTED and _is_for(key, fate.into)]
+        sources = [at for at, fate in self.fates.items() if fate.state == BECAME and _is_for(key, fate.into)]
         self.document.remove(path)
         if not sources and key in (name.partition(": ")[0] for name in self.defaults):
             self.defaults = [text for text in self.defaults if not text.startswith(f"{key}: ")]
-            self.notes.append(f"{self.peer.name}'s default of {key} is left out: {why}")
+            self.notes.append(f"{self.peer.name}'s default of {key} is left out: {reason.why}")
             return
-        ours = key if sources else ""
+        ours = (key,) if sources else ()
         for at in sources or [self.source_of(path)]:
             matters = even_off or (at[-1] in FALSE_MATTERS and value is not None)
-            self.fates[at] = Fate(OFF) if is_off(value) and not matters else Fate(LEFT, (ours,) * bool(ours), why, harm)
+            if is_off(value) and not matters:
+                self.fates[at] = Fate(OFF)
+            else:
+                self.lose(at, reason, *ours)
 
     def source_of(self, path: KeyPath) -> KeyPath:
         """Return where a key of the document stood in the file."""
@@ -181,10 +217,10 @@ class Import:
             yield path, value, self._fate_of(path, value)
 
     def _fate_of(self, path: KeyPath, value: Any) -> Fate:
-        for length in range(len(path), 0, -1):
-            fate = self.fates.get(path[:length])
-            if fate is not None:
-                return Fate(OFF) if value is None else fate
+        owner = next((path[:length] for length in range(len(path), 0, -1) if path[:length] in self.fates), None)
+        if owner is not None:
+            return Fate(OFF) if value is None else self.fates[owner]
+        # a key that no converter reads is loud
         return Fate(OFF) if is_off(value) else Fate(LEFT, (), UNTRACED, TRAINING)
 
     @property
@@ -196,24 +232,22 @@ class Import:
                 continue
             # a section that is left as a whole is one row
             whole = next((path[:n] for n in range(1, len(path)) if self.fates.get(path[:n]) == fate), path)
-            shown = abbreviated(_value_at(self.source, whole) if whole != path else value)
+            if whole != path:
+                value = self.source
+                for step in whole:
+                    value = value[step]
             key = one_line(dotted(whole))
             ours = fate.into[0] if fate.into else ""
-            rows.setdefault(key, Left(self.line_of(whole), key, one_line(shown), one_line(fate.why), fate.harm, ours))
+            shown = one_line(abbreviated(value))
+            rows.setdefault(key, Left(self.line_of(whole), key, shown, one_line(fate.why), fate.harm, ours))
         return sorted([*rows.values(), *self.more_left], key=lambda item: item.order)
-
-    def line_of(self, path: KeyPath) -> int:
-        """Return the line of a key in the file, or of the section around it."""
-        while path and path not in self.lines:
-            path = path[:-1]
-        return self.lines.get(path, 0)
 
     @property
     def translated(self) -> list[str]:
         """One line per imported key: "lr -> train.learning_rate: 0.1"."""
         rows: dict[KeyPath, str] = {}
         for path, _, fate in self.accounts():
-            if fate.state == IMPORTED:
+            if fate.state == BECAME:
                 owner = next(path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates)
                 rows[owner] = f"{one_line(dotted(owner))} -> {self._shown_target(fate)}"
         return list(rows.values())
@@ -230,31 +264,29 @@ class Import:
         """Names of the keys that are empty, or switch nothing on."""
         return [one_line(dotted(path)) for path, _, fate in self.accounts() if fate.state == OFF]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""
-        keys = [
-            {
-                "key": one_line(dotted(path)),
-                "line": self.line_of(path),
-                "value": _json_value(value),
-                "state": fate.state,
-                "into": list(fate.into),
-                "why": fate.why,
-                "harm": fate.harm,
-            }
-            for path, value, fate in self.accounts()
-        ]
-        notices = [str(notice) for notice in sorted(self.document.notices)]
-        return {
-            "peer": self.peer.name, "text": self.text, "keys": keys, "translated": self.translated,
-            "left": [asdict(item) for item in self.left], "off": self.off,
-            "defaults": self.defaults, "notes": self.notes, "notices": notices,
-        }  # fmt: skip
-
     @property
     def harmless(self) -> list[str]:
         """Names of the keys that have no effect on training, speed or memory here."""
         return [item.key for item in self.left if item.harm == HARMLESS]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""
+        keys = []
+        for path, value, fate in self.accounts():
+            # JSON has no NaN and no Infinity: they become words
+            shown = json.loads(json.dumps(value), parse_constant=str)
+            keys.append({"key": one_line(dotted(path)), "line": self.line_of(path), "value": shown, **asdict(fate)})
+        return {
+            "peer": self.peer.name,
+            "text": self.text,
+            "keys": keys,
+            "translated": self.translated,
+            "left": [asdict(item) for item in self.left],
+            "off": self.off,
+            "defaults": self.defaults,
+            "notes": self.notes,
+            "notices": [str(notice) for notice in sorted(self.document.notices)],
+        }
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -267,17 +299,6 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from leaves(inner, (*path, index))
     else:
         yield path, value
-
-
-def _json_value(value: Any) -> Any:
-    """Return a value with words for numbers that JSON does not have: NaN, Infinity."""
-    return json.loads(json.dumps(value), parse_constant=str)
-
-
-def _value_at(value: Any, path: KeyPath) -> Any:
-    for step in path:
-        value = value[step]
-    return value
 
 
 def _is_for(key: str, targets: tuple[str, ...]) -> bool:
