@@ -13,27 +13,13 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS, Alias, apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, parent, split
+from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import LEFT, Import, is_off, one_line
-from ligertune.recipe.importers.import_tables import (
-    BETTER_REASONS,
-    HARMLESS,
-    HARMS,
-    IMPORTED,
-    KEEP_THE_TOOL,
-    KEYS,
-    REASONS,
-    SAME_HERE,
-    SPEED,
-    TOOLS,
-    TRAINING,
-    USUAL_ROLES,
-    Peer,
-    Reason,
-    likely_peer,
-)
+from ligertune.recipe.importers.import_tables import HARMLESS, HARMS, TOOLS, TRAINING, Peer, Reason
+from ligertune.recipe.importers.key_rules import apply_rules
 from ligertune.recipe.importers.method_keys import convert_method
-from ligertune.recipe.importers.objectives import convert_objective, refuse_other_objectives
-from ligertune.recipe.importers.peer_datasets import convert_datasets, flatten_v1
+from ligertune.recipe.importers.objectives import convert_objective
+from ligertune.recipe.importers.peer_datasets import convert_datasets
 from ligertune.recipe.importers.run_keys import convert_run
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
@@ -45,10 +31,11 @@ UNKNOWN = "neither ligertune nor a tool that it knows has such a key"
 NO_MEANING = "with this value, or next to the other keys, it means nothing that ligertune knows"
 MAX_DEPTH = 4  # of sections whose keys are named one by one
 TWICE_THE_RANK = "twice the rank"  # LLaMA-Factory's default of lora_alpha
+# without one of these the run would train something else: the file is refused
 OBJECTIVE_KEYS = ("task", "method.type", "preference.loss_type")
+FLAT_SECTIONS = tables.KEYS["flat_sections"].split()
 # keys that converters read, and leave where they mean nothing to them
-FLAT_SECTIONS = KEYS["flat_sections"].split()
-READ_KEYS = {name for peer in TOOLS for name in peer.signs} | set(KEYS["read_by_converters"].split())
+READ_KEYS = {name for peer in TOOLS for name in peer.signs} | set(tables.KEYS["read_by_converters"].split())
 
 
 def import_recipe(path: Path) -> Import:
@@ -59,18 +46,14 @@ def import_recipe(path: Path) -> Import:
     work = Import(peer_of(document), document, path.absolute().parent)
     document.data = _without_nulls(document.data)
     _other_sections(work)
-    for section, names in KEYS["sections"].items():
-        work.hoist(section, names)
+    apply_rules(work, "sections")
     work.rename("evaluation_strategy", "eval_strategy")
-    for convert in (
-        flatten_v1, refuse_other_objectives, convert_objective, convert_datasets, convert_run, convert_method,
-    ):  # fmt: skip
+    for convert in (convert_objective, convert_datasets, convert_run, convert_method):
         convert(work)
     # the importer's aliases first: they are more specific than those of recipes
-    for rows in (IMPORTED, ALIASES):
+    for rows in (tables.IMPORTED, ALIASES):
         _apply(work, rows)
     _flat_keys(work)
-    _trace_places(work)
     _unknown_keys(work)
     _replaced_keys(work)
     _tool_defaults(work)
@@ -103,7 +86,7 @@ def _other_sections(work: Import) -> None:
 
 def peer_of(document: Document) -> Peer:
     """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
-    best, signs = likely_peer(document.data)
+    best, signs = tables.likely_peer(document.data)
     if not signs:
         names = " or ".join(peer.name for peer in TOOLS)
         hint = "If it is a recipe of ligertune already, validate it with `ligertune recipe check`."
@@ -144,15 +127,9 @@ def _flat_keys(work: Import) -> None:
             place = document.place((name,))
             value = document.data.pop(name)
             document.put(split(homes[name]), value, Place("", place.line, place.file, name))
-
-
-def _trace_places(work: Import) -> None:
-    """Record the keys that aliases and flat names became."""
-    for path, place in work.document.places.items():
-        if place.written and work.document.has(path):
-            source = work.path_of(place.written)
-            if source[0] in work.source:
-                work.trace(source, dotted(path))
+            # a rule may have set a key that the file does not have
+            if work.path_of(name)[0] in work.source:
+                work.trace(work.path_of(name), homes[name])
 
 
 def _unknown_keys(work: Import) -> None:
@@ -173,7 +150,7 @@ def _unknown_keys(work: Import) -> None:
 def _leave_unknown(work: Import, path: KeyPath) -> None:
     name = str(path[-1])
     value = work.document.get(path)
-    reason = REASONS.get(name)
+    reason = tables.REASONS.get(name)
     if reason is None and isinstance(value, dict) and value and len(path) < MAX_DEPTH:
         for inner in list(value):  # a section with keys that are converted, or have a reason
             _leave_unknown(work, (*path, inner))
@@ -189,7 +166,7 @@ def _leave_unknown(work: Import, path: KeyPath) -> None:
 def _similar(name: str) -> list[str]:
     """Return the known key that is spelled most similarly, if one is."""
     # a comparison costs 20 us; a file of 10,000 unknown keys would take minutes without a cheap filter
-    known = [*REASONS, *KEY_OF_ALIAS, *map(leaf, keys())]
+    known = [*tables.REASONS, *KEY_OF_ALIAS, *map(leaf, keys())]
     candidates = [other for other in known if other[:2] == name[:2] and abs(len(other) - len(name)) <= 3]
     return get_close_matches(name, candidates, n=1, cutoff=0.85)
 
@@ -277,7 +254,7 @@ def _importance(path: KeyPath) -> int:
     key = dotted(path)
     if key in OBJECTIVE_KEYS:
         return 2
-    return 0 if any(key == name or key.startswith(f"{name}.") for name in KEYS["speed_keys"].split()) else 1
+    return 0 if any(key == name or key.startswith(f"{name}.") for name in tables.KEYS["speed_keys"].split()) else 1
 
 
 def _invalid_values(error: ValidationError, document: Document) -> dict[KeyPath, str]:
@@ -299,16 +276,16 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
     key = dotted(path)
     value = document.get(path)
     place = document.place(path)
-    why = BETTER_REASONS.get((key, str(value)), why)
+    why = tables.BETTER_REASONS.get((key, str(value)), why)
     if path[:1] == ("data",) and len(path) == 3 and path[1] in ("datasets", "eval_datasets"):
         path = path[:2]  # the others would move up to the place of a data set that is removed
     placeholder = dict(REQUIRED).get(path)
     if placeholder is None and not (key in OBJECTIVE_KEYS and not is_off(value)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)  # 0 is refused, not off
-        harm = SPEED if _importance(path) == 0 else TRAINING
+        harm = tables.SPEED if _importance(path) == 0 else TRAINING
         work.leave(path, Reason(why, harm), even_off=is_number)
         return
-    work.refusals.append((place.line, UserError(f"{place}: {why}", hint=KEEP_THE_TOOL)))
+    work.refusals.append((place.line, UserError(f"{place}: {why}", hint=tables.KEEP_THE_TOOL)))
     document.remove(path)
     if placeholder is not None:  # so that it is not reported as missing, too
         document.put(path, placeholder, place)
@@ -316,11 +293,12 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
 
 def _same_here(work: Import) -> None:
     """Call a key harmless whose value says what is done here, too."""
+    usual_roles = tables.UNSUPPORTED["usual_roles"]
     for path, value, fate in list(work.accounts()):
         name = str(path[-1])
         roles = {str(role) for role in (value if isinstance(value, list) else [value])}
-        is_usual_role = "roles" in path[:-1] and roles <= USUAL_ROLES.get(name, set())
-        if fate.state == LEFT and (is_usual_role or value in SAME_HERE.get(name, ())):
+        is_usual_role = "roles" in path[:-1] and roles <= set(usual_roles.get(name, "").split())
+        if fate.state == LEFT and (is_usual_role or value in tables.UNSUPPORTED["same_here"].get(name, ())):
             work.lose(path, Reason(f"{abbreviated(value)} is what is done here", HARMLESS))
 
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from ligertune.errors import UserError, printable
 from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
-from ligertune.recipe.importers.import_tables import (
-    FALSE_MATTERS,
-    HARMLESS,
-    HARMS,
-    KEEP_THE_TOOL,
-    TRAINING,
-    Peer,
-    Reason,
-)
+from ligertune.recipe.importers.import_tables import HARMS, KEEP_THE_TOOL, TRAINING, UNSUPPORTED, Peer, Reason
 
 NOTHING = (None, False, "", "none", "no")  # an unknown key with one of these values switches nothing on
 BECAME = "imported"
 LEFT = "not imported"
 OFF = "off"
+FALSE_MATTERS = UNSUPPORTED["false_matters"].split()
 UNTRACED = "ligertune does not read it with the other keys of this file"
 
 
@@ -140,8 +135,8 @@ class Import:
         values = self.data.get(section)
         if not isinstance(values, dict):
             return
-        others = {name: name for name in values} if "*" in names else {}
-        for name, flat in (names | {name: others[name] for name in others.keys() - names}).items():
+        for name in (*names, *(list(values) if "*" in names else ())):
+            flat = names.get(name, name)
             if name in values and flat not in self.data:
                 self.names[flat] = (*self.path_of(section), name)
                 self.data[flat] = values.pop(name)
@@ -158,8 +153,7 @@ class Import:
         """Set a recipe key from the tool's key `written`, unless the recipe has it already."""
         self.trace(self.path_of(written), key)
         if not self.document.has(split(key)):
-            line = self.lines.get(self.path_of(written), 0)
-            self.document.put(split(key), value, Place("", line, self.document.file, written))
+            self.document.put(split(key), value, replace(self.place_of(written), written=written))
 
     def lose(self, path: KeyPath, reason: Reason, *into: str) -> None:
         """Record why a key of the file is not imported."""
@@ -192,22 +186,22 @@ class Import:
 
     def refuse(self, name: str, what: str, hint: str = KEEP_THE_TOOL) -> None:
         """Record that an objective or a method cannot be kept. The import goes on, to find all reasons."""
-        line = self.lines.get(self.path_of(name), 0)
-        place = Place("", line, self.document.file)
+        place = self.place_of(name)
         shown = one_line(dotted(self.path_of(name)))
-        self.refusals.append((line, UserError(f"{place}: {shown}{one_line(what)}", hint=hint)))
+        self.refusals.append((place.line, UserError(f"{place}: {shown}{one_line(what)}", hint=hint)))
 
     def raise_refusals(self) -> None:
         """Raise UserError with all reasons, each with what to do about it."""
         if not self.refusals:
             return
         found = sorted(self.refusals, key=lambda row: row[0])
-        hints = list(dict.fromkeys(error.hint for _, error in found))
+        hints = {error.hint for _, error in found}
+        common = KEEP_THE_TOOL if KEEP_THE_TOOL in hints else ""
         if len(hints) == 1:
-            raise UserError("\n".join(dict.fromkeys(error.message for _, error in found)), hint=hints[0])
-        lines = [error.message if error.hint == KEEP_THE_TOOL else str(error) for _, error in found]
-        hint = KEEP_THE_TOOL if KEEP_THE_TOOL in hints else ""
-        raise UserError("\n".join(dict.fromkeys(lines)), hint=hint)
+            (common,) = hints
+        # a hint that all share is said once, at the end
+        lines = [error.message if error.hint == common else str(error) for _, error in found]
+        raise UserError("\n".join(dict.fromkeys(lines)), hint=common)
 
     # ---- what became of the keys of the file
 
@@ -216,8 +210,12 @@ class Import:
         for path, value in leaves(self.source):
             yield path, value, self._fate_of(path, value)
 
+    def _owner(self, path: KeyPath) -> KeyPath | None:
+        """Return the key with a fate, or the innermost section around it that has one."""
+        return next((path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates), None)
+
     def _fate_of(self, path: KeyPath, value: Any) -> Fate:
-        owner = next((path[:length] for length in range(len(path), 0, -1) if path[:length] in self.fates), None)
+        owner = self._owner(path)
         if owner is not None:
             return Fate(OFF) if value is None else self.fates[owner]
         # a key that no converter reads is loud
@@ -227,18 +225,14 @@ class Import:
     def left(self) -> list[Left]:
         """The keys that were not imported, those that change what is trained first."""
         rows: dict[str, Left] = {}
-        for path, value, fate in self.accounts():
+        for path, _, fate in self.accounts():
             if fate.state != LEFT:
                 continue
             # a section that is left as a whole is one row
             whole = next((path[:n] for n in range(1, len(path)) if self.fates.get(path[:n]) == fate), path)
-            if whole != path:
-                value = self.source
-                for step in whole:
-                    value = value[step]
+            shown = one_line(abbreviated(reduce(operator.getitem, whole, self.source)))
             key = one_line(dotted(whole))
             ours = fate.into[0] if fate.into else ""
-            shown = one_line(abbreviated(value))
             rows.setdefault(key, Left(self.line_of(whole), key, shown, one_line(fate.why), fate.harm, ours))
         return sorted([*rows.values(), *self.more_left], key=lambda item: item.order)
 
@@ -248,7 +242,7 @@ class Import:
         rows: dict[KeyPath, str] = {}
         for path, _, fate in self.accounts():
             if fate.state == BECAME:
-                owner = next(path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates)
+                owner = self._owner(path)
                 rows[owner] = f"{one_line(dotted(owner))} -> {self._shown_target(fate)}"
         return list(rows.values())
 
@@ -267,7 +261,7 @@ class Import:
     @property
     def harmless(self) -> list[str]:
         """Names of the keys that have no effect on training, speed or memory here."""
-        return [item.key for item in self.left if item.harm == HARMLESS]
+        return [item.key for item in self.left if item.harm == HARMS[-1]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""

@@ -64,17 +64,13 @@ def _conversion(named: str | dict[str, Any]) -> Callable[[Any], Any]:
     """Return the function of a row: one of CONVERSIONS by its name, or one that converts by a mapping of values."""
     if isinstance(named, str):
         return CONVERSIONS[named]
-    words = {"true": True, "false": False, "unset": UNSET}
-    return convert_by({words.get(name, name): words.get(str(value), value) for name, value in named.items()})
+    words = {"true": True, "false": False}
+    return convert_by({words.get(name, name): UNSET if to == "unset" else to for name, to in named.items()})
 
 
 def _reasons(table: dict[str, list[dict[str, str]]]) -> dict[str, Reason]:
-    return {
-        key: Reason(row["why"], harm)
-        for harm, rows in table.items()
-        for row in rows
-        for key in row["keys"].split()
-    }  # fmt: skip
+    rows = [(row, harm) for harm, rows in table.items() for row in rows]
+    return {key: Reason(row["why"], harm) for row, harm in rows for key in row["keys"].split()}
 
 
 def likely_peer(data: Mapping[str, Any]) -> tuple[Peer, tuple[str, ...]]:
@@ -84,16 +80,6 @@ def likely_peer(data: Mapping[str, Any]) -> tuple[Peer, tuple[str, ...]]:
         found[TRL.name] = [key for key in data if key in (*TRL.signs, "datasets")]
     best = max(TOOLS, key=lambda peer: len(found[peer.name]))
     return best, tuple(found[best.name])
-
-
-def template_of(name: Any, model: Any) -> str | None:
-    """Return the built-in template of this name; "tokenizer" for the tokenizer's own, None for an unknown one."""
-    if name in ("tokenizer_default", "tokenizer", "default", "empty", ""):
-        return "tokenizer"
-    # Qwen's models always have the template in the tokenizer; theirs also has a place for tools
-    if "qwen" in str(name).lower() and "qwen" in str(model).lower():
-        return "tokenizer"
-    return TEMPLATES.get(str(name).replace("-", "_"))
 
 
 KEYS = _read("keys.yaml")
@@ -110,22 +96,14 @@ TOOLS = tuple(
     for name, row in KEYS["tools"].items()
 )
 AXOLOTL, LLAMA_FACTORY, TRL = TOOLS
-IMPORTED = tuple(
-    Alias(key, tuple(names.split()), _conversion(conversion[0] if conversion else ""))
-    for names, key, *conversion in KEYS["rows"]
-)
+IMPORTED = tuple(Alias(key, tuple(names.split()), _conversion(to)) for names, key, to in KEYS["rows"])
 TEMPLATES: dict[str, str] = KEYS["templates"]
-PREFERENCE_SIGNS = KEYS["preference_signs"].split()
-
 REASONS = _reasons(UNSUPPORTED["reasons"])
 REMOVED_FIRST = _reasons(UNSUPPORTED["removed_first"])
-SAME_HERE: dict[str, list[Any]] = UNSUPPORTED["same_here"]
-USUAL_ROLES = {role: set(names.split()) for role, names in UNSUPPORTED["usual_roles"].items()}
-FALSE_MATTERS = UNSUPPORTED["false_matters"].split()
+# (our key, value that it does not accept) -> a better reason than the list of those that it does
 BETTER_REASONS = {
     (key, value): row["why"]
     for key, rows in UNSUPPORTED["values"].items()
     for row in rows
     for value in row["values"].split()
 }
-OBJECTIVES = {name: values.split() for name, values in UNSUPPORTED["objectives"].items()}

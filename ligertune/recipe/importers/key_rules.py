@@ -5,35 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 from ligertune.recipe.document import split
+from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import Import
-from ligertune.recipe.importers.import_tables import KEYS, Reason
 
 
 def apply_rules(work: Import, group: str) -> None:
-    """Apply the rules of a group in their order, each if its condition holds; the effects of a rule have an order."""
-    for rule in KEYS["rules"][group]:
-        if work.peer.name != rule.get("tool", work.peer.name):
-            continue
-        if not all(_holds(work.value_at(split(key)), wanted) for key, wanted in rule.get("when", {}).items()):
+    """Apply the rules of a group in their order, each if its conditions hold."""
+    for rule in tables.KEYS["rules"][group]:
+        is_for_tool = rule.get("tool", work.peer.name) == work.peer.name
+        if not is_for_tool or not all(_holds(work, names, wanted) for names, wanted in rule.get("when", {}).items()):
             continue
         for effect, rows in rule.items():
-            for names, value in rows.items() if effect in EFFECTS else ():
-                for name in names.split():
-                    EFFECTS[effect](work, name, value)
-        if "note" in rule:
-            work.notes.append(rule["note"])
+            if effect == "note":
+                work.notes.append(rows)
+            elif effect in EFFECTS:
+                for names, value in rows.items():
+                    for name in names.split():
+                        EFFECTS[effect](work, name, value)
 
 
-def _holds(value: Any, wanted: Any) -> bool:
-    """Report whether a value fulfils one condition: a list of conditions, a word, or the value that it must be."""
+def _holds(work: Import, names: str, wanted: Any) -> bool:
+    """Report whether one of the keys fulfils a condition."""
+    return any(_fits(work.value_at(split(name)), wanted) for name in names.split("|"))
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Report whether a value is one of a list, is as a word says, or is the one that it must be."""
     if isinstance(wanted, list):
-        return any(_holds(value, one) for one in wanted)
+        return any(_fits(value, one) for one in wanted)
     words = {
         "given": value is not None,
         "absent": value is None,
         "on": bool(value),
         "off": value is not None and not value,
         "share": isinstance(value, float) and 0 < value < 1,
+        "template file": isinstance(value, str) and value.endswith((".jinja", ".jinja2", ".j2")),
     }
     # not 1 for true
     return words[wanted] if wanted in words else type(value) is type(wanted) and value == wanted
@@ -41,13 +47,13 @@ def _holds(value: Any, wanted: Any) -> bool:
 
 def _leave(work: Import, name: str, why: str | list[str]) -> None:
     if work.data.get(name) not in (None, "no", False):
-        work.leave((name,), Reason(why) if isinstance(why, str) else Reason(*why))
+        reason = tables.Reason(why) if isinstance(why, str) else tables.Reason(*why)
+        work.leave((name,), reason)
 
 
 def _put(work: Import, name: str, values: dict[str, Any]) -> None:
     for key, value in values.items():
         work.put(key, value, name)
-    work.data.pop(name, None)
 
 
 def _move(work: Import, name: str, key: str) -> None:
@@ -55,20 +61,12 @@ def _move(work: Import, name: str, key: str) -> None:
         work.put(key, work.data.pop(name), name)
 
 
-def _set(work: Import, name: str, value: Any) -> None:
-    work.data[name] = value
-
-
-def _set_default(work: Import, name: str, value: Any) -> None:
-    work.data.setdefault(name, value)
-
-
 EFFECTS = {
     "leave": _leave,
     "put": _put,
     "move": _move,
     "take": Import.take,
-    "set": _set,
-    "default": _set_default,
+    "set": lambda work, name, value: work.data.update({name: value}),
+    "default": lambda work, name, value: work.data.setdefault(name, value),
     "hoist": Import.hoist,
 }

@@ -142,12 +142,10 @@ def _last_layers(work: Import, count: int) -> range | None:
 def _without_experts(work: Import, targets: list[Any]) -> list[Any]:
     """Return the targets that are layers; weights of experts become parameters."""
     experts = [name for name in targets if "experts." in str(name) and str(name).rpartition(".")[2] in EXPERT_WEIGHTS]
-    if not experts:
-        return targets
-    work.data.setdefault("lora_target_parameters", experts)
-    work.trace(work.path_of("lora_target_modules"), "method.lora_target_modules", "method.lora_target_parameters")
-    work.data["lora_target_modules"] = [name for name in targets if name not in experts]
-    return work.data["lora_target_modules"]
+    if experts:
+        work.data.setdefault("lora_target_parameters", experts)
+        work.trace(work.path_of("lora_target_modules"), "method.lora_target_modules", "method.lora_target_parameters")
+    return [name for name in targets if name not in experts]
 
 
 def _convert_targets(work: Import) -> None:
@@ -158,13 +156,14 @@ def _convert_targets(work: Import) -> None:
         work.leave(("lora_target_modules",), Reason("lora_target_linear adapts every linear layer"))
         return
     if isinstance(targets, str) and "," in targets:  # of LLaMA-Factory's new trainer
-        data["lora_target_modules"] = targets = _listed(targets)
+        targets = _listed(targets)
     if targets == ["all-linear"]:
-        data["lora_target_modules"] = "all-linear"
-        return
+        targets = "all-linear"
     if not isinstance(targets, list):
+        if targets is not None:
+            data["lora_target_modules"] = targets
         return
-    targets = _without_experts(work, targets)
+    targets = data["lora_target_modules"] = _without_experts(work, targets)
     named = next((name for name in LAYER_NUMBERS if name in data), "")
     layers = data.get(named)
     layers = [layers] if type(layers) is int else layers

@@ -9,47 +9,56 @@ import re
 from typing import Any
 
 from ligertune.recipe.complaints import abbreviated
+from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import Import, is_off
-from ligertune.recipe.importers.import_tables import KEEP_THE_TOOL, KEYS, OBJECTIVES, PREFERENCE_SIGNS, TRL, UNSUPPORTED
 from ligertune.recipe.importers.key_rules import apply_rules
 
 PREFERENCE_RATE = 1e-6  # default learning rate of DPOConfig and KTOConfig
-REWARD_RATE = 1e-4  # default learning rate of RewardConfig
 SAME_LOSSES = ("nll", "chunked_nll")  # of SFTConfig: the cross-entropy of each trained token
 FOREIGN_PLUGINS = {"diffusion": "diffusion", ".kd.": "kd_trainer"}  # part of a name -> the key with the same meaning
+PREFERENCE_SIGNS = tables.KEYS["preference_signs"].split()
+PREFERENCE_LOSSES = tables.KEYS["preference_losses"].split()
 
 
-def refuse_other_objectives(work: Import) -> None:
+def convert_objective(work: Import) -> None:
+    """Replace the keys that choose the objective by `task` and `preference.loss_type`, or record why that fails."""
+    _refuse_other_objectives(work)
+    apply_rules(work, "objective")
+    is_plain = "task" not in work.data and "stage" not in work.data and "rl" not in work.source
+    if is_plain and _is_preference_file(work.data):
+        _convert_preferences(work)
+    elif is_plain and work.peer is tables.TRL and "loss_type" in work.data:
+        loss = work.take("loss_type", "task")
+        if loss not in SAME_LOSSES:
+            hint = _refusal_of("label_smoothing_factor")["hint"]
+            work.refuse("loss_type", f": {_shown_plain(loss)} is not a loss of ligertune.", hint)
+    apply_rules(work, "loss")
+
+
+def _refuse_other_objectives(work: Import) -> None:
     """Record all reasons to refuse a file that trains for something else, and remove these keys."""
-    for name, supported in OBJECTIVES.items():
+    for name, supported in tables.UNSUPPORTED["objectives"].items():
         value = work.data.get(name)
-        if value is not None and value is not False and value not in supported:
-            work.refuse(name, f": {_shown_plain(value)} {UNSUPPORTED['no_rewards']}")
+        if value is not None and value is not False and value not in supported.split():
+            work.refuse(name, f": {_shown_plain(value)} {tables.UNSUPPORTED['no_rewards']}")
             work.take(name)
     for name, value in list(work.data.items()):
-        found = _refusal_of(name)
-        if found and not is_off(value) and value != 0:
-            work.refuse(name, f" {found['sentence']}", found.get("hint", KEEP_THE_TOOL))
+        if _refusal_of(name) and not is_off(value) and value != 0:
+            _refuse(work, name, " ", name)
             work.take(name)
-    plugins = str(work.data.get("plugins")).lower()
     for part, key in FOREIGN_PLUGINS.items():
-        if part in plugins:
-            found = _refusal_of(key)
-            work.refuse("plugins", f": {part.strip('.')} {found['sentence']}", found.get("hint", KEEP_THE_TOOL))
-    if work.peer is TRL and "loss_type" in work.data and not _is_preference_file(work.data):
-        _refuse_another_loss(work)
+        if part in str(work.data.get("plugins")).lower():
+            _refuse(work, "plugins", f": {part.strip('.')} ", key)
+
+
+def _refuse(work: Import, name: str, start: str, key: str) -> None:
+    row = _refusal_of(key)
+    work.refuse(name, start + row["sentence"], row.get("hint", tables.KEEP_THE_TOOL))
 
 
 def _refusal_of(name: str) -> dict[str, str]:
-    return next((row for row in UNSUPPORTED["refused"] if re.fullmatch(row["keys"].replace(" ", "|"), name)), {})
-
-
-def _refuse_another_loss(work: Import) -> None:
-    """Accept `loss_type` of SFTConfig if it is the cross-entropy; other trainers' losses are converted elsewhere."""
-    loss = work.take("loss_type", "task")
-    if loss not in SAME_LOSSES:
-        hint = _refusal_of("label_smoothing_factor")["hint"]
-        work.refuse("loss_type", f": {_shown_plain(loss)} is not a loss of ligertune.", hint)
+    rows = tables.UNSUPPORTED["refused"]
+    return next((row for row in rows if re.fullmatch(row["keys"].replace(" ", "|"), name)), {})
 
 
 def _shown_plain(value: Any) -> str:
@@ -57,65 +66,36 @@ def _shown_plain(value: Any) -> str:
     return value[:60] if isinstance(value, str) else abbreviated(value)
 
 
-def convert_objective(work: Import) -> None:
-    """Replace the keys that choose preference optimisation or a reward model by `task` and `preference.loss_type`."""
-    data = work.data
-    reward_key = "stage" if data.get("stage") == "rm" else "reward_model"
-    if data.get(reward_key) in ("rm", True) or "center_rewards_coefficient" in data:
-        if data.get(reward_key) not in ("rm", True):
-            reward_key = "center_rewards_coefficient"  # of RewardConfig
-            data.setdefault("learning_rate", REWARD_RATE)
-        work.put("task", "reward", reward_key)
-        for name in ("stage", "reward_model", "num_labels"):
-            work.take(name, "task")
-        return
-    chosen = next((name for name in ("rl", "stage") if data.get(name)), "loss_type")
-    sign = next((name for name in (chosen, *PREFERENCE_SIGNS) if name in data), chosen)
-    found = _preference_of(work)
-    if found is None:
-        return
-    work.put("task", "dpo", sign)
-    named = next((name for name in ("pref_loss", "loss_type", chosen) if name in work.source), sign)
-    for key, value in found.items():
-        work.put(f"preference.{key}", value, named)
-    apply_rules(work, "loss")
-
-
 def _is_preference_file(data: dict[str, Any]) -> bool:
     """Report whether a file of TRL has keys of DPOConfig or KTOConfig, or names one of their losses."""
     losses = data.get("loss_type")
     named = losses if isinstance(losses, list) else [losses]
-    is_loss = any(str(loss) in KEYS["preference_losses"].split() for loss in named)
-    return is_loss or any(name in data for name in PREFERENCE_SIGNS)
+    return any(name in data for name in PREFERENCE_SIGNS) or any(str(loss) in PREFERENCE_LOSSES for loss in named)
 
 
-def _preference_of(work: Import) -> dict[str, Any] | None:
-    """Return the keys of `preference` that choose the loss, and remove the tool's; None for another objective."""
+def _convert_preferences(work: Import) -> None:
+    """Convert the loss of DPOConfig or KTOConfig. In a list of two, sft is the cross-entropy of the chosen answers."""
     data = work.data
-    if isinstance(data.get("rl"), str) and data["rl"] in OBJECTIVES["rl"]:
-        loss = work.take("rl", "task")
-        return {"loss_type": "sigmoid" if loss == "dpo" else loss}
-    if data.get("stage") in ("dpo", "kto"):
-        loss = work.take("stage", "task")
-        if loss == "dpo":
-            loss = work.take("pref_loss", "preference.loss_type", default="sigmoid")
-        return _with_cross_entropy(loss)
-    if "stage" in data or "rl" in work.source or not _is_preference_file(data):
-        return None
     data.setdefault("learning_rate", PREFERENCE_RATE)
+    sign = next(name for name in ("loss_type", *PREFERENCE_SIGNS) if name in data)
+    named = next((name for name in ("pref_loss", "loss_type") if name in work.source), sign)
     is_kto = "loss_type" not in data and "desirable_weight" in data
     loss = work.take("loss_type", "preference.loss_type", default="kto" if is_kto else "sigmoid")
-    has_weights = isinstance(loss, list) and len(loss) == 2 and loss[1] == "sft"
-    return _with_cross_entropy(loss, work.take("loss_weights", "preference.sft_weight") if has_weights else None)
-
-
-def _with_cross_entropy(loss: Any, weights: Any = None) -> dict[str, Any]:
-    """Return the keys of a loss. TRL accepts a list, in which sft is the cross-entropy of the chosen answers."""
-    names = loss if isinstance(loss, list) else [loss]
-    weights = weights if isinstance(weights, list) else [1.0] * len(names)
-    if len(names) == len(weights) == 2 and names[1] == "sft" and weights[0] == 1:
-        return {**_with_cross_entropy(names[0]), "sft_weight": weights[1]}
-    if names == ["sigmoid_norm"]:
-        return {"loss_type": "sigmoid", "length_normalization": True}
+    work.put("task", "dpo", sign)
+    if isinstance(loss, list) and len(loss) == 1:
+        loss = loss[0]
+    sft_weight = None
+    if isinstance(loss, list) and loss[1:] == ["sft"]:
+        weights = work.take("loss_weights", "preference.sft_weight")
+        weights = weights if isinstance(weights, list) else [1.0, 1.0]
+        # a recipe weighs the cross-entropy alone
+        if len(weights) == 2 and weights[0] == 1:
+            loss = loss[0]
+            sft_weight = weights[1]
     # another loss stays as it is: the check of the recipe names the ones that exist
-    return {"loss_type": names[0] if len(names) == 1 else loss}
+    found = {"loss_type": loss, "sft_weight": sft_weight}
+    if loss == "sigmoid_norm":
+        found = {"loss_type": "sigmoid", "length_normalization": True, "sft_weight": sft_weight}
+    for key, value in found.items():
+        if value is not None:
+            work.put(f"preference.{key}", value, named)

@@ -34,28 +34,24 @@ KNOWN_FIELDS += [("from", content) for content in ("value", None)]
 PLAIN_FORMAT = {"format", "no_input_format", "field_instruction", "field_output", "system_prompt", "system_format"}
 OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
 UNCONVERTED = (*FIELD_KEYS, "roles", "type")
-
-
+# keys of LLaMA-Factory's new trainer
 V1_SIGNS = ("train_dataset", "peft_config", "dist_config", "quant_config", "kernel_config")
 
 
-def flatten_v1(work: Import) -> None:
-    """Replace keys of LLaMA-Factory's new trainer by those of its other files."""
-    data = work.data
-    if all(work.source.get(name) is None for name in V1_SIGNS):
-        return
-    data.setdefault("finetuning_type", "full")
-    processes = nested(data.get("dist_config")).get("name")
-    if "fsdp" in str(processes):
-        work.hoist("dist_config", {"name": "fsdp"})
-    elif processes == "deepspeed":
-        work.hoist("dist_config", {"config_file": "deepspeed"})
-        work.hoist("dist_config", {"name": "deepspeed"})
-        work.trace(("dist_config",), "parallel.strategy")
-        data.pop("dist_config", None)
-    for name, key in (("train_dataset", "data.datasets"), ("eval_dataset", "data.eval_datasets")):
-        if given := work.take(name, key):
-            work.put(key, _described(given, work.folder), name)
+def convert_datasets(work: Import) -> None:
+    """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
+    if any(work.source.get(name) is not None for name in V1_SIGNS):
+        for name, key in (("train_dataset", "data.datasets"), ("eval_dataset", "data.eval_datasets")):
+            if given := work.take(name, key):
+                work.put(key, _described(given, work.folder), name)
+    if work.peer is AXOLOTL:
+        _axolotl_datasets(work)
+    elif work.peer is LLAMA_FACTORY:
+        _llama_factory_datasets(work)
+    elif any(name in work.data for name in ("datasets", "dataset_mixture", "dataset_mixer")):
+        _trl_mixture(work)
+    elif "dataset_name" in work.data:
+        _one_trl_dataset(work)
 
 
 def _described(given: Any, folder: Path) -> list[Any]:
@@ -70,18 +66,6 @@ def _described(given: Any, folder: Path) -> list[Any]:
             item["format"] = entry["converter"]
         items.append(item)
     return items
-
-
-def convert_datasets(work: Import) -> None:
-    """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
-    if work.peer is AXOLOTL:
-        _axolotl_datasets(work)
-    elif work.peer is LLAMA_FACTORY:
-        _llama_factory_datasets(work)
-    elif any(name in work.data for name in ("datasets", "dataset_mixture", "dataset_mixer")):
-        _trl_mixture(work)
-    elif "dataset_name" in work.data:
-        _one_trl_dataset(work)
 
 
 def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted: list[Any]) -> None:

@@ -6,27 +6,21 @@ import re
 from typing import Any
 
 from ligertune.files.checked_files import DamagedFileError, parse_json_text
-from ligertune.recipe.document import Place
+from ligertune.recipe.document import KeyPath, Place, split
+from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import OFF, Fate, Import, Left, is_off
-from ligertune.recipe.importers.import_tables import (
-    HARMLESS,
-    KEYS,
-    REASONS,
-    REMOVED_FIRST,
-    TRL,
-    Reason,
-    nested,
-    split_names,
-    template_of,
-)
+from ligertune.recipe.importers.import_tables import HARMLESS, REASONS, Reason, nested
 from ligertune.recipe.importers.key_rules import apply_rules
 from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS
 
-GALORE_OPTIONS = ("rank", "update_proj_gap", "scale")
+GALORE_OPTIONS = {"rank", "update_proj_gap", "scale"}
+TOKENIZERS = ("tokenizer_default", "tokenizer", "default", "empty", "")  # names of the tokenizer's own template
 
 
 def convert_run(work: Import) -> None:
     """Convert the keys of a run, in this order."""
+    _hoist_template(work)
+    apply_rules(work, "template")
     _template(work)
     _intervals(work)
     apply_rules(work, "run")
@@ -35,7 +29,7 @@ def convert_run(work: Import) -> None:
     _schedule_options(work)
     _processes(work)
     _trackers(work)
-    for name, reason in REMOVED_FIRST.items():
+    for name, reason in tables.REMOVED_FIRST.items():
         if name in work.data:
             work.leave((name,), reason)
 
@@ -43,25 +37,19 @@ def convert_run(work: Import) -> None:
 def _template(work: Import) -> None:
     """Convert the name of a chat template: of the tokenizer, so that rows of other formats keep their own prompt."""
     data = work.data
-    model = data.get("base_model", data.get("model_name_or_path", data.get("model")))
-    if data.get("template") == "alpaca":  # Stanford's prompt for one exchange
-        work.put("data.prompt_template", data.pop("template"), "template")
-    _hoist_template(work)
-    path = data.get("chat_template_jinja" if data.get("chat_template") == "jinja" else "chat_template_path")
-    if isinstance(path, str) and path.endswith((".jinja", ".jinja2", ".j2")):
-        for name in ("chat_template", "chat_template_jinja", "chat_template_path"):
-            if name in data:
-                work.put("model.tokenizer.chat_template", path, name)
-                del data[name]
+    model = str(data.get("base_model", data.get("model_name_or_path", data.get("model")))).lower()
     for name in ("template", "chat_template"):
-        if not isinstance(data.get(name), str):
+        written = data.get(name)
+        if not isinstance(written, str):
             continue
-        found = template_of(data[name], model)
-        if found is None:
+        found = tables.TEMPLATES.get(written.replace("-", "_"))
+        # Qwen's models always have the template in the tokenizer; theirs also has a place for tools
+        is_own = written in TOKENIZERS or ("qwen" in written.lower() and "qwen" in model)
+        if not is_own and found is None:
             work.leave((name,), REASONS["chat_template"])
             continue
-        written = work.take(name, "model.tokenizer.chat_template")
-        if found != "tokenizer":
+        work.take(name, "model.tokenizer.chat_template")
+        if not is_own:
             work.put("model.tokenizer.chat_template", found, name)
             continue
         if written.endswith("nothink"):
@@ -89,8 +77,6 @@ def _intervals(work: Import) -> None:
     if number := data.pop("saves_per_epoch", None):
         _per_epoch(work, number, "saves_per_epoch", "checkpoint.save")
         work.take("save_steps", "checkpoint.save_steps")
-    elif "save_steps" in data and "save_strategy" not in data:
-        work.put("checkpoint.save_strategy", "steps", "save_steps")
     apply_rules(work, "intervals")
     held_out = [name for name in ("val_set_size", "val_size") if data.get(name)]
     if "eval_datasets" in nested(data.get("data")):
@@ -100,7 +86,7 @@ def _intervals(work: Import) -> None:
     if number := data.pop("evals_per_epoch", None):
         _per_epoch(work, number, "evals_per_epoch", "eval.eval")
         work.take("eval_strategy", "eval.eval_strategy")
-    elif "eval_strategy" not in data and work.peer is not TRL:
+    elif "eval_strategy" not in data and work.peer is not tables.TRL:
         work.put("eval.eval_strategy", "steps" if data.get("eval_steps") else "epoch", held_out[0])
     elif data.get("eval_strategy") == "steps":
         data.setdefault("eval_steps", data.get("logging_steps", work.peer.logging_steps))
@@ -131,7 +117,7 @@ def _optimizer_options(work: Import) -> None:
             options = {name.strip(): parse_json_text(value.strip()) for name, _, value in pairs}
         except DamagedFileError:
             return
-    if options and all(name in GALORE_OPTIONS for name in options):
+    if options and options.keys() <= GALORE_OPTIONS:
         del work.data["optim_args"]
         for name, value in options.items():
             work.put(f"train.galore.{name}", value, "optim_args")
@@ -168,26 +154,23 @@ def _processes(work: Import) -> None:
         if "offload" in words:
             work.put("parallel.cpu_offload", True, "fsdp")
         for name, value in config.items():
-            _fsdp_option(work, name, value)
+            _fsdp_option(work, (*work.path_of("fsdp_config"), name), value)
         for name in ("fsdp", "fsdp_config", "fsdp_version"):
             data.pop(name, None)
     if data.get("deepspeed"):
         _deepspeed(work)
 
 
-def _fsdp_option(work: Import, name: str, value: Any) -> None:
+def _fsdp_option(work: Import, path: KeyPath, value: Any) -> None:
     """Convert an option of FSDP: only offloading has a key in a recipe."""
-    path = (*work.path_of("fsdp_config"), name)
-    if name in ("offload_params", "fsdp_offload_params"):
-        work.trace(path, "parallel.cpu_offload")
-        if value is True:
-            work.document.put(("parallel", "cpu_offload"), True, Place("", work.line_of(path), work.document.file))
-    elif name in ("version", "fsdp_version"):
-        work.trace(path, "parallel.strategy")
-    elif is_off(value):
-        work.fates.setdefault(path, Fate(OFF))
-    elif path not in work.fates:
+    ours = tables.KEYS["fsdp_options"].get(path[-1])
+    if ours:
+        work.trace(path, ours)
+    elif path not in work.fates:  # not hoisted
         work.lose(path, REASONS["fsdp_config"])
+        work.fates[path] = Fate(OFF) if is_off(value) else work.fates[path]
+    if ours == "parallel.cpu_offload" and value is True:
+        work.document.put(split(ours), True, Place("", work.line_of(path), work.document.file))
 
 
 def _deepspeed(work: Import) -> None:
@@ -212,11 +195,11 @@ def _deepspeed(work: Import) -> None:
 def _trackers(work: Import) -> None:
     """Choose trackers by their names, or by the keys of Axolotl that configure them."""
     data = work.data
-    signs = {tracker: keys.split() for tracker, keys in KEYS["trackers"].items()}
+    signs = {tracker: keys.split() for tracker, keys in tables.KEYS["trackers"].items()}
     named = data.get("report_to")
     if isinstance(named, str | list):
-        known = [name for name in split_names(named) if name in (*signs, "jsonl")]
-        others = [name for name in split_names(named) if name not in (*known, "none")]
+        known = [name for name in tables.split_names(named) if name in (*signs, "jsonl")]
+        others = [name for name in tables.split_names(named) if name not in (*known, "none")]
         why = REASONS["use_swanlab"].why
         if others:
             work.leave(("report_to",), Reason(f"{', '.join(others)}: {why}", HARMLESS))
