@@ -80,7 +80,7 @@ class Import:
     notes: list[str] = field(default_factory=list)
     refusals: list[tuple[int, UserError]] = field(default_factory=list)
     fates: dict[KeyPath, Fate] = field(default_factory=dict)
-    more_left: list[Left] = field(default_factory=list)
+    more_left: list[Left] = field(default_factory=list)  # parts of a value, such as one of several trackers
     text: str = ""
     names: dict[str, KeyPath] = field(default_factory=dict)  # flat names of keys that stood in a section of the file
     items: dict[KeyPath, KeyPath] = field(default_factory=dict)  # data.datasets[0] -> where it stood in the file
@@ -88,6 +88,7 @@ class Import:
     lines: dict[KeyPath, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        # converters change the document in place, and the report names what the file held
         self.source = copy.deepcopy(self.document.data)
         self.lines = {path: place.line for path, place in self.document.places.items()}
 
@@ -116,6 +117,7 @@ class Import:
 
     def trace(self, path: KeyPath, *into: str) -> None:
         """Record that a key of the file became these keys of the recipe."""
+        # one key may become several: targets of an adapter become layers and parameters of experts
         before = self.fates.get(path)
         earlier = before.into if before and before.state == BECAME else ()
         self.fates[path] = Fate(BECAME, tuple(dict.fromkeys((*earlier, *into))))
@@ -137,7 +139,7 @@ class Import:
             return
         for name in (*names, *(list(values) if "*" in names else ())):
             flat = names.get(name, name)
-            if name in values and flat not in self.data:
+            if name in values and flat not in self.data:  # a key at the top level counts, as in the tools
                 self.names[flat] = (*self.path_of(section), name)
                 self.data[flat] = values.pop(name)
         if not values:
@@ -152,6 +154,7 @@ class Import:
     def put(self, key: str, value: Any, written: str) -> None:
         """Set a recipe key from the tool's key `written`, unless the recipe has it already."""
         self.trace(self.path_of(written), key)
+        # of two keys of the tool with one counterpart, the first one that is converted counts
         if not self.document.has(split(key)):
             self.document.put(split(key), value, replace(self.place_of(written), written=written))
 
@@ -163,8 +166,10 @@ class Import:
         """Remove a key of the document and record the reason; without `even_off`, not for a value that is off."""
         value = self.document.get(path)
         key = dotted(path)
+        # the file may write a key of the recipe in several keys: each of them is lost
         sources = [at for at, fate in self.fates.items() if fate.state == BECAME and _is_for(key, fate.into)]
         self.document.remove(path)
+        # a default that contradicts the file is no key of the file
         if not sources and key in (name.partition(": ")[0] for name in self.defaults):
             self.defaults = [text for text in self.defaults if not text.startswith(f"{key}: ")]
             self.notes.append(f"{self.peer.name}'s default of {key} is left out: {reason.why}")
@@ -179,7 +184,7 @@ class Import:
 
     def source_of(self, path: KeyPath) -> KeyPath:
         """Return where a key of the document stood in the file."""
-        for length in range(len(path), 0, -1):
+        for length in range(len(path), 0, -1):  # an item of a list before the list
             if path[:length] in self.items:
                 return (*self.items[path[:length]], *(p for step in path[length:] for p in _steps(step)))
         return (*self.path_of(str(path[0])), *path[1:])
@@ -194,6 +199,7 @@ class Import:
         """Raise UserError with all reasons, each with what to do about it."""
         if not self.refusals:
             return
+        # in the order of the file: a user repairs all of them in one pass
         found = sorted(self.refusals, key=lambda row: row[0])
         hints = {error.hint for _, error in found}
         common = KEEP_THE_TOOL if KEEP_THE_TOOL in hints else ""
@@ -248,7 +254,7 @@ class Import:
 
     def _shown_target(self, fate: Fate) -> str:
         """Return the first of the recipe's keys that is in the recipe, with its value."""
-        for key in fate.into:
+        for key in fate.into:  # one of them may have been left out, or be a default
             if self.document.has(split(key)):
                 return f"{key}: {one_line(abbreviated(self.document.get(split(key))))}"
         return f"{fate.into[0]}, whose default says the same" if fate.into else "the default"

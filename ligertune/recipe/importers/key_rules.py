@@ -11,6 +11,7 @@ from ligertune.recipe.importers.import_state import Import
 
 def apply_rules(work: Import, group: str) -> None:
     """Apply the rules of a group in their order, each if its conditions hold."""
+    # a condition reads what the rules before it left, so that "otherwise" needs no word
     for rule in tables.KEYS["rules"][group]:
         is_for_tool = rule.get("tool", work.peer.name) == work.peer.name
         if not is_for_tool or not all(_holds(work, names, wanted) for names, wanted in rule.get("when", {}).items()):
@@ -33,6 +34,7 @@ def _fits(value: Any, wanted: Any) -> bool:
     """Report whether a value is one of a list, is as a word says, or is the one that it must be."""
     if isinstance(wanted, list):
         return any(_fits(value, one) for one in wanted)
+    # no key of these conditions has one of the words as a value
     words = {
         "given": value is not None,
         "absent": value is None,
@@ -46,6 +48,7 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 def _leave(work: Import, name: str, why: str | list[str]) -> None:
+    # a key that is switched off stays: it may have a counterpart that is off, too
     if work.data.get(name) not in (None, "no", False):
         reason = tables.Reason(why) if isinstance(why, str) else tables.Reason(*why)
         work.leave((name,), reason)
@@ -61,7 +64,7 @@ def _move(work: Import, name: str, key: str) -> None:
         work.put(key, work.data.pop(name), name)
 
 
-EFFECTS = {
+EFFECTS = {  # by their names in keys.yaml: functions of the tool's key and the value in the rule
     "leave": _leave,
     "put": _put,
     "move": _move,

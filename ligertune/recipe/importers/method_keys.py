@@ -11,8 +11,10 @@ from ligertune.files.checked_files import read_json_value
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.import_tables import LLAMA_FACTORY, Reason, split_names
 
+# weights of experts are parameters of one module: PEFT cannot name them as layers
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
 MAX_LAYERS = 4096  # as in the sizes of a configuration
+# of Axolotl (twice) and of PEFT
 LAYER_NUMBERS = ("peft_layers_to_transform", "lora_layers_to_transform", "layers_to_transform")
 WRITE_IT = "Write a recipe with method.type: freeze and method.trainable, a list of regular expressions."
 
@@ -22,6 +24,7 @@ def convert_method(work: Import) -> None:
     data = work.data
     default_type = "lora" if work.peer is LLAMA_FACTORY else "full"
     adapts = data.get("adapter") or data.get("use_peft") or data.get("finetuning_type", default_type) == "lora"
+    # first: it removes the keys that say so
     _convert_quantised(work, bool(adapts))
     if data.get("unfrozen_parameters"):
         _convert_unfrozen(work)
@@ -41,12 +44,14 @@ def _convert_quantised(work: Import, adapts: bool) -> None:
     if data.get("quantization_bit") == 8:
         work.put("method.load_in_8bit", True, "quantization_bit")
         del data["quantization_bit"]
+    # LLaMA-Factory's name of both
     in_four_bits = in_four_bits or data.get("quantization_bit") == 4
     if in_four_bits and adapts:
         for name in ("quantization_bit", "use_peft", "finetuning_type", "adapter"):
             work.take(name, "method.type")
         work.document.put(("method", "type"), "qlora", work.document.place(("load_in_4bit",)))
     elif in_four_bits:
+        # weights of 4 bits cannot be trained themselves
         name = "quantization_bit" if "quantization_bit" in data else "load_in_4bit"
         work.lose(work.path_of(name), Reason("without an adapter all weights train, unquantised"))
         data.pop("quantization_bit", None)
@@ -55,12 +60,14 @@ def _convert_quantised(work: Import, adapts: bool) -> None:
 def _convert_embedding_rate(work: Import) -> None:
     """Convert Axolotl's learning rate of an embedding that trains next to an adapter."""
     data = work.data
+    # an embedding trains next to an adapter only if it is saved whole; elsewhere the key is reported
     saved = str(data.get("lora_modules_to_save", ""))
     if "embed_tokens" not in saved and "lm_head" not in saved:
         return
     for name in ("embedding_lr", "embedding_lr_scale"):
         rate = data.get(name)
         scale = data.get("learning_rate") if name == "embedding_lr_scale" else 1.0
+        # Axolotl multiplies embedding_lr_scale by the learning rate
         if isinstance(rate, float) and isinstance(scale, float):
             group = {"parameters": r"(?:embed_tokens|lm_head)\.", "learning_rate": rate * scale}
             work.put("train.lr_groups", [group], name)
@@ -69,6 +76,7 @@ def _convert_embedding_rate(work: Import) -> None:
 
 def _lr_group(work: Import, index: int, item: Any) -> Any:
     """Convert one item of Axolotl's `lr_groups`: names of modules, and their learning rate."""
+    # a name of the group, or its modules: expressions for parameters
     our_names = {"lr": "learning_rate", "weight_decay": "weight_decay"}
     for name in item if isinstance(item, dict) else ():
         work.trace(("lr_groups", index, name), f"train.lr_groups[{index}].{our_names.get(name, 'parameters')}")
@@ -100,6 +108,7 @@ def _convert_unfrozen(work: Import) -> None:
 
 def _convert_freeze(work: Import) -> None:
     """Make LLaMA-Factory's `finetuning_type: freeze` a list of expressions for the layers that train."""
+    # the tool's defaults; a negative number counts from the first layer
     count = work.take("freeze_trainable_layers", "method.trainable", default=2)
     modules = _listed(work.take("freeze_trainable_modules", "method.trainable", default="all"))
     extra = _listed(work.take("freeze_extra_modules", "method.trainable", default=""))
@@ -111,6 +120,7 @@ def _convert_freeze(work: Import) -> None:
     if indices is None:
         work.take("finetuning_type", "method.type")
         return
+    # the names of the lists of layers in transformers' models
     numbers = "|".join(map(str, indices))
     inside = "" if modules == ["all"] else f"({'|'.join(modules)})"
     rows = [rf"\.(?:layers|h|blocks)\.({numbers})\.{inside}", *(rf"(?:^|\.){name}\." for name in extra)]
@@ -128,6 +138,7 @@ def _last_layers(work: Import, count: int) -> range | None:
         return None
     try:
         config = read_json_value(path)
+        # a multimodal model has the layers of its language model in a section
         total = config.get("text_config", config)["num_hidden_layers"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         problem = UserError(f"{path} does not hold the number of layers: {error!r}.")
@@ -167,6 +178,7 @@ def _convert_targets(work: Import) -> None:
     named = next((name for name in LAYER_NUMBERS if name in data), "")
     layers = data.get(named)
     layers = [layers] if type(layers) is int else layers
+    # a recipe has no key for the numbers: one expression names layers and modules
     if isinstance(layers, list) and layers:
         names = "|".join(re.escape(str(target)) for target in targets)
         numbers = "|".join(map(str, layers))

@@ -27,6 +27,7 @@ def convert_objective(work: Import) -> None:
     is_plain = "task" not in work.data and "stage" not in work.data and "rl" not in work.source
     if is_plain and _is_preference_file(work.data):
         _convert_preferences(work)
+    # SFTConfig has a loss_type, too
     elif is_plain and work.peer is tables.TRL and "loss_type" in work.data:
         loss = work.take("loss_type", "task")
         if loss not in SAME_LOSSES:
@@ -43,6 +44,7 @@ def _refuse_other_objectives(work: Import) -> None:
             work.refuse(name, f": {_shown_plain(value)} {tables.UNSUPPORTED['no_rewards']}")
             work.take(name)
     for name, value in list(work.data.items()):
+        # a key that is off or 0 chooses nothing
         if _refusal_of(name) and not is_off(value) and value != 0:
             _refuse(work, name, " ", name)
             work.take(name)
@@ -77,6 +79,7 @@ def _convert_preferences(work: Import) -> None:
     """Convert the loss of DPOConfig or KTOConfig. In a list of two, sft is the cross-entropy of the chosen answers."""
     data = work.data
     data.setdefault("learning_rate", PREFERENCE_RATE)
+    # the report names the key that says so: the loss, or else a key of these trainers alone
     sign = next(name for name in ("loss_type", *PREFERENCE_SIGNS) if name in data)
     named = next((name for name in ("pref_loss", "loss_type") if name in work.source), sign)
     is_kto = "loss_type" not in data and "desirable_weight" in data

@@ -73,11 +73,12 @@ def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted:
     section = work.data.setdefault("data", {})
     items = section.setdefault(which, []) if isinstance(section, dict) else []
     for new in converted:
+        # complaints name the line of the tool's item
         path = ("data", which, len(items))
         work.document.places[path] = Place("", work.line_of(source), work.document.file)
         work.items[path] = source
         items.append(new)
-        if not isinstance(given, Mapping):
+        if not isinstance(given, Mapping):  # a path, or a weight of a mixer
             work.trace(source, dotted(path))
             continue
         for at, _ in leaves(given):
@@ -92,6 +93,7 @@ def _key_of(at: KeyPath, item: Mapping[str, Any]) -> str | None:
     None for a key that stays in the item: the import reports it later.
     """
     written = str(at[0])
+    # fields of a custom format stay as "type.format"
     is_flattened = len(at) > 1 and ".".join(map(str, at)) in item
     if is_flattened or (written in item and (written in UNCONVERTED or written not in OWN_KEYS)):
         return None
@@ -135,10 +137,12 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
     if isinstance(kind, Mapping):  # a custom format, described field by field
         if plain := _without_a_prompt(kind):
             return [_with_columns(one, plain) for one in _per_file({**item, "format": "prompt_completion"})]
+        # its fields are columns; its prompt cannot be kept, and is reported under "type.format"
         own_columns = KEYS["axolotl_columns"]
         item |= {name if name in own_columns else f"type.{name}": value for name, value in kind.items()}
         kind = "alpaca"
     if isinstance(kind, str):
+        # alpaca:chat and chat_template.default are variants of a format
         plain = kind.replace(":", ".").split(".")[0]
         item["format"] = KEYS["axolotl_formats"].get(plain, plain)
     columns = {ours: item.pop(name) for name, ours in KEYS["axolotl_columns"].items() if item.get(name)}
@@ -149,6 +153,7 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
 def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the columns of a custom format whose prompt is the instruction alone, else None."""
     formats = [kind.get(name) for name in ("format", "no_input_format") if kind.get(name)]
+    # another prompt is Stanford's with other words, which a recipe writes as a Jinja file
     is_plain = formats and all(text.strip() == "{instruction}" for text in formats)
     if not is_plain or kind.keys() - PLAIN_FORMAT or kind.get("system_prompt"):
         return None
@@ -186,6 +191,7 @@ def _conversation(item: dict[str, Any], columns: dict[str, str], messages: str |
 
 
 def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    # a column with the expected name needs no entry
     renamed = {expected: actual for expected, actual in columns.items() if expected != actual}
     return {**item, "columns": renamed} if renamed else item
 
@@ -211,6 +217,7 @@ def _add_registered(work: Import, tool_name: str, which: str, dataset_dir: str, 
     """Add the data sets of these names, which dataset_info.json describes."""
     names = [str(name) for name in given] if isinstance(given, list) else split_names(given)
     line = work.line_of((tool_name,))
+    # LLaMA-Factory needs the file; without it a name may still be a path or a hub id here
     try:
         info = _dataset_info(work.folder, dataset_dir)
     except UserError as problem:
@@ -233,6 +240,7 @@ def _as_raw_text(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
+    # as the tool: below the folder in which it runs, which is often that of the file
     paths = [place / "dataset_info.json" for place in (folder / dataset_dir, Path(dataset_dir))]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
@@ -252,6 +260,7 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     given = entry.get("columns") or {}
     columns = {ours: given[name] for name, ours in KEYS["llama_factory_columns"].items() if given.get(name)}
     if entry.get("formatting", "alpaca") == "sharegpt":
+        # the tool's default is ShareGPT's field
         role_key = (entry.get("tags") or {}).get("role_tag", "from")
         _conversation(item, columns, given.get("messages", "conversations"), role_key)
     else:
@@ -272,10 +281,11 @@ def _one_trl_dataset(work: Import) -> None:
     if data.get("dataset_config"):
         item["name"] = work.take("dataset_config", f"{trained}.name")
     text = work.take("dataset_text_field", f"{trained}.format")
-    if text and text != "text":
+    if text and text != "text":  # a column text is found without a name
         item |= {"format": "text", "columns": {"text": text}}
     split = work.take("dataset_train_split", f"{trained}.split")
     work.document.put(("data", "datasets"), [item | ({"split": split} if split else {})], place)
+    # TRL's script reads the test split only if it evaluates
     if _evaluates(data):
         split = work.take("dataset_test_split", f"{tested}.split", default="test")
         work.document.put(("data", "eval_datasets"), [{**item, "split": split}], place)
@@ -309,6 +319,7 @@ def _trl_mixture(work: Import) -> None:
     configs = work.take("dataset_configs", "data.datasets")
     splits = [str(split) for split in splits] if isinstance(splits, list) else ["train", "test"]
     named = dict(zip(mixer, configs, strict=False)) if isinstance(configs, list) else {}
+    # alignment-handbook reads a test split as a whole
     for path, weight in mixer.items():
         for split in splits:
             is_test = "test" in split

@@ -19,16 +19,18 @@ TOKENIZERS = ("tokenizer_default", "tokenizer", "default", "empty", "")  # names
 
 def convert_run(work: Import) -> None:
     """Convert the keys of a run, in this order."""
+    # a template of the data sets first: the rules and names below are about the file's own
     _hoist_template(work)
     apply_rules(work, "template")
     _template(work)
     _intervals(work)
     apply_rules(work, "run")
-    _optimizer_options(work)
+    _optimizer_options(work)  # after the rule that chooses GaLore
     apply_rules(work, "schedule")
     _schedule_options(work)
     _processes(work)
     _trackers(work)
+    # before aliases are read: they would take these keys for ours
     for name, reason in tables.REMOVED_FIRST.items():
         if name in work.data:
             work.leave((name,), reason)
@@ -45,6 +47,7 @@ def _template(work: Import) -> None:
         found = tables.TEMPLATES.get(written.replace("-", "_"))
         # Qwen's models always have the template in the tokenizer; theirs also has a place for tools
         is_own = written in TOKENIZERS or ("qwen" in written.lower() and "qwen" in model)
+        # Axolotl's jinja without a file, or a template that has no built-in counterpart
         if not is_own and found is None:
             work.leave((name,), REASONS["chat_template"])
             continue
@@ -52,7 +55,7 @@ def _template(work: Import) -> None:
         if not is_own:
             work.put("model.tokenizer.chat_template", found, name)
             continue
-        if written.endswith("nothink"):
+        if written.endswith("nothink"):  # of LLaMA-Factory: qwen3_nothink
             work.put("data.chat_template_kwargs", {"enable_thinking": False}, name)
         work.notes.append(f"{name}: {written} is the template that the model's tokenizer has")
 
@@ -61,6 +64,7 @@ def _hoist_template(work: Import) -> None:
     """Move `chat_template` of Axolotl's data sets to the file, if all of them name the same one."""
     data = work.data
     items = [item for item in nested(data.get("data")).get("datasets", []) if isinstance(item, dict)]
+    # a recipe has one template for all data sets; different ones are reported per data set
     named = {str(item.get("chat_template")) for item in items}
     if len(named) == 1 and named != {"None"} and data.get("chat_template") in (None, *named):
         data["chat_template"] = named.pop()
@@ -79,6 +83,7 @@ def _intervals(work: Import) -> None:
         work.take("save_steps", "checkpoint.save_steps")
     apply_rules(work, "intervals")
     held_out = [name for name in ("val_set_size", "val_size") if data.get(name)]
+    # Axolotl and LLaMA-Factory evaluate what they hold out, also without a strategy
     if "eval_datasets" in nested(data.get("data")):
         held_out.append("eval_dataset")
     if not held_out:
@@ -88,12 +93,13 @@ def _intervals(work: Import) -> None:
         work.take("eval_strategy", "eval.eval_strategy")
     elif "eval_strategy" not in data and work.peer is not tables.TRL:
         work.put("eval.eval_strategy", "steps" if data.get("eval_steps") else "epoch", held_out[0])
-    elif data.get("eval_strategy") == "steps":
+    elif data.get("eval_strategy") == "steps":  # as TrainingArguments: eval_steps is logging_steps
         data.setdefault("eval_steps", data.get("logging_steps", work.peer.logging_steps))
 
 
 def _per_epoch(work: Import, number: Any, written: str, ours: str) -> None:
     """Set an interval from a number per epoch: of one epoch, a share of all steps, or never before the end."""
+    # transformers reads an interval below 1 as a share of all steps
     epochs = work.data.get("num_epochs", work.data.get("num_train_epochs", 1))
     numbers = isinstance(number, int | float) and isinstance(epochs, int | float) and number * epochs > 0
     if number == 1 or not numbers:
@@ -117,6 +123,7 @@ def _optimizer_options(work: Import) -> None:
             options = {name.strip(): parse_json_text(value.strip()) for name, _, value in pairs}
         except DamagedFileError:
             return
+    # options of other optimizers stay, and are reported
     if options and options.keys() <= GALORE_OPTIONS:
         del work.data["optim_args"]
         for name, value in options.items():
@@ -135,6 +142,7 @@ def _schedule_options(work: Import) -> None:
     if isinstance(options, dict):
         options = {key: value for key, value in options.items() if value is not None}
         schedule = data.get("lr_scheduler", data.get("lr_scheduler_type"))
+        # the evaluation loss is lowered, so the mode says nothing new
         if schedule in FOLLOW_EVALUATIONS and options.get("mode") == "min":
             del options["mode"]
         data["lr_scheduler_kwargs"] = options
@@ -177,6 +185,7 @@ def _deepspeed(work: Import) -> None:
     """Convert a configuration of DeepSpeed, or the name of a file with one, if it says ZeRO-2 or ZeRO-3."""
     config = work.data["deepspeed"]
     zero = nested(nested(config).get("zero_optimization"))
+    # ds_z3_config.json, zero2.json, stage-3.json
     found = re.search(r"(?:z|zero|stage)[-_]?([0-3])", str(config).rpartition("/")[2].lower())
     stage = int(found[1]) if found else None
     if zero:
@@ -203,11 +212,11 @@ def _trackers(work: Import) -> None:
         why = REASONS["use_swanlab"].why
         if others:
             work.leave(("report_to",), Reason(f"{', '.join(others)}: {why}", HARMLESS))
-        if known and others:
+        if known and others:  # one row more: the key itself is imported
             data["report_to"] = known
             line = work.line_of(("report_to",))
             work.more_left.append(Left(line, "report_to", ", ".join(others), why, HARMLESS))
     found = [tracker for tracker, names in signs.items() if any(data.get(name) for name in names)]
-    if found and named is None:
+    if found and named is None:  # Axolotl has no report_to
         work.document.put(("logging", "report_to"), found, Place("", 0, work.document.file))
     apply_rules(work, "names of the run")
