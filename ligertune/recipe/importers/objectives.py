@@ -23,16 +23,17 @@ PREFERENCE_LOSSES = tables.KEYS["preference_losses"].split()
 def convert_objective(work: Import) -> None:
     """Replace the keys that choose the objective by `task` and `preference.loss_type`, or record why that fails."""
     _refuse_other_objectives(work)
-    apply_rules(work, "objective")
-    is_plain = "task" not in work.data and "stage" not in work.data and "rl" not in work.source
-    if is_plain and _is_preference_file(work.data):
-        _convert_preferences(work)
-    # SFTConfig has a loss_type, too
-    elif is_plain and work.peer is tables.TRL and "loss_type" in work.data:
+    is_preference_file = _is_preference_file(work.data)
+    # SFTConfig and RewardConfig have a loss_type, too
+    if work.peer is tables.TRL and "loss_type" in work.data and not is_preference_file:
         loss = work.take("loss_type", "task")
         if loss not in SAME_LOSSES:
             hint = _refusal_of("label_smoothing_factor")["hint"]
             work.refuse("loss_type", f": {_shown_plain(loss)} is not a loss of ligertune.", hint)
+    apply_rules(work, "objective")
+    is_chosen = work.data.get("task") != work.source.get("task")  # by a rule
+    if is_preference_file and not is_chosen and "stage" not in work.data and "rl" not in work.source:
+        _convert_preferences(work)
     apply_rules(work, "loss")
 
 
