@@ -134,7 +134,7 @@ def import_(
 def _show_import(found: Import, file: Path) -> None:
     """Print what became of each key of the file: keys whose loss changes what is trained are the loudest."""
     from ligertune.errors import plural
-    from ligertune.recipe.importers.reasons import HARMLESS, SPEED, TRAINING
+    from ligertune.recipe.importers.import_tables import HARMLESS, SPEED, TRAINING
 
     render.text(f"{file} is a file of {found.peer.name}. Translated:")
     for line in found.translated:

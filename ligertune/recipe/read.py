@@ -19,7 +19,6 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import complain_about, shown
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
-from ligertune.recipe.importers.peers import likely_peer
 from ligertune.recipe.plain_yaml import NotYaml, dump, parse
 from ligertune.recipe.rules.check_rules import check_rules
 from ligertune.recipe.schema import Origin, Recipe
@@ -117,6 +116,9 @@ def _file_of_another_tool(document: Document) -> UserError | None:
     """Return the error for a file of Axolotl, LLaMA-Factory or TRL: flat, with keys that identify its tool."""
     if any(isinstance(document.data.get(section), dict) for section in Recipe.model_fields):
         return None
+    # a recipe of ligertune needs no tables of other tools
+    from ligertune.recipe.importers.import_tables import likely_peer
+
     peer, signs = likely_peer(document.data)
     if not signs:
         return None
