@@ -26,7 +26,7 @@ class Op:
 
 OPS = (
     Op("norms", "rms_norm", ("RMSNorm",), ("x", "weight")),
-    Op("norms", "add_rms_norm", ("AddRMSNorm",), ("x", "residual", "weight")),
+    Op("norms", "add_rms_norm", ("AddRMSNorm",), ("x", "residual", "weight"), file="rms_norm"),
     Op("norms", "gated_rms_norm", ("GatedRMSNorm",), ("x", "gate", "weight")),
     Op("norms", "layer_norm", ("LayerNorm",), ("x", "weight", "bias")),
     Op("norms", "group_norm", ("GroupNorm",), ("x", "weight", "bias")),

@@ -21,10 +21,10 @@ MAX_FILES, MAX_TOP_LEVEL_MODULES = 12, 9
 MAX_LINES, MAX_KERNEL_LINES = 60, 90
 # number of the structure -> (budget, goal); structure.py says what is counted
 BUDGETS = {
-    "tuple assignments": (39, 39),
+    "tuple assignments": (36, 36),
     "constructions by **": (0, 0),
-    "functions with more than 8 arguments": (37, 12),
-    "functions of a complexity over 15": (9, 3),
+    "functions with more than 8 arguments": (35, 12),
+    "functions of a complexity over 15": (7, 3),
     "comparisons of the task": (37, 0),
     "packages that import each other": (0, 0),
     "names imported by run.py": (81, 20),
@@ -35,6 +35,8 @@ BUDGETS = {
     "files that name vision": (47, 6),
 }
 MAX_COMPLEX = 45  # functions of cyclomatic complexity over 10; ruff refuses those over 15
+
+PARTS_OF_OPS = ("op", "kernels", "tiles")  # files of a folder of ops, which the folder names
 
 # Lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
@@ -158,9 +160,9 @@ def test_no_private_name_is_imported_from_another_file():
 
 
 def test_names_of_modules_and_public_names_are_unique():
-    """Except in cli/, whose commands share names with what they run."""
+    """Except in cli/, whose commands share names with what they run, and of the parts that each op has."""
     outside = {name: path for name, path in modules().items() if not name.startswith("ligertune.cli")}
-    stems = Counter(path.stem for path in outside.values() if path.stem != "__init__")
+    stems = Counter(path.stem for path in outside.values() if path.stem not in ("__init__", *PARTS_OF_OPS))
     defined = Counter(
         node.name
         for path in outside.values()

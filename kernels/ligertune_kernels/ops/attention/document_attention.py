@@ -13,7 +13,7 @@ with the keys of its first document, so that many short documents cost no more t
 
 The backward recomputes S and P twice, once for dQ and once for dK and dV. Each gradient is then summed by one program
 in one order and rounded once, without atomics and without copies per query head. Kernels:
-_document_attention_kernels.py; tiles: chips.ATTENTION_TILES. Long documents have other kernels on Hopper GPUs:
+_document_attention_kernels.py; tiles: tiles.py. Long documents have other kernels on Hopper GPUs:
 hopper_attention.py.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 from ligertune_kernels.autocast import autocast_dtype, without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.chips import Chip, Tile, attention_tiles, padded_head_dim
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
 from ligertune_kernels.ops.attention import hopper_attention
 from ligertune_kernels.ops.attention._document_attention_kernels import (
@@ -34,6 +34,7 @@ from ligertune_kernels.ops.attention._document_attention_kernels import (
     attention_dq_kernel,
     attention_forward_kernel,
 )
+from ligertune_kernels.ops.attention.tiles import Tile, attention_tiles, padded_head_dim
 
 
 def document_attention_reference(

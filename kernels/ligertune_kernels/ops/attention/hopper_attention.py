@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.chips import Chip, applies
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import TensorDescriptor, gl, on_device
 from ligertune_kernels.ops.attention._hopper_backward_kernel import hopper_attention_backward_kernel
 from ligertune_kernels.ops.attention._hopper_dq_kernels import attention_delta_kernel, attention_round_dq_kernel
 from ligertune_kernels.ops.attention._hopper_forward_kernel import hopper_attention_forward_kernel
 from ligertune_kernels.ops.attention._hopper_wide_dk_dv_kernel import hopper_attention_wide_dk_dv_kernel
 from ligertune_kernels.ops.attention._hopper_wide_dq_kernel import hopper_attention_wide_dq_kernel
+from ligertune_kernels.ops.attention.tiles import GLUON_KERNELS
 
 TILE = 128  # tokens to which rows of lse, delta and the sums of dq are padded
 ROWS = 64  # rows of a copied tile of queries
@@ -56,7 +57,7 @@ class Terms(NamedTuple):
 def runs_hopper_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chip: Chip, documents: int | None) -> bool:
     """Return whether these kernels run for (T, H, D), (T, K, D) and (T, K, D) of this many documents, None: unknown."""
     n_tokens, heads, width = q.shape
-    if documents is None or TensorDescriptor is None or not applies("gluon_attention", chip):
+    if documents is None or TensorDescriptor is None or not GLUON_KERNELS.holds(chip):
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or width not in WIDTHS or torch.compiler.is_compiling():
         return False

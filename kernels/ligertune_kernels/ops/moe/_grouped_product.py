@@ -13,11 +13,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from ligertune_kernels.chips import Chip, GroupedTile, applies, grouped_tile
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import INTERPRETED, Launcher, cached, chip_of, tl, triton
 from ligertune_kernels.ops.moe._expert_options import Products
 from ligertune_kernels.ops.moe._pair_rows import gather_rows
 from ligertune_kernels.ops.moe._routing import Routing
+from ligertune_kernels.ops.moe.tiles import TORCH_GROUPED_MM, GroupedTile, grouped_tile
 
 # Multiplications of one expert's product from which `loop_pays`. Measured on an H100 only (2026-11-26, bfloat16,
 # forward and backward). Time of the loop to that of grouped_mm: 1.14 at 0.6e10, 1.08 at 1.7e10, 1.01 at 3e10, 0.95 at
@@ -73,7 +74,7 @@ def product_for(shape: tuple[int, int], dtype: torch.dtype, chip: Chip, *, has_e
         return "loop"
     # On other chips, and for other dtypes, torch's grouped_mm is a loop that waits for the GPU. Under the interpreter
     # it runs on the CPU, where interpreted products would take long.
-    fast = chip.vendor == "interpreter" or (dtype is torch.bfloat16 and applies("torch_grouped_mm", chip))
+    fast = chip.vendor == "interpreter" or (dtype is torch.bfloat16 and TORCH_GROUPED_MM.holds(chip))
     return "grouped_mm" if fast and is_aligned(shape, dtype) else "triton"
 
 

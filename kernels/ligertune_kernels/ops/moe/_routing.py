@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.chips import Chip, grouped_tile, launch_options
+from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.launcher import Launcher, cached, chip_of, tl, triton
+from ligertune_kernels.ops.moe.tiles import grouped_tile
 
 BLOCK = 1024  # pairs per program
 TILES = 16  # tiles per program of the tile map
