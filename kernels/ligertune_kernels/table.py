@@ -44,8 +44,8 @@ OPS = (
     Op("losses", "cross_entropy", ("CrossEntropyLoss",), ("logits",)),
     Op("losses", "linear_cross_entropy", ("LinearCrossEntropyLoss",), ("hidden", "weight", "bias")),
     Op("losses", "multi_head_linear_cross_entropy", ("MultiHeadLoss",), ("hiddens", "weight")),
-    Op("log_probs", "linear_log_probs", ("TokenLogProbs", "log_probs_memory"), ("hidden", "weight", "bias")),
-    Op("log_probs", "linear_token_statistics", ("TokenStatistics",)),
+    Op("losses", "linear_log_probs", ("TokenLogProbs", "log_probs_memory"), ("hidden", "weight", "bias")),
+    Op("losses", "linear_token_statistics", ("TokenStatistics",), file="linear_log_probs"),
     Op("distill", "kl_div", ("KLDivLoss",), ("input", "target")),
     Op("distill", "jsd", ("JSDLoss",), ("input",)),
     Op("distill", "linear_jsd", ("LinearJSDLoss",), ("student_hidden", "student_weight")),  # none for the teacher

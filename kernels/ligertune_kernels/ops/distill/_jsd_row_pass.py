@@ -30,7 +30,7 @@ from ligertune_kernels.chips import launch_options
 from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32
 from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
 from ligertune_kernels.ops.distill._divergence import divergence, form_of, log_mixture, summands, weighted
-from ligertune_kernels.ops.losses._row_pass import MIN_COLS, VECTOR
+from ligertune_kernels.ops.losses.tiles import MIN_COLS, VECTOR
 
 # Columns of both rows per step, by the bytes of an element: eight per thread. fp32 spills on more than 8 warps.
 BLOCKS = {2: 8192, 4: 2048}

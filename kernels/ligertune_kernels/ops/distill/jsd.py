@@ -20,7 +20,7 @@ import torch
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, form_of, summands
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, Reduction, check_reduction, divisor_of
+from ligertune_kernels.ops.losses.cross_entropy import LossFunction, LossModule, Reduction, check_reduction, divisor_of
 
 
 def jsd_reference(

@@ -20,7 +20,7 @@ import torch
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, weighted
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule
+from ligertune_kernels.ops.losses.cross_entropy import LossFunction, LossModule
 
 KLReduction = Literal["none", "sum", "mean", "batchmean"]
 

@@ -22,10 +22,10 @@ from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass
 from ligertune_kernels.ops.distill.jsd import check_beta, jsd_reference
-from ligertune_kernels.ops.losses._linear_chunks import ChunkedLoss, Gradients
-from ligertune_kernels.ops.losses._linear_inputs import SLOT_ROWS_TORCH, Head, check_linear, empty_loss, rows_to_take
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, divisor_of
-from ligertune_kernels.ops.losses._schedule import Chunks, chunks_of, rest_stride
+from ligertune_kernels.ops.losses.cross_entropy import LossFunction, LossModule, divisor_of
+from ligertune_kernels.ops.losses.labelled_rows import rows_to_take
+from ligertune_kernels.ops.losses.linear_chunks import ChunkedLoss, Gradients, Head, check_linear, empty_loss
+from ligertune_kernels.ops.losses.tiles import SLOT_ROWS_TORCH, Chunks, chunks_of, rest_stride
 
 CHUNK_BYTES = 1 << 30  # of both buffers: 2048 rows of a 128k vocabulary in bf16, so 4096 tokens in two flushes
 SLOT_ROWS = 1024  # cuBLAS reaches 763 TFLOP/s there on an H100 and gains 2 % with twice as many

@@ -1,8 +1,8 @@
 r"""Cross entropy of a linear layer's output, hidden X (N, E) and weight W (V, E), without storing the logits (N, V).
 
-    Z = X Wᵀ + b        loss_i and G = dloss/dZ as in _row_pass.py      dX = G W        dW = Gᵀ X        db = sum_i G_i
+    Z = X Wᵀ + b        loss_i and G = dloss/dZ as in kernels.py        dX = G W        dW = Gᵀ X        db = sum_i G_i
 
-Rows are taken in chunks (_linear_chunks.py) as a schedule says (_schedule.py): the logits of a chunk are written into
+Rows are taken in chunks (linear_chunks.py) as a schedule says (tiles.py): the logits of a chunk are written into
 one reused buffer, one pass over its rows turns them into G in place and returns the losses, and G is multiplied into
 the gradients. So the gradients exist when the forward returns, and one that is not needed is not computed: 6 NEV
 operations, 4 NEV with a frozen weight. Rows without a label are not computed (labelled_rows.py).
@@ -28,21 +28,27 @@ import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.ops.losses._linear_chunks import Gradients, Targets, run_chunks
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
-from ligertune_kernels.ops.losses._reduction import (
+from ligertune_kernels.ops.losses.cross_entropy import (
     LossFunction,
     LossModule,
     Reduction,
     check_reduction,
+    cross_entropy_reference,
     divisor_of,
     weights_and_divisor,
 )
-from ligertune_kernels.ops.losses._row_pass import LossOptions
-from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, Schedule
-from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics
-from ligertune_kernels.ops.losses.cross_entropy import cross_entropy_reference
-from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, scatter_rows
+from ligertune_kernels.ops.losses.kernels import LossOptions, RowStatistics, empty_statistics
+from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, rows_to_take, scatter_rows
+from ligertune_kernels.ops.losses.linear_chunks import (
+    Gradients,
+    Head,
+    Targets,
+    check_linear,
+    choose_schedule,
+    empty_loss,
+    run_chunks,
+)
+from ligertune_kernels.ops.losses.tiles import CHUNK_BYTES, Schedule
 
 
 def linear_cross_entropy_reference(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ligertune_kernels import schedule_of
-from ligertune_kernels.ops.losses._schedule import Chunks, chunks_of, rest_stride
+from ligertune_kernels.ops.losses.tiles import Chunks, chunks_of, rest_stride
 
 GIB = 1 << 30
 LLAMA = (8192, 4096, 128256)
