@@ -14,6 +14,7 @@ from launch_candidates import Candidate, Direction, Norm, Patch, Turn
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.launcher import BoundLaunch, cached, chip_of
 from ligertune_kernels.ops.attention import rope
+from ligertune_kernels.ops.attention import tiles as attention_tiles
 from ligertune_kernels.ops.norms import kernels as norm_kernels
 from ligertune_kernels.ops.norms.tiles import NormCall
 
@@ -92,14 +93,14 @@ def _words(plan: norm_kernels.LaunchPlan, chip: Chip) -> str:
 
 def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
     def tile(n_heads: int, width: int) -> tuple[int, int]:
-        pairs = choice.pairs or rope.TILE
-        heads = min(rope._power_of_2(n_heads), choice.heads, max(1, 2 * pairs // width))
+        pairs = choice.pairs or attention_tiles.ROPE_PAIRS
+        heads = min(attention_tiles.power_of_2(n_heads), choice.heads, max(1, 2 * pairs // width))
         return max(1, pairs // (heads * width)), heads
 
     def chosen(elements: int, chip: Chip) -> dict[str, int | bool]:
         found = launch_options(elements, chip)
         found["num_warps"] = choice.warps or found["num_warps"]
-        tokens, heads = rope._tile(32, 64)
+        tokens, heads = rope.rope_tile(32, 64)
         words = f"{tokens} tokens of {heads} heads, {found['num_warps']} warps"
         decided["forward"] = decided["backward"] = words
         return found
@@ -107,7 +108,7 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
     # a separate cache, filled inside the context
     patches: list[Patch] = [(rope, "launch_options", chosen), (rope, "_launch", cached(rope._launch.__wrapped__))]
     if choice.pairs or choice.heads != 8:
-        patches.append((rope, "_tile", tile))
+        patches.append((rope, "rope_tile", tile))
     if choice.edits:
         patches.append((rope, "_rope_kernel", _edited(rope, choice.edits)._rope_kernel))
     return patches

@@ -135,7 +135,7 @@ def adamw(step: int) -> None:
 
 def rotate(tokens: int, **how: bool) -> None:
     q, k = (bf16(1, tokens, heads, 64).transpose(1, 2) for heads in (4, 2))
-    rope._rotate(q, k, bf16(1, tokens, 64), bf16(1, tokens, 64), None, False, False, 64, **how)
+    rope._rotate(q, k, bf16(1, tokens, 64), bf16(1, tokens, 64), None, rope.RopeLayout(False, False, 64), **how)
 
 
 # Each runs twice, the second time with other values of what is not compiled in.
