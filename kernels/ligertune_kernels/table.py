@@ -32,9 +32,9 @@ OPS = (
     Op("norms", "group_norm", ("GroupNorm",), ("x", "weight", "bias")),
     Op("attention", "apply_rope", (), ("q", "k"), file="rope"),
     Op("attention", "document_attention", ("document_attention_memory",), ("query", "key", "value")),
-    Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up")),
-    Op("mlp", "geglu", ("GeGLU",), ("gate", "up")),
-    Op("mlp", "reglu", ("ReGLU",), ("gate", "up")),
+    Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up"), file="gated_mlp"),
+    Op("mlp", "geglu", ("GeGLU",), ("gate", "up"), file="gated_mlp"),
+    Op("mlp", "reglu", ("ReGLU",), ("gate", "up"), file="gated_mlp"),
     Op(
         "moe",
         "experts",

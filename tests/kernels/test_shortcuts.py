@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton: there is nothing to launch w
 from ligertune_kernels import adamw_step, launcher, shortcuts
 from ligertune_kernels.launcher import BoundLaunch, tl, triton
 from ligertune_kernels.ops.attention import rope
-from ligertune_kernels.ops.mlp import _gated as gated
+from ligertune_kernels.ops.mlp import kernels as gated
 from ligertune_kernels.ops.norms.kernels import NormOptions, norm_forward
 from pretend_gpu import TARGETS, PretendDriver, compile_for
 from triton import knobs

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ligertune_kernels.chips import Chip
 
 # adamw_step
-STEP_BLOCK = 2048  # elements per program: 16 per thread, of four tensors
+STEP_BLOCK = 2048  # elements per program: 8 per thread, of four tensors
 
 # embedding
 COPY_TILE = 4096  # elements that a forward program copies

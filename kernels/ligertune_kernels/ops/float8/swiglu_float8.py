@@ -35,7 +35,7 @@ from ligertune_kernels.ops.float8.quantize_float8 import (
     store_by_columns,
 )
 from ligertune_kernels.ops.float8.tiles import FLOAT8_CONVERSION, PARTS, SWIGLU, SWIGLU_BACKWARD, Float8Tile
-from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
+from ligertune_kernels.ops.mlp.gated_mlp import swiglu_reference
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
