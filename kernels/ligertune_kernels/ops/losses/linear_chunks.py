@@ -29,6 +29,7 @@ from ligertune_kernels.ops.losses.tiles import (
     MIN_GROUP_COLUMNS,
     MIN_QUERY_BYTES,
     SLOT_ROWS_TORCH,
+    ChunkProducts,
     Schedule,
     accumulates_wide,
     adds_wide_products,
@@ -146,13 +147,9 @@ def choose_schedule(
     chip = chip_of(rows.device)
     needs_dx, needs_dw = needs or (torch.is_grad_enabled() and t.requires_grad for t in (rows, weight))
     sizes = (len(rows), weight.shape[1], weight.shape[0], rows.dtype)
-    options = {
-        "needs_dx": needs_dx,
-        "needs_dw": needs_dw,
-        "chunk_bytes": chunk_bytes,
-        "slot_rows": max_slot_rows(rows),
-        "wide_products": adds_wide_products(chip) and (chip is None or not torch.compiler.is_compiling()),
-    }
+    wide_products = adds_wide_products(chip) and (chip is None or not torch.compiler.is_compiling())
+    products = ChunkProducts(needs_dx, max_slot_rows(rows), wide_products)
+    options = {"needs_dw": needs_dw, "chunk_bytes": chunk_bytes, "products": products}
     schedule = schedule_of(*sizes, **options)
     if schedule.flushes and schedule.plan == "fast" and schedule.extra_bytes >= MIN_QUERY_BYTES:
         return schedule_of(*sizes, **options, free_bytes=free_bytes(rows.device))

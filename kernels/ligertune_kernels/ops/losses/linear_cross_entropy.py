@@ -170,6 +170,15 @@ def linear_chunks(
     return found[0], RowStatistics(*found[1:n_first]) if targets.statistics is not None else None, gradients
 
 
+@dataclass(frozen=True)
+class LinearJob:
+    """What a loss of a linear layer computes, besides the tensors that may get a gradient."""
+
+    targets: Targets
+    lora_scale: float
+    schedule: Schedule | ChunkOptions
+
+
 class _LinearCrossEntropy(LossFunction):
     """The losses of rows, each divided by its denominator, () or (N,), and summed; the losses without gradient.
 
@@ -177,13 +186,10 @@ class _LinearCrossEntropy(LossFunction):
     """
 
     @staticmethod
-    def forward(
-        ctx, rows, weight, bias, lora_a, lora_b, labels, class_weight, denominator, lora_scale, options, schedule
-    ):
-        head = Head(weight, bias, lora_a, lora_b, lora_scale)
-        scale = LossFunction.scale(ctx, denominator, rows.dtype)
-        targets = Targets(labels, options, class_weight, scale)
-        losses, _, gradients = linear_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, denominator, job):
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        targets = replace(job.targets, scale=LossFunction.scale(ctx, denominator, rows.dtype))
+        losses, _, gradients = linear_chunks(rows, head, targets, job.schedule, ctx.needs_input_grad[:5])
         LossFunction.keep(ctx, "linear_cross_entropy", (rows, *head.tensors), gradients)
         ctx.mark_non_differentiable(losses)
         return (losses / denominator).sum(), losses
@@ -193,11 +199,12 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
     """One loss per row; the backward computes the chunks again, scaled by the upstream gradient of each row."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, class_weight, lora_scale, options, schedule):
-        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels, class_weight)
-        ctx.arguments = lora_scale, options, schedule
-        head = Head(weight, bias, lora_a, lora_b, lora_scale)
-        return linear_chunks(rows, head, Targets(labels, options, class_weight), schedule)[0]
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, job):
+        targets = job.targets
+        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, targets.labels, targets.class_weight)
+        ctx.arguments = job.lora_scale, targets.options, job.schedule
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        return linear_chunks(rows, head, targets, job.schedule)[0]
 
     @staticmethod
     @no_double_backward
@@ -209,7 +216,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         with without_autocast(rows.device):
             *_, found = linear_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
-        return *gradients, None, None, None, None, None
+        return *gradients, None
 
 
 def linear_cross_entropy(
@@ -284,9 +291,8 @@ def summed_losses(
     """Return the sum of the losses, each divided by its denominator, and the losses without gradient."""
     if _needs_grad(rows, head):
         return _LinearCrossEntropy.apply(
-            rows, *head.tensors, targets.labels, targets.class_weight, denominator, head.lora_scale, targets.options,
-            schedule,
-        )  # fmt: skip
+            rows, *head.tensors, denominator, LinearJob(targets, head.lora_scale, schedule)
+        )
     losses, *_ = linear_chunks(rows, head, targets, schedule)
     return (losses / denominator).sum(), losses
 
@@ -295,9 +301,7 @@ def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Sche
     """Return the losses (N,) of rows (N, E), differentiable one by one."""
     if not _needs_grad(rows, head):
         return linear_chunks(rows, head, targets, schedule)[0]
-    return _LinearCrossEntropyRows.apply(
-        rows, *head.tensors, targets.labels, targets.class_weight, head.lora_scale, targets.options, schedule
-    )
+    return _LinearCrossEntropyRows.apply(rows, *head.tensors, LinearJob(targets, head.lora_scale, schedule))
 
 
 def _needs_grad(rows: torch.Tensor, head: Head) -> bool:

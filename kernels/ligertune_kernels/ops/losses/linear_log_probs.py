@@ -21,7 +21,7 @@ linear_token_statistics computes the statistics alone, without gradients: one sw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,8 +38,8 @@ from ligertune_kernels.ops.losses.kernels import (
 )
 from ligertune_kernels.ops.losses.labelled_rows import rows_to_take, scatter_rows
 from ligertune_kernels.ops.losses.linear_chunks import Head, Targets, check_linear, choose_schedule, empty_loss
-from ligertune_kernels.ops.losses.linear_cross_entropy import ChunkOptions, linear_chunks
-from ligertune_kernels.ops.losses.tiles import CHUNK_BYTES, schedule_of
+from ligertune_kernels.ops.losses.linear_cross_entropy import ChunkOptions, LinearJob, linear_chunks
+from ligertune_kernels.ops.losses.tiles import CHUNK_BYTES, ChunkProducts, schedule_of
 
 
 class TokenLogProbs(NamedTuple):
@@ -92,11 +92,12 @@ class _OfFrozenHead(LossFunction):
     """Log-probabilities and statistics; dX for an upstream gradient of 1 is computed in the forward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunks):
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, job, measures):
         wide = torch.promote_types(rows.dtype, torch.float32)
         scale = LossFunction.scale(ctx, torch.full((), -1.0, dtype=wide, device=rows.device), rows.dtype)
-        targets = Targets(labels, options, scale=scale, statistics=empty_statistics(rows) if statistics else None)
-        logprob, statistics, d_rows = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunks)
+        targets = replace(job.targets, scale=scale, statistics=empty_statistics(rows) if measures else None)
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        logprob, statistics, d_rows = _forward(rows, head, targets, job.schedule)
         LossFunction.keep(ctx, "linear_log_probs", (rows,), (d_rows,))
         return _outputs(ctx, logprob, statistics)
 
@@ -105,11 +106,12 @@ class _OfTrainedHead(torch.autograd.Function):
     """Log-probabilities and statistics; the backward computes the logits again, and all gradients."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunks):
-        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels)
-        ctx.arguments = lora_scale, options, chunks
-        targets = Targets(labels, options, statistics=empty_statistics(rows) if statistics else None)
-        logprob, statistics, _ = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunks)
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, job, measures):
+        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, job.targets.labels)
+        ctx.arguments = job.lora_scale, job.targets.options, job.schedule
+        targets = replace(job.targets, statistics=empty_statistics(rows) if measures else None)
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        logprob, statistics, _ = _forward(rows, head, targets, job.schedule)
         return _outputs(ctx, logprob, statistics)
 
     @staticmethod
@@ -123,7 +125,7 @@ class _OfTrainedHead(torch.autograd.Function):
             schedule = chunks.schedule(rows, head.weight, needs[:2])
             *_, found = linear_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None
 
 
 def _outputs(ctx, logprob: torch.Tensor, statistics: RowStatistics | None) -> tuple[torch.Tensor, ...]:
@@ -175,7 +177,8 @@ def linear_log_probs(
             logprob = empty_loss(rows, head).expand(len(rows))
         elif any(needs_grad):
             function = _OfTrainedHead if any(needs_grad[1:]) else _OfFrozenHead
-            logprob, *found = function.apply(rows, *head.tensors, flat, lora_scale, options, statistics, chunks)
+            job = LinearJob(Targets(flat, options), lora_scale, chunks)
+            logprob, *found = function.apply(rows, *head.tensors, job, statistics)
             measured = RowStatistics(*found) if statistics else None
         else:
             logprob, measured, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunks)
@@ -226,7 +229,7 @@ def log_probs_memory(
 ) -> LogProbsMemory:
     """Predict the memory of `linear_log_probs`. needs_dw: the layer is trained; free_bytes: as in `schedule_of`."""
     sizes = (n_rows, hidden_size, vocab_size, dtype)
-    options = {"chunk_bytes": chunk_bytes, "needs_dx": needs_dx}
+    options = {"chunk_bytes": chunk_bytes, "products": ChunkProducts(needs_dx)}
     logits = schedule_of(*sizes, needs_dw=False, **options).extra_bytes
     if needs_dw:
         return LogProbsMemory(logits, 0, schedule_of(*sizes, free_bytes=free_bytes, **options).extra_bytes)

@@ -258,23 +258,27 @@ class _Sizes(NamedTuple):
         return max(extra + self.weight_elements * (4 - self.dtype.itemsize), 4 * self.weight_elements)
 
 
+class ChunkProducts(NamedTuple):
+    """How the matrix products of the chunks run."""
+
+    needs_dx: bool = True
+    slot_rows: int | None = None  # at most, of a product
+    wide_products: bool = True  # the device adds a product of bf16 to sums in fp32, as cuBLAS does
+
+
 def schedule_of(
     n_rows: int,
     hidden_size: int,
     vocab_size: int,
     dtype: torch.dtype,
     *,
-    needs_dx: bool = True,
     needs_dw: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
     free_bytes: int | None = None,
-    slot_rows: int | None = None,
-    wide_products: bool = True,
+    products: ChunkProducts = ChunkProducts(),  # noqa: B008 (immutable)
 ) -> Schedule:
-    """Return the fastest schedule within chunk_bytes and free_bytes (None: unlimited), else the smallest.
-
-    wide_products: whether the device adds a product of bf16 to sums in fp32, as cuBLAS does.
-    """
+    """Return the fastest schedule within chunk_bytes and free_bytes (None: unlimited), else the smallest."""
+    needs_dx, slot_rows, wide_products = products
     if not needs_dw:
         row_bytes = vocab_size * dtype.itemsize
         rows = SLOT_ROWS_WITHOUT_DW if slot_rows is None else slot_rows
