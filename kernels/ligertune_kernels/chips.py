@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 MAX_THREADS = 1024  # per program on every GPU so far: 16 warps of 64 on CDNA, 32 warps of 32 on RDNA and NVIDIA
 
+ROW_TILE_GROUP = 8  # row tiles of a product that reuse the same columns of a weight from the L2 cache
+
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a chip is a key of every launch cache
 class Chip:

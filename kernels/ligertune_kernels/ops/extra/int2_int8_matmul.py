@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.chips import launch_options
+from ligertune_kernels.chips import ROW_TILE_GROUP, launch_options
 from ligertune_kernels.launcher import as_rows, chip_of, on_device, runs_triton, tl, triton
 from ligertune_kernels.ops.extra.tiles import (
-    ROW_TILE_GROUP,
     SCALED_BLOCK,
     UNPACK_BLOCK,
     UNPACK_WARPS,

@@ -15,7 +15,6 @@ SORTED_CHUNK = 16  # sorted indices per backward program, processed one by one
 GRADIENT_BLOCK = 1024  # columns per backward program
 
 # int2_int8_matmul
-ROW_TILE_GROUP = 8  # row tiles that reuse the same columns of w from the L2 cache
 # Bytes of a packed row per program; an H200 takes 10.4 us for 4096 x 4096, 15.2 with 2048, 24 with 4096.
 UNPACK_BLOCK = 1024
 UNPACK_WARPS = 4

@@ -28,7 +28,7 @@ from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import launch_options
 from ligertune_kernels.launcher import as_rows, chip_of, on_device, runs_triton, tl, triton
 from ligertune_kernels.ops.losses.kernels import LossOptions, capped_logits, row_pass
-from ligertune_kernels.ops.losses.tiles import SCALE_BLOCK, SCALE_PROGRAMS
+from ligertune_kernels.ops.losses.tiles import FACTOR_BLOCK, FACTOR_PROGRAMS
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -157,10 +157,10 @@ def _scaled(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         # a tensor whose size varies: https://github.com/pytorch/pytorch/issues/181735
         return (t.float() * factor).to(t.dtype)
     chip = chip_of(t.device)
-    programs = min(triton.cdiv(t.numel(), SCALE_BLOCK), SCALE_PROGRAMS * chip.processors)
+    programs = min(triton.cdiv(t.numel(), FACTOR_BLOCK), FACTOR_PROGRAMS * chip.processors)
     with on_device(t):
         # The kernel reads the factor, so the host does not wait for it.
-        _scale_kernel[(programs,)](t, factor, t.numel(), BLOCK=SCALE_BLOCK, **launch_options(SCALE_BLOCK, chip))
+        _scale_kernel[(programs,)](t, factor, t.numel(), BLOCK=FACTOR_BLOCK, **launch_options(FACTOR_BLOCK, chip))
     return t
 
 

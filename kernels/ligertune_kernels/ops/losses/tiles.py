@@ -51,8 +51,8 @@ WITH_TERMS = TailLimits(16384, cols_per_thread=8)  # fp32 or options take regist
 
 STATISTICS_BLOCK = 2048  # columns of a row's statistics at a time; wider blocks spill on sm100 or sm120
 SEARCH_BLOCK = 2048  # labels that the search for rows reads at a time; 4096 spill on AMD
-SCALE_BLOCK = 4096  # elements of a gradient that are scaled at a time
-SCALE_PROGRAMS = 16  # per processor, at most: an upstream gradient of 1 costs nothing but their start
+FACTOR_BLOCK = 4096  # elements of a gradient that are scaled at a time
+FACTOR_PROGRAMS = 16  # per processor, at most: an upstream gradient of 1 costs nothing but their start
 
 
 @dataclass(frozen=True)

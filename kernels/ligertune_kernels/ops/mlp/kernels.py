@@ -27,7 +27,13 @@ from ligertune_kernels.ops.mlp.tiles import backward_tile, forward_tile
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf", "relu", "relu2"]
 
-OPS = {"silu": "swiglu", "gelu_tanh": "geglu", "gelu_erf": "geglu", "relu": "reglu", "relu2": "reglu"}  # for messages
+OP_OF_ACTIVATION = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu",
+    "gelu_erf": "geglu",
+    "relu": "reglu",
+    "relu2": "reglu",
+}  # for messages
 
 
 class GateForm(NamedTuple):
@@ -215,7 +221,7 @@ def _saved_tensors(ctx) -> tuple[torch.Tensor, ...]:
     """Return what the forward saved; raise in a second backward if the first one overwrote it."""
     if ctx.inplace:
         if ctx.overwritten:
-            raise RuntimeError(OVERWRITTEN.format(op=OPS[ctx.form.activation]))
+            raise RuntimeError(OVERWRITTEN.format(op=OP_OF_ACTIVATION[ctx.form.activation]))
         ctx.overwritten = True
     return ctx.saved_tensors
 

@@ -38,7 +38,7 @@ from ligertune_kernels.ops.moe.expert_passes import (
     run_backward,
     run_forward,
 )
-from ligertune_kernels.ops.moe.kernels import ACTIVATIONS, GatedActivation, Routing
+from ligertune_kernels.ops.moe.kernels import GATE_FUNCTIONS, GatedActivation, Routing
 from ligertune_kernels.ops.moe.tiles import Products
 
 
@@ -223,8 +223,8 @@ def _check(
 def _check_options(parameters: ExpertParameters) -> None:
     activation = parameters.options.activation
     products = parameters.options.products
-    if activation.function not in ACTIVATIONS:
-        raise ValueError(f"experts: the activation is {activation.function!r}; expected one of {ACTIVATIONS}")
+    if activation.function not in GATE_FUNCTIONS:
+        raise ValueError(f"experts: the activation is {activation.function!r}; expected one of {GATE_FUNCTIONS}")
     if activation.limit is not None and not activation.limit > 0:
         raise ValueError(f"experts: the activation's limit is {activation.limit}; expected a positive number or None")
     if activation.alpha != 1.0 and activation.function != "silu":

@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from ligertune_kernels.chips import ROW_TILE_GROUP
 from ligertune_kernels.launcher import INTERPRETED, Launcher, cached, chip_of, tl, triton
 from ligertune_kernels.ops.moe.kernels import Routing, gather_rows
-from ligertune_kernels.ops.moe.tiles import COLUMN_GROUP, GROUPED_ALIGNMENT, GroupedTile, Products, grouped_tile
+from ligertune_kernels.ops.moe.tiles import GROUPED_ALIGNMENT, GroupedTile, Products, grouped_tile
 
 
 class PairRows:
@@ -154,7 +155,13 @@ def _plan_rows(
 ) -> tuple[Launcher, int]:
     """Return the launcher, and the tiles of a row."""
     cols, options = _launch_options(tile, n_cols)
-    constants = {"GATHER": gather, "ADD": add, "EVEN": n_inner % tile.inner == 0, "TOP_K": top_k, "GROUP": COLUMN_GROUP}
+    constants = {
+        "GATHER": gather,
+        "ADD": add,
+        "EVEN": n_inner % tile.inner == 0,
+        "TOP_K": top_k,
+        "GROUP": ROW_TILE_GROUP,
+    }
     constants |= {"ROWS": tile.rows, "COLS": cols, "INNER": tile.inner, **options}
     return Launcher(_rows_kernel, constants), -(-n_cols // cols)
 

@@ -32,7 +32,7 @@ from ligertune_kernels.ops.moe.tiles import (
     grouped_tile,
 )
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf")
+GATE_FUNCTIONS = ("silu", "gelu_tanh", "gelu_erf")
 
 
 class GatedActivation(NamedTuple):

@@ -28,7 +28,6 @@ DEQUANTISED_BLOCKS = 64  # blocks that a program dequantises
 # forward and backward). Time of the loop to that of grouped_mm: 1.14 at 0.6e10, 1.08 at 1.7e10, 1.01 at 3e10, 0.95 at
 # 6e10, 0.98 at 7e10, 0.95 at 24e10, 0.93 at 96e10.
 LOOP_PRODUCT = 4e10
-COLUMN_GROUP = 8  # row tiles that reuse the same columns of W from the L2 cache
 GROUPED_ALIGNMENT = 16  # bytes; torch's grouped_mm takes strides that are multiples
 
 Products = Literal["grouped_mm", "triton", "loop"]
