@@ -163,6 +163,7 @@ class _Attention(torch.autograd.Function):
         launch, rows = ctx.launchers.dq
         tensors = q, k, v, starts, out, d_out, lse, delta, dq
         launch((-(-n_tokens // rows) * heads, 1, 1), tensors, integers, *ctx.others)
+        # A program has a tile of keys of one key head, and adds up the query heads that share it.
         launch, cols = ctx.launchers.dkdv
         tensors = q, k, v, starts, ends, d_out, lse, delta, dk, dv
         launch((-(-n_tokens // cols) * key_heads, 1, 1), tensors, integers, *ctx.others)
@@ -217,6 +218,7 @@ def document_attention(
             return document_attention_reference(
                 query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
             )
+    # Strides of tokens and heads are arguments of the kernels; columns are neighbours.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     on_hopper = tiles.runs_hopper_kernels(query, key, value, chip_of(query.device), documents)
     function = _HopperAttention if on_hopper else _Attention

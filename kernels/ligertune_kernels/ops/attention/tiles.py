@@ -115,7 +115,7 @@ HEADS_TOGETHER = (8, 4)  # heads that the forward computes at the same time: the
 
 def query_block(width: int, *, has_cap: bool) -> int:
     """Return the queries of a block of the backward of narrow heads."""
-    # 128 queries of 64 columns fit next to the tile; the cap's derivative takes the registers of half of them.
+    # The derivative of the cap takes registers, so that a block has half of the queries.
     return 128 if width == 64 and not has_cap else COPIED_ROWS
 
 

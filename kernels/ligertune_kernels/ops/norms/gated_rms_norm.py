@@ -306,6 +306,7 @@ class GatedCall(NamedTuple):
 @cached
 def _plan_forward(call: GatedCall, keeps: bool) -> LaunchPlan:
     x, _, weight = call.dtypes
+    # Mamba 2 multiplies the rounded norm by its weight last: the product has the wider dtype of both.
     widens = call.options.cast == "llama" and not call.options.norm_before_gate and weight is not None
     cols = call.options.group_size
     chip = chip_of(call.device)
@@ -329,6 +330,7 @@ def _plan_backward(call: GatedCall, needs: tuple[bool, bool, bool]) -> LaunchPla
     tiling = tiles.gated_backward_tiling(cols, column_bytes, chip, aligned=call.is_aligned())
     constants = tiling.constants | call.options.flags(call.dtypes[3])
     constants |= {"NEEDS_DX": needs_dx, "NEEDS_DGATE": needs_dgate, "NEEDS_DW": needs_dw}
+    # A gate after the norm has a gradient without dz, which takes a sum over the whole group.
     constants["NEEDS_DZ"] = needs_dx or (needs_dgate and not call.options.norm_before_gate)
     parts = call.width // cols * tiling.parts
     launch = BoundLaunch(gated_backward_kernel, constants, call.integers())

@@ -45,6 +45,7 @@ def rms_norm_reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     xhat = x.to(wide)
     rstd = torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + eps)
+    # DeepSeek rounds r alone: the product is taken in x's dtype.
     if cast == "deepseek":
         return x * rstd.to(x.dtype)
     xhat = xhat * rstd
@@ -111,6 +112,7 @@ def rms_norm(
     cast, or an offset without a weight.
     """
     _check("rms_norm", x, weight, cast, offset)
+    # A launch needs a program, and an empty tensor has none.
     if x.numel() == 0 or not runs_triton(x) or not (weight is None or runs_triton(weight)):
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
     options = _options(eps, offset, cast, inplace)
@@ -181,7 +183,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, dy, ds):
         new_residual, weight, stats = ctx.saved_tensors
         needs_dx, needs_dr, needs_dw, _ = ctx.needs_input_grad
-        if dy is None:
+        if dy is None:  # nothing read the normed sum: the gradient of the sum passes through
             dsum = ds
             dw = None
         else:
