@@ -5,7 +5,7 @@ import torch
 from covering import every_pair
 from judge import DTYPES, judge
 from ligertune_kernels import Embedding, embedding, embedding_reference
-from ligertune_kernels.ops.extra.embedding import CHUNK
+from ligertune_kernels.ops.extra.tiles import SORTED_CHUNK as CHUNK
 
 V = 11
 WIDTHS = (8, 1030)  # several rows per program; a ragged second block in the backward

@@ -20,13 +20,20 @@ from typing import Literal, NamedTuple
 import torch
 
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.chips import Chip, launch_options
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.jit.device_functions import gelu_erf, gelu_erf_grad, gelu_tanh, gelu_tanh_grad, silu, silu_grad
 from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, contiguous_like, rows_and_stride, tl, triton
+from ligertune_kernels.ops.mlp.tiles import backward_tile, forward_tile
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf", "relu", "relu2"]
 
-OPS = {"silu": "swiglu", "gelu_tanh": "geglu", "gelu_erf": "geglu", "relu": "reglu", "relu2": "reglu"}  # for messages
+OP_OF_ACTIVATION = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu",
+    "gelu_erf": "geglu",
+    "relu": "reglu",
+    "relu2": "reglu",
+}  # for messages
 
 
 class GateForm(NamedTuple):
@@ -50,8 +57,6 @@ class GateForm(NamedTuple):
             "SCALE": float(self.scale), "HAS_LIMIT": self.limit is not None, "LIMIT": float(self.limit or 0.0),
         }  # fmt: skip
 
-
-BLOCK = 2048  # columns per program. The forward uses half the backward's warps: it holds fewer values per column
 
 OVERWRITTEN = (
     "{op}: an earlier backward wrote the gradients over gate and up (inplace=True); "
@@ -160,19 +165,16 @@ def _backward_kernel(
 @cached
 def _plan_forward(n_cols: int, form: GateForm, chip: Chip) -> tuple[Launcher, int]:
     """Return the launcher and the programs per row."""
-    block = min(BLOCK, triton.next_power_of_2(n_cols))
-    constants = {**form.constants(), "BLOCK": block, **launch_options(block // 2, chip)}
-    return Launcher(_forward_kernel, constants), -(-n_cols // block)
+    tile = forward_tile(n_cols, chip)
+    return Launcher(_forward_kernel, form.constants() | tile), -(-n_cols // tile["BLOCK"])
 
 
 @cached
 def _plan_backward(n_cols: int, form: GateForm, needs_gate: bool, needs_up: bool, chip: Chip) -> tuple[Launcher, int]:
     """Return the launcher and the programs per row."""
-    block = min(BLOCK, triton.next_power_of_2(n_cols))
-    flags = {**form.constants(), "NEEDS_GATE": needs_gate, "NEEDS_UP": needs_up}
-    # With eight columns per thread the compiler fits the light kernel of relu into 32 registers, and spills on sm80.
-    columns = BLOCK if form.activation in ("relu", "relu2") else block
-    return Launcher(_backward_kernel, {**flags, "BLOCK": block, **launch_options(columns, chip)}), -(-n_cols // block)
+    tile = backward_tile(n_cols, chip, is_light=form.activation in ("relu", "relu2"))
+    constants = {**form.constants(), "NEEDS_GATE": needs_gate, "NEEDS_UP": needs_up, **tile}
+    return Launcher(_backward_kernel, constants), -(-n_cols // tile["BLOCK"])
 
 
 def _forward(
@@ -182,7 +184,8 @@ def _forward(
 ) -> torch.Tensor:  # (..., F), contiguous
     n_cols = gate.shape[-1]
     y = contiguous_like(gate, gate.dtype)
-    (gate, gate_stride), (up, up_stride) = rows_and_stride(gate), rows_and_stride(up)
+    gate, gate_stride = rows_and_stride(gate)
+    up, up_stride = rows_and_stride(up)
     launch, blocks = _plan_forward(n_cols, form, chip_of(gate.device))
     launch((gate.numel() // n_cols * blocks, 1, 1), (gate, up, y), (gate_stride, up_stride, n_cols))
     return y
@@ -218,7 +221,7 @@ def _saved_tensors(ctx) -> tuple[torch.Tensor, ...]:
     """Return what the forward saved; raise in a second backward if the first one overwrote it."""
     if ctx.inplace:
         if ctx.overwritten:
-            raise RuntimeError(OVERWRITTEN.format(op=OPS[ctx.form.activation]))
+            raise RuntimeError(OVERWRITTEN.format(op=OP_OF_ACTIVATION[ctx.form.activation]))
         ctx.overwritten = True
     return ctx.saved_tensors
 

@@ -3,7 +3,7 @@
     Z = X Wᵀ + b + s (X Aᵀ) Bᵀ        G = dloss/dZ        dX = G W + s (G B) A        dW = Gᵀ X        db = sum_i G_i
     dA = s (G B)ᵀ X                   dB = s Gᵀ (X Aᵀ)    with A (R, E) and B (V, R), the optional low-rank term
 
-_schedule.py describes the schedules.
+tiles.py describes the schedules. Before the chunks stand their inputs: the layer, checks of shapes and dtypes, rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,152 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
-from ligertune_kernels.chips import INTERPRETER
+from ligertune_kernels.autocast import autocast_dtype
 from ligertune_kernels.launcher import cached, chip_of, on_device, runs_triton
-from ligertune_kernels.ops.losses._linear_inputs import Head
-from ligertune_kernels.ops.losses._row_kernels import row_kernel
-from ligertune_kernels.ops.losses._row_pass import LossOptions, row_constants, row_pass, row_tiling, slab_pass
-from ligertune_kernels.ops.losses._schedule import Schedule, may_group, rest_stride
-from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, write_statistics
-
-GROUP_COLUMNS = 8192  # for compilation only
+from ligertune_kernels.ops.losses.kernels import (
+    LossOptions,
+    RowStatistics,
+    row_kernel,
+    row_pass,
+    slab_pass,
+    write_statistics,
+)
+from ligertune_kernels.ops.losses.tiles import (
+    MIN_GROUP_COLUMNS,
+    MIN_QUERY_BYTES,
+    SLOT_ROWS_TORCH,
+    ChunkProducts,
+    Schedule,
+    accumulates_wide,
+    adds_wide_products,
+    free_bytes,
+    may_group,
+    may_take_groups,
+    rest_stride,
+    row_tiling,
+    schedule_of,
+)
 
 Gradients = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer: x Wᵀ + b + s (x Aᵀ) Bᵀ, with an optional bias and low-rank (LoRA) term."""
+
+    weight: torch.Tensor  # (V, E)
+    bias: torch.Tensor | None = None  # (V,)
+    lora_a: torch.Tensor | None = None  # (R, E)
+    lora_b: torch.Tensor | None = None  # (V, R)
+    lora_scale: float = 1.0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.weight, self.bias, self.lora_a, self.lora_b
+
+    def columns(self, first: int, last: int) -> Head:
+        """Return the layer of the outputs in [first, last)."""
+        if (first, last) == (0, len(self.weight)):
+            return self
+        bias, lora_b = (None if t is None else t[first:last] for t in (self.bias, self.lora_b))
+        return Head(self.weight[first:last], bias, self.lora_a, lora_b, self.lora_scale)
+
+    def low_rank(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return s X Aᵀ (N, R) of rows (N, E)."""
+        return None if self.lora_a is None else self.lora_scale * torch.mm(rows, self.lora_a.t())
+
+    def write_logits(self, rows: torch.Tensor, low_rank: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Write the logits (N, V) of rows (N, E) and their `low_rank` into out."""
+        # The low-rank product comes first: the large one then adds to it without another pass over the logits.
+        a, b = (rows, self.weight) if low_rank is None else (low_rank, self.lora_b)
+        if self.bias is None:
+            torch.mm(a, b.t(), out=out)
+        else:
+            torch.addmm(self.bias, a, b.t(), out=out)
+        if low_rank is not None:
+            torch.addmm(out, rows, self.weight.t(), out=out)
+
+    def reference_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (..., V) of hidden (..., E), differentiable."""
+        logits = F.linear(hidden, self.weight, self.bias)
+        if self.lora_a is None:
+            return logits
+        return logits + self.lora_scale * F.linear(F.linear(hidden, self.lora_a), self.lora_b)
+
+
+def check_linear(
+    op: str,
+    hidden: torch.Tensor,  # (..., E)
+    head: Head,
+    labels: torch.Tensor | None,  # (...)
+    model: str = "",
+) -> tuple[torch.Tensor, Head]:
+    """Return hidden and head in one dtype: that of autocast, or the one they share.
+
+    Raises ValueError if shapes or dtypes do not fit. model is a prefix of the names in messages: "student_".
+    """
+    weight, bias, lora_a, lora_b = head.tensors
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{op}: {model}hidden is {tuple(hidden.shape)} and {model}weight {tuple(weight.shape)}: "
+            "expected weight (V, E) with hidden's last size E"
+        )
+    if labels is not None and labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"{op}: labels are {tuple(labels.shape)}; expected {tuple(hidden.shape[:-1])} "
+            "for this hidden (one label for each row)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{op}: {model}bias is {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
+    if (lora_a is None) != (lora_b is None):
+        raise ValueError(f"{op}: a low-rank term is lora_a and lora_b; expected both or none")
+    if lora_a is not None and (lora_a.shape[1], lora_b.shape) != (weight.shape[1], (weight.shape[0], lora_a.shape[0])):
+        raise ValueError(
+            f"{op}: lora_a is {tuple(lora_a.shape)} and lora_b {tuple(lora_b.shape)}; "
+            f"expected (R, {weight.shape[1]}) and ({weight.shape[0]}, R)"
+        )
+    dtype = autocast_dtype(hidden.device)
+    if dtype is not None:
+        return hidden.to(dtype), Head(*(None if t is None else t.to(dtype) for t in head.tensors), head.lora_scale)
+    for t in head.tensors:
+        if t is not None and t.dtype != hidden.dtype:
+            raise ValueError(f"{op}: {model}hidden is {hidden.dtype} and a parameter {t.dtype}: expected the same")
+    return hidden, head
+
+
+def empty_loss(rows: torch.Tensor, head: Head) -> torch.Tensor:
+    """Return 0, in at least fp32, with zero gradients for rows and parameters."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return sum(t[:0].sum(dtype=wide) for t in (rows, *head.tensors) if t is not None)
+
+
+def choose_schedule(
+    rows: torch.Tensor,  # (N, E)
+    weight: torch.Tensor,  # (V, E)
+    chunk_bytes: int,
+    needs: tuple[bool, bool] | None = None,
+) -> Schedule:
+    """Return `schedule_of` these tensors. Free memory is queried only if the schedule needs much of it.
+
+    needs: whether rows and weight need a gradient; None: as autograd says.
+    """
+    chip = chip_of(rows.device)
+    needs_dx, needs_dw = needs or (torch.is_grad_enabled() and t.requires_grad for t in (rows, weight))
+    sizes = (len(rows), weight.shape[1], weight.shape[0], rows.dtype)
+    wide_products = adds_wide_products(chip) and (chip is None or not torch.compiler.is_compiling())
+    products = ChunkProducts(needs_dx, max_slot_rows(rows), wide_products)
+    options = {"needs_dw": needs_dw, "chunk_bytes": chunk_bytes, "products": products}
+    schedule = schedule_of(*sizes, **options)
+    if schedule.flushes and schedule.plan == "fast" and schedule.extra_bytes >= MIN_QUERY_BYTES:
+        return schedule_of(*sizes, **options, free_bytes=free_bytes(rows.device))
+    return schedule
+
+
+def max_slot_rows(rows: torch.Tensor) -> int | None:
+    """Return the most rows per matrix product; None: the default of the kernels."""
+    return None if runs_triton(rows) else SLOT_ROWS_TORCH
 
 
 @dataclass(frozen=True)
@@ -181,7 +315,7 @@ class ChunkedLoss:
         return memory[unused:].view(groups, n_rows, width), memory[:unused]
 
     def _add_dw_of_groups(self, lead: torch.Tensor) -> None:
-        """Write dW of the groups in order: what is written never overtakes what is still read (see _schedule.py)."""
+        """Write dW of the groups in order: what is written never overtakes what is still read (see tiles.py)."""
         width = lead.shape[2]
         for i, g in enumerate(lead):
             _add_product(self.d_weight[i * width : (i + 1) * width], g.t(), self.rows, beta=0)
@@ -271,8 +405,7 @@ def compile_row_kernels(rows: torch.Tensor, vocab_size: int, targets: Targets) -
     weight = targets.class_weight
     scale = targets.scale
     chip = chip_of(rows.device)
-    # AMD takes bfloat16 in one part (`schedule_of`, wide_products), and float32 rows in groups would spill registers.
-    if chip.vendor == "amd" or chip is INTERPRETER or torch.compiler.is_compiling():
+    if not may_take_groups(chip) or torch.compiler.is_compiling():
         return
     with on_device(rows):
         _compile_row_kernels(
@@ -295,18 +428,18 @@ def _compile_row_kernels(
     """Compile with dtypes in place of tensors: Triton assumes that tensors of these dtypes begin at a vector."""
     chip = chip_of(device)
     losses = torch.float32
-    plain = weight is None and not options.label_smoothing and options.softcap is None
+    plain = options.is_plain(weight is not None)
     for grouped in (False, True):
         # Triton compiles again only where divisibility by 16 differs: one number of columns stands for all.
-        in_groups = GROUP_COLUMNS if grouped else 0
+        in_groups = MIN_GROUP_COLUMNS if grouped else 0
         stride = rest_stride(vocab_size - in_groups) if grouped else vocab_size
         rest_cols = vocab_size - in_groups if grouped else None
-        tiles = row_tiling(chip.processors, vocab_size, logits.itemsize, chip, plain=plain, rest_cols=rest_cols)
+        tiling = row_tiling(chip.processors, vocab_size, logits.itemsize, chip, plain=plain, rest_cols=rest_cols)
         row_kernel.warmup(
             logits, labels, weight or losses, losses, losses, logits, scale, logits if grouped else losses,
-            stride, stride, int(scale_per_row), chip.processors, vocab_size, tiles.swept,
+            stride, stride, int(scale_per_row), chip.processors, vocab_size, tiling.swept,
             in_groups, in_groups, in_groups, *options.numbers, **options.flags(weight is not None),
-            **row_constants(tiles, chip, saves_lse=False, needs_grad=True, grouped=grouped), grid=(tiles.programs,),
+            **tiling.constants(chip, saves_lse=False, needs_grad=True, grouped=grouped), grid=(tiling.programs,),
         )  # fmt: skip
 
 
@@ -325,7 +458,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta:
     if total.dtype != a.dtype:
         chip = chip_of(total.device)
         tracing = torch.compiler.is_compiling()  # torch 2.11 fails to trace a product into a wider sum
-        if chip is not None and chip.vendor == "nvidia" and total.device.type == "cuda" and not tracing:
+        if accumulates_wide(chip) and total.device.type == "cuda" and not tracing:
             torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
             return
         a = a.to(total.dtype)

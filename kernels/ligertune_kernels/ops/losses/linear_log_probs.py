@@ -1,6 +1,6 @@
 r"""Log-probabilities of labels under a linear layer, hidden X (N, E) and weight W (V, E), without storing the logits.
 
-    Z = X Wᵀ + b      z and lse as in losses/_row_pass.py      l_i = z_iy - lse_i      G_ij = u_i dl_i/dZ_ij
+    Z = X Wᵀ + b      z and lse as in kernels.py      l_i = z_iy - lse_i      G_ij = u_i dl_i/dZ_ij
     dX = G W          dW = Gᵀ X        db = sum_i G_i          u (N,): upstream gradient
 
 Rows are taken in chunks as in linear_cross_entropy, whose notes on chunks and rounding hold here too; l is the negative
@@ -15,24 +15,31 @@ sums follows. But u is one value per row, so there are two ways:
 Statistics (argmax, entropy, mean logit) come from the logits of the same chunk, which are read once more for them.
 
 torch.compile sees the chunks of a pass as one operator, as in linear_cross_entropy.
+
+linear_token_statistics computes the statistics alone, without gradients: one sweep over each row of a chunk.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.ops.losses._linear_chunks import Targets
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, empty_loss, rows_to_take
-from ligertune_kernels.ops.losses._reduction import LossFunction
-from ligertune_kernels.ops.losses._row_pass import LossOptions
-from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, schedule_of
-from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics, statistics_torch
-from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
-from ligertune_kernels.ops.losses.linear_cross_entropy import ChunkOptions, linear_chunks
+from ligertune_kernels.ops.losses.cross_entropy import LossFunction
+from ligertune_kernels.ops.losses.kernels import (
+    LossOptions,
+    RowStatistics,
+    empty_statistics,
+    statistics_torch,
+    write_statistics,
+)
+from ligertune_kernels.ops.losses.labelled_rows import rows_to_take, scatter_rows
+from ligertune_kernels.ops.losses.linear_chunks import Head, Targets, check_linear, choose_schedule, empty_loss
+from ligertune_kernels.ops.losses.linear_cross_entropy import ChunkOptions, LinearJob, linear_chunks
+from ligertune_kernels.ops.losses.tiles import CHUNK_BYTES, ChunkProducts, schedule_of
 
 
 class TokenLogProbs(NamedTuple):
@@ -85,11 +92,12 @@ class _OfFrozenHead(LossFunction):
     """Log-probabilities and statistics; dX for an upstream gradient of 1 is computed in the forward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunks):
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, job, measures):
         wide = torch.promote_types(rows.dtype, torch.float32)
         scale = LossFunction.scale(ctx, torch.full((), -1.0, dtype=wide, device=rows.device), rows.dtype)
-        targets = Targets(labels, options, scale=scale, statistics=empty_statistics(rows) if statistics else None)
-        logprob, statistics, d_rows = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunks)
+        targets = replace(job.targets, scale=scale, statistics=empty_statistics(rows) if measures else None)
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        logprob, statistics, d_rows = _forward(rows, head, targets, job.schedule)
         LossFunction.keep(ctx, "linear_log_probs", (rows,), (d_rows,))
         return _outputs(ctx, logprob, statistics)
 
@@ -98,11 +106,12 @@ class _OfTrainedHead(torch.autograd.Function):
     """Log-probabilities and statistics; the backward computes the logits again, and all gradients."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, lora_scale, options, statistics, chunks):
-        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels)
-        ctx.arguments = lora_scale, options, chunks
-        targets = Targets(labels, options, statistics=empty_statistics(rows) if statistics else None)
-        logprob, statistics, _ = _forward(rows, Head(weight, bias, lora_a, lora_b, lora_scale), targets, chunks)
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, job, measures):
+        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, job.targets.labels)
+        ctx.arguments = job.lora_scale, job.targets.options, job.schedule
+        targets = replace(job.targets, statistics=empty_statistics(rows) if measures else None)
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        logprob, statistics, _ = _forward(rows, head, targets, job.schedule)
         return _outputs(ctx, logprob, statistics)
 
     @staticmethod
@@ -116,7 +125,7 @@ class _OfTrainedHead(torch.autograd.Function):
             schedule = chunks.schedule(rows, head.weight, needs[:2])
             *_, found = linear_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None
 
 
 def _outputs(ctx, logprob: torch.Tensor, statistics: RowStatistics | None) -> tuple[torch.Tensor, ...]:
@@ -168,7 +177,8 @@ def linear_log_probs(
             logprob = empty_loss(rows, head).expand(len(rows))
         elif any(needs_grad):
             function = _OfTrainedHead if any(needs_grad[1:]) else _OfFrozenHead
-            logprob, *found = function.apply(rows, *head.tensors, flat, lora_scale, options, statistics, chunks)
+            job = LinearJob(Targets(flat, options), lora_scale, chunks)
+            logprob, *found = function.apply(rows, *head.tensors, job, statistics)
             measured = RowStatistics(*found) if statistics else None
         else:
             logprob, measured, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunks)
@@ -219,8 +229,82 @@ def log_probs_memory(
 ) -> LogProbsMemory:
     """Predict the memory of `linear_log_probs`. needs_dw: the layer is trained; free_bytes: as in `schedule_of`."""
     sizes = (n_rows, hidden_size, vocab_size, dtype)
-    options = {"chunk_bytes": chunk_bytes, "needs_dx": needs_dx}
+    options = {"chunk_bytes": chunk_bytes, "products": ChunkProducts(needs_dx)}
     logits = schedule_of(*sizes, needs_dw=False, **options).extra_bytes
     if needs_dw:
         return LogProbsMemory(logits, 0, schedule_of(*sizes, free_bytes=free_bytes, **options).extra_bytes)
     return LogProbsMemory(logits, n_rows * hidden_size * dtype.itemsize if needs_dx else 0, 0)
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Statistics of each token, in the shape of the labels.
+
+    logprob is 0 where the label is ignored and NaN where it is no class. mean_logit is the mean over the vocabulary.
+    """
+
+    logprob: torch.Tensor
+    argmax: torch.Tensor
+    entropy: torch.Tensor
+    mean_logit: torch.Tensor
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The cross entropy of each token."""
+        return -self.logprob
+
+
+def linear_token_statistics_reference(
+    hidden: torch.Tensor,  # (..., E)
+    weight: torch.Tensor,  # (V, E)
+    labels: torch.Tensor,  # (...)
+    bias: torch.Tensor | None = None,  # (V,)
+    *,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    lora_scale: float = 1.0,
+    **options: int | float | None,
+) -> TokenStatistics:
+    """Compute `linear_token_statistics` in plain torch with all logits; options are the fields of LossOptions."""
+    logits = Head(weight, bias, lora_a, lora_b, lora_scale).reference_logits(hidden)
+    found = statistics_torch(logits.reshape(-1, len(weight)), labels.reshape(-1), LossOptions(**options))
+    return TokenStatistics(*(t.view(labels.shape) for t in found))
+
+
+@torch.no_grad()
+def linear_token_statistics(
+    hidden: torch.Tensor,  # (..., E)
+    weight: torch.Tensor,  # (V, E)
+    labels: torch.Tensor,  # (...)
+    bias: torch.Tensor | None = None,  # (V,)
+    *,
+    lora_a: torch.Tensor | None = None,  # (R, E)
+    lora_b: torch.Tensor | None = None,  # (V, R)
+    lora_scale: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TokenStatistics:
+    """Return log-probability of the label, argmax, entropy and mean logit of each token, without gradients.
+
+    The options are those of linear_cross_entropy. argmax (int64), entropy (float32, in nats) and mean_logit (float32)
+    are computed at ignored labels too. Raises ValueError on mismatched shapes or dtypes.
+    """
+    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    options = LossOptions(ignore_index, 0.0, softcap, logit_scale)
+    hidden, head = check_linear("linear_token_statistics", hidden, head, labels)
+    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    flat = labels.reshape(-1).to(rows.device).contiguous()
+    n_rows = len(rows)
+    found = empty_statistics(rows)
+    if n_rows:
+        slot = choose_schedule(rows, head.weight, chunk_bytes, needs=(False, False)).slot
+        buffer = rows.new_empty((slot, len(weight)))
+        with without_autocast(rows.device):
+            for start in range(0, n_rows, slot):
+                part = slice(start, min(start + slot, n_rows))
+                logits = buffer[: part.stop - start]
+                head.write_logits(rows[part], head.low_rank(rows[part]), out=logits)
+                write_statistics(logits, flat[part], options, found.of(part))
+    return TokenStatistics(*(t.view(labels.shape) for t in found))

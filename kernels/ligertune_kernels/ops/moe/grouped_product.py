@@ -13,18 +13,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from ligertune_kernels.chips import Chip, GroupedTile, applies, grouped_tile
+from ligertune_kernels.chips import ROW_TILE_GROUP
 from ligertune_kernels.launcher import INTERPRETED, Launcher, cached, chip_of, tl, triton
-from ligertune_kernels.ops.moe._expert_options import Products
-from ligertune_kernels.ops.moe._pair_rows import gather_rows
-from ligertune_kernels.ops.moe._routing import Routing
-
-# Multiplications of one expert's product from which `loop_pays`. Measured on an H100 only (2026-11-26, bfloat16,
-# forward and backward). Time of the loop to that of grouped_mm: 1.14 at 0.6e10, 1.08 at 1.7e10, 1.01 at 3e10, 0.95 at
-# 6e10, 0.98 at 7e10, 0.95 at 24e10, 0.93 at 96e10.
-LOOP_PRODUCT = 4e10
-GROUP = 8  # row tiles that reuse the same columns of W from the L2 cache
-ALIGNMENT = 16  # bytes; torch's grouped_mm takes strides that are multiples
+from ligertune_kernels.ops.moe.kernels import Routing, gather_rows
+from ligertune_kernels.ops.moe.tiles import GROUPED_ALIGNMENT, GroupedTile, Products, grouped_tile
 
 
 class PairRows:
@@ -49,37 +41,6 @@ class PairRows:
 
 
 Rows = torch.Tensor | PairRows
-
-
-def loop_pays(n_rows: int, gate_up: tuple[int, int, int], chip: Chip) -> bool:
-    """Return whether to compute one product of cuBLAS or hipBLAS per expert, for which the host waits for the GPU.
-
-    n_rows: pairs of token and expert. gate_up: shape of that weight.
-    """
-    # A compiled graph, and a CUDA graph in capture, cannot wait.
-    if torch.compiler.is_compiling() or chip.vendor == "interpreter":
-        return False
-    if n_rows / gate_up[0] * gate_up[1] * gate_up[2] < LOOP_PRODUCT:
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
-def product_for(shape: tuple[int, int], dtype: torch.dtype, chip: Chip, *, has_ends: bool = False) -> Products:
-    """Return what computes the product with a matrix of this shape for each expert, on this chip.
-
-    has_ends: the host knows the rows of each expert, because `loop_pays`.
-    """
-    if has_ends:
-        return "loop"
-    # On other chips, and for other dtypes, torch's grouped_mm is a loop that waits for the GPU. Under the interpreter
-    # it runs on the CPU, where interpreted products would take long.
-    fast = chip.vendor == "interpreter" or (dtype is torch.bfloat16 and applies("torch_grouped_mm", chip))
-    return "grouped_mm" if fast and is_aligned(shape, dtype) else "triton"
-
-
-def is_aligned(shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Return whether torch's grouped_mm takes matrices of this shape."""
-    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in shape)
 
 
 @triton.jit
@@ -194,7 +155,13 @@ def _plan_rows(
 ) -> tuple[Launcher, int]:
     """Return the launcher, and the tiles of a row."""
     cols, options = _launch_options(tile, n_cols)
-    constants = {"GATHER": gather, "ADD": add, "EVEN": n_inner % tile.inner == 0, "TOP_K": top_k, "GROUP": GROUP}
+    constants = {
+        "GATHER": gather,
+        "ADD": add,
+        "EVEN": n_inner % tile.inner == 0,
+        "TOP_K": top_k,
+        "GROUP": ROW_TILE_GROUP,
+    }
     constants |= {"ROWS": tile.rows, "COLS": cols, "INNER": tile.inner, **options}
     return Launcher(_rows_kernel, constants), -(-n_cols // cols)
 
@@ -218,7 +185,7 @@ def _unit_stride(t: torch.Tensor) -> torch.Tensor:
 def _tile(routing: Routing, x: torch.Tensor, *sizes: int) -> GroupedTile:
     """Return the tile of a product of x and a matrix of these sizes."""
     rows_per_expert = -(-len(routing.pairs) // len(routing.offsets))
-    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in sizes)
+    aligned = all(size * x.element_size() % GROUPED_ALIGNMENT == 0 for size in sizes)
     return grouped_tile(rows_per_expert, x.element_size(), chip_of(x.device), aligned=aligned)
 
 
@@ -259,7 +226,7 @@ def _aligned(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight (X, I, O) with strides that grouped_mm takes: a copy where its own are not."""
     unit, other = sorted(weight.stride()[1:])
     steps = (weight.stride(0), other)
-    if unit == 1 and all(step * weight.element_size() % ALIGNMENT == 0 for step in steps):
+    if unit == 1 and all(step * weight.element_size() % GROUPED_ALIGNMENT == 0 for step in steps):
         return weight
     return weight.contiguous()
 

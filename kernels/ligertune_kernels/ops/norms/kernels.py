@@ -16,12 +16,35 @@ partial_ptr; column_sums adds the rows. The result is therefore the same in ever
 
 Programs that loop over rows prefetch the next rows into shared memory (STAGES): a program alone on its processor needs
 about 40 kB in flight to fill the memory bandwidth, more than registers can hold.
+
+column_sums adds up what P programs of a backward kernel left for dw and db, an fp32 matrix (P, C): one program sums a
+few columns over all rows, in the order of the rows.
+
+After the kernels stand their launches. A launch plan depends on the last sizes, strides, dtypes and the chip, not on
+the number of rows, and is cached; tiles.py chooses tiles, warps and numbers of programs.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
 from ligertune_kernels.jit.device_functions import fp32
-from ligertune_kernels.launcher import tl, triton
+from ligertune_kernels.launcher import BoundLaunch, cached, chip_of, contiguous_like, rows_and_stride, tl, triton
+from ligertune_kernels.ops.norms import tiles
+from ligertune_kernels.ops.norms.tiles import NormCall
+
+
+class NormOptions(NamedTuple):
+    """Options of one call of rms_norm, add_rms_norm or layer_norm."""
+
+    eps: float
+    offset: float = 0.0
+    centred: bool = False  # subtract the mean
+    round_xhat: bool = False  # round x̂ to x's dtype before its product with the weight
+    round_rstd: bool = False  # round r to x's dtype before its product with x
+    inplace: bool = False  # dx may be written over dy
 
 
 @triton.jit
@@ -357,3 +380,209 @@ def backward_halves_kernel(
     tl.store(partial_ptr + high, dw_high)
     tl.store(partial_ptr + n_cols + low, db_low)
     tl.store(partial_ptr + n_cols + high, db_high)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_first"])
+def _column_sums_kernel(
+    x_ptr,  # (P, C)
+    first_ptr, second_ptr,  # (n_first,), (C - n_first,)
+    n_cols, n_first, n_rows,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros([COLS], dtype=tl.float32)
+    for start in range(0, n_rows, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        x = tl.load(x_ptr + rows[:, None].to(tl.int64) * n_cols + cols[None, :], mask=mask, other=0.0)
+        total += tl.sum(x, axis=0)
+    tl.store(first_ptr + cols, total.to(first_ptr.dtype.element_ty), mask=cols < n_first)
+    if TWO:
+        mask = (cols >= n_first) & (cols < n_cols)
+        tl.store(second_ptr + (cols - n_first), total.to(second_ptr.dtype.element_ty), mask=mask)
+
+
+class LaunchPlan(NamedTuple):
+    """A launch whose programs each take a run of rows."""
+
+    launch: BoundLaunch
+    rows: int  # per step
+    programs: int  # at most, for each part
+    parts: int = 1  # of a row's columns, each computed by separate programs
+    dtypes: tuple[torch.dtype, ...] = ()  # of the sum and of y
+
+    def grid(self, n_rows: int) -> tuple[tuple[int, int, int], int]:
+        """Return the grid and the rows of each program: whole steps, spread as evenly as possible."""
+        steps = -(-n_rows // self.rows)
+        if torch.compiler.is_compiling() and self.programs != tiles.PROGRAM_PER_TILE:
+            # A number that depends on n_rows makes torch.compile write more graphs. Some programs may get no rows.
+            return (self.programs, self.parts, 1), -(-steps // self.programs) * self.rows
+        if steps <= self.programs:
+            return (steps, self.parts, 1), self.rows
+        steps_each = -(-steps // self.programs)
+        return (-(-steps // steps_each), self.parts, 1), steps_each * self.rows
+
+    def may_overwrite(self, dy: torch.Tensor, x: torch.Tensor) -> bool:
+        """Return whether dx may be written over dy while programs read dy."""
+        # A part reads the other parts' columns of dy, and torch.compile plans the memory itself.
+        if torch.compiler.is_compiling():
+            return False
+        return self.parts == 1 and dy.dtype is x.dtype and dy.is_contiguous()
+
+
+@cached
+def _plan_forward(call: NormCall) -> LaunchPlan:
+    chip = chip_of(call.device)
+    x, residual, weight, bias = call.dtypes
+    column_bytes = x.itemsize + (0 if residual is None else residual.itemsize)
+    sum_dtype = x if residual is None else torch.promote_types(x, residual)
+    # Llama's norm multiplies a rounded x̂ by the weight, so that a wider weight makes y wider.
+    y_dtype = sum_dtype if weight is None or not call.round_xhat else torch.promote_types(sum_dtype, weight)
+    flags = {
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+        "CENTRED": call.centred,
+        "ROUND_XHAT": call.round_xhat,
+        "ROUND_RSTD": call.round_rstd,
+    }
+    if tiles.holds_whole_row(call, column_bytes):
+        kernel = forward_kernel
+        tiling = tiles.forward_tiling(call, column_bytes, chip)
+    else:
+        kernel = forward_sweep_kernel
+        tiling = tiles.sweep_tiling(chip)
+    launch = BoundLaunch(kernel, flags | tiling.constants, call.integers())
+    return LaunchPlan(launch, tiling.rows, tiling.programs, dtypes=(sum_dtype, y_dtype))
+
+
+@cached
+def _plan_backward(call: NormCall, needs: tuple[bool, bool, bool]) -> LaunchPlan:
+    chip = chip_of(call.device)
+    needs_dx, needs_dw, needs_db = needs
+    column_bytes = sum(dtype.itemsize for dtype in call.dtypes[:3] if dtype is not None)
+    flags = {
+        "HAS_RESIDUAL": call.dtypes[1] is not None,
+        "HAS_WEIGHT": call.dtypes[3] is not None,
+        "ROUND_XHAT": call.round_xhat,
+        "NEEDS_DW": needs_dw,
+    }
+    if needs_dx and tiles.fits_whole_long_row(call, chip):
+        kernel = backward_row_kernel
+        tiling = tiles.long_row_tiling(call, column_bytes, chip)
+    elif all(needs) and tiles.fits_halves(call, chip):
+        kernel = backward_halves_kernel
+        flags = {}
+        tiling = tiles.halves_tiling(chip)
+    else:
+        kernel = backward_kernel
+        flags |= {"CENTRED": call.centred, "NEEDS_DX": needs_dx, "NEEDS_DB": needs_db}
+        tiling = tiles.backward_tiling(call, column_bytes, chip)
+    launch = BoundLaunch(kernel, flags | tiling.constants, call.integers())
+    return LaunchPlan(launch, tiling.rows, tiling.programs, tiling.parts)
+
+
+@cached
+def _plan_sums(
+    few_rows: bool, n_cols: int, device: torch.device, first: torch.dtype, second: torch.dtype | None
+) -> tuple[BoundLaunch, tuple[int, int, int]]:
+    """Return the launch and its grid for a matrix of n_cols columns and results of these dtypes."""
+    constants = tiles.sums_constants(n_cols, chip_of(device), few_rows=few_rows)
+    grid = (triton.cdiv(n_cols, constants["COLS"]), 1, 1)
+    constants["TWO"] = second is not None
+    return BoundLaunch(_column_sums_kernel, constants, (n_cols,)), grid
+
+
+def column_sums(
+    x: torch.Tensor,  # (P, C) float32, contiguous
+    first: torch.Tensor,  # (C1,)
+    second: torch.Tensor | None = None,  # (C - C1,)
+) -> None:
+    """Write x.sum(0), rounded once, into `first` and the remaining columns into `second`, in one launch."""
+    n_rows, n_cols = x.shape
+    second_dtype = None if second is None else second.dtype
+    launch, grid = _plan_sums(n_rows <= tiles.SUMS_FEW_ROWS, n_cols, x.device, first.dtype, second_dtype)
+    launch(grid, (x, first, first if second is None else second), first.numel(), n_rows)
+
+
+def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def norm_forward(
+    x: torch.Tensor,  # (..., E)
+    residual: torch.Tensor | None,  # (..., E), added to x before the norm
+    weight: torch.Tensor | None,  # (E,)
+    bias: torch.Tensor | None,  # (E,)
+    options: NormOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return y, the sum that is normed (x without a residual), and fp32 statistics: rstd (N,), if centred means (N,).
+
+    N is the number of rows.
+    """
+    n_cols = x.shape[-1]
+    n_rows = x.numel() // n_cols
+    rows, row_stride = rows_and_stride(x)
+    residual_rows, residual_stride = (rows, row_stride) if residual is None else rows_and_stride(residual)
+    dtypes = x.dtype, _dtype(residual), _dtype(weight), _dtype(bias)
+    strides = row_stride, residual_stride
+    call = NormCall(n_cols, strides, dtypes, options.centred, options.round_xhat, x.device, options.round_rstd)
+    plan = _plan_forward(call)
+    grid, rows_per_program = plan.grid(n_rows)
+    summed = x if residual is None else contiguous_like(x, plan.dtypes[0])
+    y = contiguous_like(x, plan.dtypes[1])
+    stats = x.new_empty(2 * n_rows if options.centred else n_rows, dtype=torch.float32)
+    tensors = (
+        rows,
+        residual_rows,
+        rows if weight is None else weight.contiguous(),
+        rows if bias is None else bias.contiguous(),
+        y,
+        rows if residual is None else summed,
+        stats,
+    )
+    plan.launch(grid, tensors, n_rows, float(options.eps), float(options.offset), rows_per_program)
+    return y, summed, stats
+
+
+def norm_backward(
+    dy: torch.Tensor,  # (..., E)
+    ds: torch.Tensor | None,  # (..., E), gradient that reaches x past the norm
+    x: torch.Tensor,  # (..., E), the sum that was normed
+    weight: torch.Tensor | None,  # (E,)
+    bias: torch.Tensor | None,  # (E,)
+    stats: torch.Tensor,  # (N,) or (2 N,), from norm_forward
+    needs: tuple[bool, bool, bool],
+    options: NormOptions,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return dx, dw and db in the dtypes of x, weight and bias, None where `needs` is False."""
+    needs_dx, needs_dw, needs_db = needs
+    n_cols = x.shape[-1]
+    rows, row_stride = rows_and_stride(x)
+    dy_rows, dy_stride = rows_and_stride(dy)
+    ds_rows, ds_stride = (dy_rows, dy_stride) if ds is None else rows_and_stride(ds)
+    dtypes = dy.dtype, _dtype(ds), x.dtype, _dtype(weight)
+    strides = dy_stride, ds_stride, row_stride
+    plan = _plan_backward(NormCall(n_cols, strides, dtypes, options.centred, options.round_xhat, x.device), needs)
+    n_rows = x.numel() // n_cols
+    grid, rows_per_program = plan.grid(n_rows)
+    dx = None
+    if needs_dx:
+        over_dy = options.inplace and ds is not dy and plan.may_overwrite(dy, x)
+        dx = _taken_over(dy) if over_dy else contiguous_like(x, x.dtype)
+    dw = contiguous_like(weight, weight.dtype) if needs_dw else None
+    db = contiguous_like(bias, bias.dtype) if needs_db else None
+    sums = [t for t in (dw, db) if t is not None]
+    partial = stats.new_empty(grid[0], len(sums) * n_cols) if sums else stats
+    weight_or_any = rows if weight is None else weight.contiguous()
+    tensors = dy_rows, ds_rows, rows, weight_or_any, stats, rows if dx is None else dx, partial
+    plan.launch(grid, tensors, n_rows, float(options.offset), rows_per_program)
+    if sums:
+        column_sums(partial, *sums)
+    return dx, dw, db
+
+
+def _taken_over(dy: torch.Tensor) -> torch.Tensor:
+    """Return the memory of dy, to be overwritten."""
+    torch.autograd.graph.increment_version(dy)
+    return dy.detach()

@@ -1,4 +1,4 @@
-"""Schedule of linear_cross_entropy: how many rows and columns of logits exist at a time, from sizes and free memory.
+"""Tiles of the losses, and the schedule of linear_cross_entropy: which rows and columns of logits exist at a time.
 
 N rows (tokens), E hidden, V vocabulary. A schedule is a value computed from sizes, so that it can be printed.
 
@@ -28,6 +28,92 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ligertune_kernels.chips import INTERPRETER, MAX_THREADS, Chip, launch_options
+from ligertune_kernels.launcher import triton
+
+# The row pass.
+VECTOR = 8  # neighbouring columns of one lane: 16 bytes of bf16
+MIN_COLS = 128  # of a tile
+# Bytes of a long row per step of the sweeps. Twice as many, with half of the threads and twice the registers per
+# thread, reach 89 % of the bandwidth where this reaches 80 % (8192 x 128256, H100); on CDNA they spill.
+BLOCK_BYTES = 16384
+
+
+class TailLimits(NamedTuple):
+    """How much of a row a program holds in registers."""
+
+    max_bytes: int
+    cols_per_thread: int
+
+
+PLAIN_16_BIT = TailLimits(65536, cols_per_thread=64)  # two programs then share a processor
+WITH_TERMS = TailLimits(16384, cols_per_thread=8)  # fp32 or options take registers: more spills (sm80-120, gfx90a-1201)
+
+STATISTICS_BLOCK = 2048  # columns of a row's statistics at a time; wider blocks spill on sm100 or sm120
+SEARCH_BLOCK = 2048  # labels that the search for rows reads at a time; 4096 spill on AMD
+FACTOR_BLOCK = 4096  # elements of a gradient that are scaled at a time
+FACTOR_PROGRAMS = 16  # per processor, at most: an upstream gradient of 1 costs nothing but their start
+
+
+@dataclass(frozen=True)
+class RowTiling:
+    """How a program reads a row: `swept` columns in blocks, twice, and the `tail`, which stays in registers."""
+
+    swept: int
+    block: int
+    tail: int
+    num_warps: int
+    programs: int
+
+    def constants(self, chip: Chip, *, saves_lse: bool, needs_grad: bool, grouped: bool) -> dict[str, int | bool]:
+        """Return the constants of `row_kernel` that do not depend on the options of the loss."""
+        return {
+            **launch_options(self.block, chip),
+            "num_warps": self.num_warps,
+            "SAVES_LSE": saves_lse,
+            "NEEDS_GRAD": needs_grad,
+            "SWEEPS": self.swept > 0,
+            "GROUPED": grouped,
+            "TAIL_LANES": self.tail // VECTOR,
+            "LANES": self.block // VECTOR,
+            "VECTOR": VECTOR,
+        }
+
+
+def row_tiling(
+    n_rows: int, n_cols: int, element_size: int, chip: Chip, *, plain: bool, rest_cols: int | None = None
+) -> RowTiling:
+    """Return the tiling of the row kernel.
+
+    Rows that fit are held whole, as many at once as there are threads. Longer rows run one per processor, so that the
+    second sweep still finds them in the L2 cache. plain: no cap, smoothing or class weights. rest_cols: the columns
+    that do not lie in groups; no more than these are held.
+    """
+    max_warps = MAX_THREADS // chip.warp_size
+    plain &= element_size == 2
+    limits = PLAIN_16_BIT if plain else WITH_TERMS
+    tail = limits.max_bytes // element_size
+    if rest_cols is not None:
+        tail = min(tail // 2, 1 << (rest_cols.bit_length() - 1))  # half: addresses of grouped columns take registers
+    elif n_cols <= tail:
+        tail = max(MIN_COLS, triton.next_power_of_2(n_cols))
+        num_warps = min(max_warps, max(4, tail // (limits.cols_per_thread * chip.warp_size)))
+        return RowTiling(0, MIN_COLS, tail, num_warps, min(n_rows, chip.processors * 2 * max_warps // num_warps))
+    halves = chip.warp_size == 32
+    block = min(tail, BLOCK_BYTES * (2 if halves and plain else 1) // element_size)
+    swept = triton.cdiv(n_cols - tail, block) * block
+    num_warps = max_warps // 2 if halves else max_warps
+    if rest_cols is not None:  # a few columns would be held by several warps, and all of them would write
+        num_warps = min(num_warps, max(1, block // (VECTOR * chip.warp_size)))
+    return RowTiling(swept, block, tail, num_warps, min(n_rows, chip.processors))
+
+
+# Which rows are computed.
+MULTIPLE_OF = 16  # rows: suits matrix products, and fewer distinct sizes need fewer plans
+# Below this product of rows, vocabulary and hidden size the loss takes less than about 1 ms on an H100.
+MIN_PRODUCTS = 1 << 36
+
+# The schedule of the chunks.
 CHUNK_BYTES = 17 << 26  # 4352 rows of a 128k vocabulary in bf16: 8192 tokens, with half of their logits in dW's memory
 SLOT_ROWS = 2048
 # Rows without flushes, frozen weight. Against 1024 rows (H100) 7 % less time at 4096 x 3584 x 152064, 2 % less at
@@ -45,6 +131,25 @@ MIN_REST_COLUMNS = 32768  # the part of a row that the row pass holds in registe
 REST_MULTIPLE = 64  # so that rows start at the address of a vector
 EXTRA_CHUNKS = 2  # times chunk_bytes for one flush where a product cannot be added to wider sums
 FREE_SHARE = 0.9  # of the free memory: the rest is fragmented
+SLOT_ROWS_TORCH = 256  # the torch row pass makes several fp32 copies of a slot
+MIN_QUERY_BYTES = 1 << 28  # querying free memory takes 30 µs on the host
+
+
+def adds_wide_products(chip: Chip | None) -> bool:
+    """Return whether a product of bf16 is added to sums in fp32 without casting the factors before."""
+    # torch does so with cuBLAS. On CPUs a cast costs little.
+    return chip is None or chip.vendor != "amd"
+
+
+def accumulates_wide(chip: Chip | None) -> bool:
+    """Return whether torch.addmm takes out_dtype: with cuBLAS alone."""
+    return chip is not None and chip.vendor == "nvidia"
+
+
+def may_take_groups(chip: Chip) -> bool:
+    """Return whether some batches take logits in groups on this chip."""
+    # AMD takes bfloat16 in one part (`adds_wide_products`), and float32 rows in groups would spill registers.
+    return chip.vendor != "amd" and chip is not INTERPRETER
 
 
 class Chunks(NamedTuple):
@@ -153,23 +258,27 @@ class _Sizes(NamedTuple):
         return max(extra + self.weight_elements * (4 - self.dtype.itemsize), 4 * self.weight_elements)
 
 
+class ChunkProducts(NamedTuple):
+    """How the matrix products of the chunks run."""
+
+    needs_dx: bool = True
+    slot_rows: int | None = None  # at most, of a product
+    wide_products: bool = True  # the device adds a product of bf16 to sums in fp32, as cuBLAS does
+
+
 def schedule_of(
     n_rows: int,
     hidden_size: int,
     vocab_size: int,
     dtype: torch.dtype,
     *,
-    needs_dx: bool = True,
     needs_dw: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
     free_bytes: int | None = None,
-    slot_rows: int | None = None,
-    wide_products: bool = True,
+    products: ChunkProducts = ChunkProducts(),  # noqa: B008 (immutable)
 ) -> Schedule:
-    """Return the fastest schedule within chunk_bytes and free_bytes (None: unlimited), else the smallest.
-
-    wide_products: whether the device adds a product of bf16 to sums in fp32, as cuBLAS does.
-    """
+    """Return the fastest schedule within chunk_bytes and free_bytes (None: unlimited), else the smallest."""
+    needs_dx, slot_rows, wide_products = products
     if not needs_dw:
         row_bytes = vocab_size * dtype.itemsize
         rows = SLOT_ROWS_WITHOUT_DW if slot_rows is None else slot_rows

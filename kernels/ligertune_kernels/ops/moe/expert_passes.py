@@ -1,27 +1,125 @@
-"""Forward and backward of `experts` on rows sorted by expert: two projections with LoRA, and what is between them."""
+"""Forward and backward of `experts` on rows sorted by expert: two projections with LoRA, and what is between them.
+
+Before the passes stand their parameters: weights, biases and LoRA of all experts, and the options of a call.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
 from ligertune_kernels.launcher import chip_of
-from ligertune_kernels.ops.moe._expert_checks import check_made_weight
-from ligertune_kernels.ops.moe._expert_options import ExpertLora, ExpertParameters, Products
-from ligertune_kernels.ops.moe._gated_rows import ActivationBackward, activate_rows
-from ligertune_kernels.ops.moe._grouped_product import (
-    PairRows,
-    Rows,
-    is_aligned,
-    loop_pays,
-    multiply_experts,
-    multiply_rows,
-    product_for,
+from ligertune_kernels.ops.moe.grouped_product import PairRows, Rows, multiply_experts, multiply_rows
+from ligertune_kernels.ops.moe.kernels import (
+    ActivationBackward,
+    GatedActivation,
+    Routing,
+    activate_rows,
+    route,
+    sum_expert_rows,
+    sum_pairs,
 )
-from ligertune_kernels.ops.moe._pair_rows import sum_expert_rows, sum_pairs
-from ligertune_kernels.ops.moe._routing import Routing, route
+from ligertune_kernels.ops.moe.tiles import Products, is_aligned, loop_pays, product_for
+
+Weight = torch.Tensor | Callable[[], torch.Tensor]
+"""A weight, or a function without arguments that returns it: then it is frozen, made in the forward and again in the
+backward, and not kept in between (a weight that is stored in 4 bits)."""
+
+
+class ExpertLora(NamedTuple):
+    """LoRA of a projection of all experts: y += scale · (x aᵀ) bᵀ. a is (X, R, inputs), b is (X, outputs, R)."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float = 1.0
+
+
+class ExpertLayout(NamedTuple):
+    """How the weights are stored.
+
+    transposed: gate_up is (X, E, 2F) and down (X, F, E). interleaved: the 2F columns are gate 0, up 0, gate 1, up 1, …
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
+class ExpertOptions(NamedTuple):
+    """Arguments of `experts` that are not tensors."""
+
+    activation: GatedActivation = GatedActivation()
+    layout: ExpertLayout = ExpertLayout()
+    products: Products | None = None
+    gate_up_scale: float | None = None  # of LoRA
+    down_scale: float | None = None
+    gate_up_function: Callable[[], torch.Tensor] | None = None
+    down_function: Callable[[], torch.Tensor] | None = None
+
+
+class ExpertTensors(NamedTuple):
+    """The parameters of all experts; a weight is None where a function makes it."""
+
+    gate_up: torch.Tensor | None  # (X, 2F, E)
+    down: torch.Tensor | None  # (X, E, F)
+    gate_up_bias: torch.Tensor | None  # (X, 2F)
+    down_bias: torch.Tensor | None  # (X, E)
+    gate_up_a: torch.Tensor | None  # (X, R, E)
+    gate_up_b: torch.Tensor | None  # (X, 2F, R)
+    down_a: torch.Tensor | None  # (X, R, F)
+    down_b: torch.Tensor | None  # (X, E, R)
+
+    def to(self, dtype: torch.dtype) -> ExpertTensors:
+        """Return the tensors in another dtype."""
+        return ExpertTensors(*(None if t is None else t.to(dtype) for t in self))
+
+
+@dataclass(frozen=True)
+class ExpertParameters:
+    """Parameters of all experts, and how they are used."""
+
+    tensors: ExpertTensors
+    options: ExpertOptions
+
+    @property
+    def gate_up(self) -> Weight:
+        return self.options.gate_up_function or self.tensors.gate_up
+
+    @property
+    def down(self) -> Weight:
+        return self.options.down_function or self.tensors.down
+
+    @property
+    def gate_up_lora(self) -> ExpertLora | None:
+        scale = self.options.gate_up_scale
+        return None if scale is None else ExpertLora(self.tensors.gate_up_a, self.tensors.gate_up_b, scale)
+
+    @property
+    def down_lora(self) -> ExpertLora | None:
+        scale = self.options.down_scale
+        return None if scale is None else ExpertLora(self.tensors.down_a, self.tensors.down_b, scale)
+
+
+def parameters_of(
+    gate_up: Weight,
+    down: Weight,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    loras: tuple[ExpertLora | None, ExpertLora | None],
+    options: ExpertOptions,
+) -> ExpertParameters:
+    """Return the parameters with tensors and functions apart: autograd keeps the tensors."""
+    made = [callable(weight) for weight in (gate_up, down)]
+    weights = (None if is_made else weight for is_made, weight in zip(made, (gate_up, down), strict=True))
+    low_rank = (t for lora in loras for t in (lora or (None, None))[:2])
+    options = options._replace(
+        gate_up_scale=None if loras[0] is None else float(loras[0].scale),
+        down_scale=None if loras[1] is None else float(loras[1].scale),
+        gate_up_function=gate_up if made[0] else None,
+        down_function=down if made[1] else None,
+    )
+    return ExpertParameters(ExpertTensors(*weights, *biases, *low_rank), options)
 
 
 class Needs(NamedTuple):
@@ -133,8 +231,15 @@ def _weight(parameters: ExpertParameters, kind: Literal["gate_up", "down"], like
     if not callable(weight):
         return weight
     weight = weight().detach().to(like.dtype)
-    check_made_weight(weight, like.shape[1], parameters.options.layout.transposed)
+    _check_made_weight(weight, like.shape[1], parameters.options.layout.transposed)
     return weight
+
+
+def _check_made_weight(weight: torch.Tensor, n_inputs: int, transposed: bool) -> None:
+    """Raise ValueError if a weight that a function has made does not have n_inputs inputs."""
+    if weight.dim() != 3 or weight.shape[1 if transposed else 2] != n_inputs:
+        expected = f"(X, {n_inputs}, outputs)" if transposed else f"(X, outputs, {n_inputs})"
+        raise ValueError(f"experts: a function made a weight of {tuple(weight.shape)}; expected {expected}")
 
 
 def run_forward(
@@ -227,7 +332,9 @@ def _down_backward(
     over_z: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
     """Return dz (S, 2F), the gradient of the router's weights (N, K), and those of the down projection."""
-    options, (bias, down_bias) = parameters.options, parameters.tensors[2:4]
+    options = parameters.options
+    bias = parameters.tensors.gate_up_bias
+    down_bias = parameters.tensors.down_bias
     dys = PairRows(dout, routing)
     needs_a = needs.down or needs.down_a
     needs_da = needs.z or needs.weights

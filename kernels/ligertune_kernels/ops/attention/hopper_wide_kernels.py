@@ -1,28 +1,48 @@
-"""Triton kernel of dk and dv of document_attention on Hopper, for heads of 256 columns, in Gluon.
+"""Triton kernels of the backward of document_attention on Hopper, for heads of 256 columns, in Gluon.
 
-Registers hold dk and dv of 64 keys: dv in one warpgroup, dk in the other. Per block of queries the first computes the
-softmax's weights P, stores them in shared memory and adds P^T dO. The second computes dP, reads the weights and adds
-dS^T Q. Each computes two products; the first is one block ahead. Scores are transposed: (keys, queries).
+dk and dv. Registers hold dk and dv of 64 keys: dv in one warpgroup, dk in the other. Per block of queries the first
+computes the softmax's weights P, stores them in shared memory and adds P^T dO. The second computes dP, reads the
+weights and adds dS^T Q. Each computes two products; the first is one block ahead. Scores are transposed: (keys,
+queries).
 
-Another kernel computes dq (_hopper_wide_dq_kernel.py). It repeats the products of scores and dP, which takes less time
-than adding up parts of dq from every 64 keys.
+Another kernel computes dq. It repeats the products of scores and dP, which takes less time than adding up parts of dq
+from every 64 keys.
+
+dq. A program has a tile of queries, as in the forward, and two warpgroups with half of them each. The products of one
+block of keys start while dS K of the block before still runs, and weights are computed while dP's product runs. dS
+stays in registers.
+
+Queries and dO take 128 KB of shared memory, so two blocks of 64 keys fit and one of values. Keys need two, because they
+are read until dS K has run, while the next block's scores are computed.
 """
 
 from __future__ import annotations
 
 from ligertune_kernels.launcher import copy_from_shared, copy_to_shared, gl, gluon, hopper
-from ligertune_kernels.ops.attention._hopper_backward_kernel import weights_and_slope
-from ligertune_kernels.ops.attention._hopper_backward_loads import block_of_step, n_steps, query_blocks
-from ligertune_kernels.ops.attention._hopper_forward_kernel import stage_barriers
+from ligertune_kernels.ops.attention.hopper_kernels import (
+    block_of_step,
+    capped_scores,
+    key_blocks,
+    n_steps,
+    query_blocks,
+    stage_barriers,
+    visible_scores,
+    weights_and_slope,
+)
 
-KEYS = gl.constexpr(64)  # of a tile
-ROWS = gl.constexpr(64)  # queries of a block
 WIDTH = gl.constexpr(256)
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(2)  # of queries and dO, or of keys: what fits next to the tile
+# dk and dv
+WIDE_KEYS = gl.constexpr(64)  # of a tile
+ROWS = gl.constexpr(64)  # queries of a block
+# dq
+WIDE_ROWS = gl.constexpr(128)  # queries of a tile
+HALF = gl.constexpr(64)
+COLS = gl.constexpr(64)  # keys of a block
 
 
 @gluon.jit
-def _load(descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP: gl.constexpr):
+def _load_for_dk_dv(descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP: gl.constexpr):
     """Copy the tile of keys and values, and block after block of queries, in the order in which they are read."""
     q_desc, k_desc, v_desc, d_out_desc, lse_desc, delta_desc = descriptors
     q_tiles, k_tile, v_tile, d_out_tiles, lse_tiles, delta_tiles = tiles
@@ -79,12 +99,12 @@ def _dv(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
-    keys = first + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    keys = first + gl.arange(0, WIDE_KEYS, gl.SliceLayout(1, SCORES))
     limits = gl.load(ends_ptr + keys, mask=keys < n_tokens, other=0)  # the last query that sees a key is before it
     if WINDOW > 0:
         limits = gl.minimum(limits, keys + WINDOW)
-    dv = gl.zeros([KEYS, WIDTH], gl.float32, DV)
-    none = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    dv = gl.zeros([WIDE_KEYS, WIDTH], gl.float32, DV)
+    none = gl.zeros([WIDE_KEYS, ROWS], gl.float32, SCORES)
     n_behind = blocks[1] * GROUP
     n_unmasked = (blocks[1] + blocks[3]) * GROUP
     n = n_steps(blocks, GROUP)
@@ -146,8 +166,8 @@ def _dk(dk_desc, tiles, barriers, exchange, blocks, first, key_head, scale, GROU
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
-    dk = gl.zeros([KEYS, WIDTH], gl.float32, DK)
-    none = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    dk = gl.zeros([WIDE_KEYS, WIDTH], gl.float32, DK)
+    none = gl.zeros([WIDE_KEYS, ROWS], gl.float32, SCORES)
     n = n_steps(blocks, GROUP)
     hopper.mbarrier.wait(v_full, 0)
     hopper.mbarrier.wait(d_out_full.index(0), 0)
@@ -185,17 +205,17 @@ def hopper_attention_wide_dk_dv_kernel(
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv."""
-    first = gl.program_id(0) // KEY_HEADS * KEYS
+    first = gl.program_id(0) // KEY_HEADS * WIDE_KEYS
     key_head = gl.program_id(0) % KEY_HEADS
-    blocks = query_blocks(first, ends_ptr, n_tokens, KEYS, ROWS, WINDOW)
+    blocks = query_blocks(first, ends_ptr, n_tokens, WIDE_KEYS, ROWS, WINDOW)
     dtype: gl.constexpr = q_desc.dtype
     # A warp stores and reads pairs of weights of 8 rows at a time, which lie in different banks.
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], q_desc.layout)
     d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], d_out_desc.layout)
-    k_tile = gl.allocate_shared_memory(dtype, [KEYS, WIDTH], k_desc.layout)
-    v_tile = gl.allocate_shared_memory(dtype, [KEYS, WIDTH], v_desc.layout)
-    weight_tiles = gl.allocate_shared_memory(gl.float32, [2, KEYS, ROWS], WEIGHTS)
+    k_tile = gl.allocate_shared_memory(dtype, [WIDE_KEYS, WIDTH], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [WIDE_KEYS, WIDTH], v_desc.layout)
+    weight_tiles = gl.allocate_shared_memory(gl.float32, [2, WIDE_KEYS, ROWS], WEIGHTS)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], delta_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
@@ -222,7 +242,154 @@ def hopper_attention_wide_dk_dv_kernel(
             (_dv, (dv_desc, ends_ptr, dv_tiles, dv_barriers, exchange, blocks, first, key_head, n_tokens, scale, cap,
                    GROUP, WINDOW, HAS_CAP)),
             (_dk, (dk_desc, dk_tiles, dk_barriers, exchange, blocks, first, key_head, scale, GROUP)),
-            (_load, (descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP)),
+            (_load_for_dk_dv, (descriptors, tiles, barriers, blocks, first, key_head, n_tokens, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_for_dq(descriptors, tiles, barriers, first, head, key_head, n_blocks):
+    """Copy queries and dO, and block after block of keys and values, in the order in which they are read."""
+    q_desc, k_desc, v_desc, d_out_desc = descriptors
+    q_tiles, k_tiles, v_tile, d_out_tiles = tiles
+    q_full, d_out_full, k_full, k_empty, v_full, v_empty = barriers
+    TILE_BYTES: gl.constexpr = WIDE_ROWS * WIDTH * 2
+    hopper.mbarrier.expect(q_full, TILE_BYTES)
+    for part in gl.static_range(2):
+        place = [first + part * HALF, head * WIDTH]
+        copy_to_shared(q_desc, place, q_full, q_tiles.index(part))
+    for i in range(n_blocks):
+        place = [first + WIDE_ROWS - (i + 1) * COLS, key_head * WIDTH]
+        stage = i % STAGES
+        hopper.mbarrier.wait(k_empty.index(stage), (i // STAGES) & 1 ^ 1)
+        hopper.mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        copy_to_shared(k_desc, place, k_full.index(stage), k_tiles.index(stage))
+        if i == 0:
+            hopper.mbarrier.expect(d_out_full, TILE_BYTES)
+            for part in gl.static_range(2):
+                half = [first + part * HALF, head * WIDTH]
+                copy_to_shared(d_out_desc, half, d_out_full, d_out_tiles.index(part))
+        hopper.mbarrier.wait(v_empty, i & 1 ^ 1)
+        hopper.mbarrier.expect(v_full, v_desc.block_type.nbytes)
+        copy_to_shared(v_desc, place, v_full, v_tile)
+
+
+@gluon.jit
+def _weights(
+    scores, lse, rows, starts, start, scale, cap,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return the softmax's weights (queries, keys), times the cap's derivative."""
+    scores, bits, slope = capped_scores(scores, scale, cap, HAS_CAP)
+    if MASKED:
+        scores = visible_scores(scores, rows, starts, start, WINDOW, COLS, LAYOUT)
+    return gl.exp2(scores * bits - lse[:, None]) * slope
+
+
+@gluon.jit
+def _dq(
+    dq_desc, lse_ptr, delta_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks, n_free, scale, cap,
+    part: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Compute dq of half of the tile: while dS K of one block runs, the products of the next one wait in line."""
+    q_tiles, k_tiles, v_tile, d_out_tiles = tiles
+    q_full, d_out_full, k_full, k_empty, v_full, v_empty = barriers
+    N_DIAGONAL: gl.constexpr = WIDE_ROWS // COLS
+    dtype: gl.constexpr = dq_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    rows = first + part * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+    starts = gl.load(starts_ptr + rows, mask=rows < n_tokens, other=0)
+    places = head.to(gl.int64) * (gl.cdiv(n_tokens, 128) * 128) + rows
+    lse = gl.load(lse_ptr + places)
+    delta = gl.load(delta_ptr + places)
+    dq = gl.zeros([HALF, WIDTH], gl.float32, DQ)
+    none = gl.zeros([HALF, COLS], gl.float32, SCORES)
+    q = q_tiles.index(part)
+    d_out = d_out_tiles.index(part)
+    v = v_tile.permute((1, 0))
+    start = first + WIDE_ROWS - COLS
+    hopper.mbarrier.wait(q_full, 0)
+    hopper.mbarrier.wait(k_full.index(0), 0)
+    scores = hopper.warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), none, use_acc=False)
+    weights = _weights(scores, lse, rows, starts, start, scale, cap, True, WINDOW, HAS_CAP, SCORES)
+    hopper.mbarrier.wait(d_out_full, 0)
+    hopper.mbarrier.wait(v_full, 0)
+    d_weights = hopper.warpgroup_mma(d_out, v, none, use_acc=False)
+    hopper.mbarrier.arrive(v_empty, count=1)
+    left = gl.convert_layout((weights * (d_weights - delta[:, None])).to(dtype), LEFT)
+    # Blocks at the diagonal, blocks that every query sees whole, blocks at the start of a document or window.
+    begin = 1
+    for kind in gl.static_range(3):
+        end = n_blocks
+        if kind < 2:
+            end = gl.minimum(end, N_DIAGONAL + (n_free if kind == 1 else 0))
+        for i in range(begin, end):
+            stage = i % STAGES
+            before = (i - 1) % STAGES
+            start -= COLS
+            dq = hopper.warpgroup_mma(left, k_tiles.index(before), dq, is_async=True)
+            hopper.mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+            scores = hopper.warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            dq, left = hopper.warpgroup_mma_wait(1, deps=[dq, left])
+            hopper.mbarrier.arrive(k_empty.index(before), count=1)
+            hopper.mbarrier.wait(v_full, i & 1)
+            d_weights = hopper.warpgroup_mma(d_out, v, none, use_acc=False, is_async=True)
+            scores = hopper.warpgroup_mma_wait(1, deps=[scores])
+            weights = _weights(scores, lse, rows, starts, start, scale, cap, kind != 1, WINDOW, HAS_CAP, SCORES)
+            d_weights = hopper.warpgroup_mma_wait(0, deps=[d_weights])
+            hopper.mbarrier.arrive(v_empty, count=1)
+            left = gl.convert_layout((weights * (d_weights - delta[:, None])).to(dtype), LEFT)
+        begin = gl.maximum(begin, end)
+    dq = hopper.warpgroup_mma(left, k_tiles.index((n_blocks - 1) % STAGES), dq)
+    q.store((dq * scale).to(dtype))
+    hopper.fence_async_shared()
+    copy_from_shared(dq_desc, [first + part * HALF, head * WIDTH], q)
+    hopper.tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n_tokens"])
+def hopper_attention_wide_dq_kernel(
+    q_desc, k_desc, v_desc, d_out_desc, dq_desc, lse_ptr, delta_ptr, starts_ptr, n_tokens, scale, cap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Write dq."""
+    # Tiles late in a document read the longest: start with them, so that none is left running alone.
+    n_tiles = gl.num_programs(0) // HEADS
+    first = (n_tiles - 1 - gl.program_id(0) // HEADS) * WIDE_ROWS
+    head = gl.program_id(0) % HEADS
+    n_blocks, n_whole = key_blocks(first, starts_ptr, n_tokens, WIDE_ROWS, COLS, WINDOW)
+    n_free = gl.maximum(n_whole - WIDE_ROWS // COLS, 0)
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], q_desc.layout)
+    d_out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], d_out_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, COLS, WIDTH], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [COLS, WIDTH], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    d_out_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    hopper.mbarrier.init(q_full, count=1)
+    hopper.mbarrier.init(d_out_full, count=1)
+    hopper.mbarrier.init(v_full, count=1)
+    hopper.mbarrier.init(v_empty, count=2)
+    k_full = stage_barriers(1, STAGES)
+    k_empty = stage_barriers(2, STAGES)
+    descriptors = (q_desc, k_desc, v_desc, d_out_desc)
+    tiles = (q_tiles, k_tiles, v_tile, d_out_tiles)
+    barriers = (q_full, d_out_full, k_full, k_empty, v_full, v_empty)
+    LOWER: gl.constexpr = 0
+    UPPER: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_dq, (dq_desc, lse_ptr, delta_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks,
+                              n_free, scale, cap, LOWER, WINDOW, HAS_CAP)),
+            (_dq, (dq_desc, lse_ptr, delta_ptr, starts_ptr, tiles, barriers, first, head, n_tokens, n_blocks,
+                              n_free, scale, cap, UPPER, WINDOW, HAS_CAP)),
+            (_load_for_dq, (descriptors, tiles, barriers, first, head, head // GROUP, n_blocks)),
         ],
         [4, 1],
         [240, 24],

@@ -1,6 +1,24 @@
-r"""Triton kernels of cross entropy over rows of logits; _row_pass.py has the mathematics.
+r"""Passes over rows of logits (N, V): cross entropy and its gradient, and statistics of the distribution.
 
-z, lse and maxima are in bits: natural logarithms times log2(e).
+Cross entropy has class weights, label smoothing, a soft cap and a z-loss.
+For a row x (V,) with label y, class weights w (1 by default), smoothing ε, cap c, logit scale s and z-loss weight ζ:
+
+    z = c tanh(s x / c), or s x without a cap        lse = log sum exp z        p = exp(z - lse)
+    loss = (1 - ε) w_y (lse - z_y) + ε/V sum_j w_j (lse - z_j) + ζ lse²
+    dloss/dx_j = s (1 - (z_j/c)²) · [ p_j ((1 - ε) w_y + ε/V sum w + 2 ζ lse) - ε/V w_j - (1 - ε) w_y [j = y] ]
+
+A row whose label is ignore_index has loss 0 and gradient 0. A row whose label is no class has NaN in both and reads
+nothing out of bounds. The arithmetic is fp32, or float64 in the torch form for float64 logits.
+
+Statistics of a row with maximum m, without gradients:
+
+    logprob = z_y - lse      argmax: the first of the largest z      mean_logit = sum z / V
+    entropy = log sum e^(z - m) - sum p (z - m)      (lse - sum p z is a difference of numbers as large as the logits)
+
+`row_pass` takes whole rows, `slab_pass` some columns of rows whose lse is known, `write_statistics` whole rows. Where
+kernels do not run, each has a form in torch.
+
+In the kernels z, lse and maxima are in bits: natural logarithms times log2(e).
 
 A program of `row_kernel` reads a row in two sweeps. The first finds lse; each lane keeps the running maximum and sum of
 its columns. The second computes the gradient, which may overwrite the logits. The last columns of the row, the tail,
@@ -11,8 +29,15 @@ the next block before they work on the current one, to hide the latency of memor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ligertune_kernels.chips import launch_options
 from ligertune_kernels.jit.device_functions import LN2, LOG2E, fp32, scale_and_cap
-from ligertune_kernels.launcher import tl, triton
+from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
+from ligertune_kernels.ops.losses.tiles import MIN_COLS, STATISTICS_BLOCK, VECTOR, row_tiling
 
 
 @triton.jit
@@ -351,3 +376,325 @@ def slab_kernel(
         _, slope = scale_and_cap(x.to(tl.float32), softcap, logit_scale, HAS_SOFTCAP)
         dx -= tl.where(cols == label - first_col, label_share * scale * slope, 0.0)
         tl.store(x_ptr + cols, dx.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def statistics_kernel(
+    logits_ptr, labels_ptr, logprob_ptr, argmax_ptr, entropy_ptr, mean_ptr, logits_row_stride, n_rows, n_cols,
+    ignore_index, softcap, logit_scale,
+    HAS_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write the statistics of a row; its most likely class is the first of equals."""
+    softcap = fp32(softcap)
+    logit_scale = fp32(logit_scale)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr = logits_ptr + row * logits_row_stride
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    lane_max = tl.full([LANES], -1e30, dtype=tl.float32)
+    lane_sum = tl.zeros([LANES], dtype=tl.float32)
+    lane_below = tl.zeros([LANES], dtype=tl.float32)  # sum of (z - maximum) 2^(z - maximum)
+    lane_total = tl.zeros([LANES], dtype=tl.float32)  # sum of z
+    lane_col = tl.full([LANES], n_cols, dtype=tl.int32)  # first column with the maximum
+    for start in range(0, n_cols, LANES * VECTOR):
+        cols = start + offs
+        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        z, _ = scale_and_cap(x, softcap, logit_scale, HAS_SOFTCAP)
+        lane_total += tl.sum(z, axis=1)  # 0 past the end of the row
+        z = tl.where(cols < n_cols, z, float("-inf"))
+        new_max = tl.maximum(lane_max, tl.max(z, axis=1))
+        first = tl.min(tl.where(z == new_max[:, None], cols, n_cols), axis=1)
+        lane_col = tl.where(new_max > lane_max, first, tl.minimum(lane_col, first))
+        fading = tl.exp2(lane_max - new_max)
+        below = z - new_max[:, None]
+        e = tl.exp2(below)
+        lane_below = (lane_below + (lane_max - new_max) * lane_sum) * fading
+        lane_below += tl.sum(tl.where(e > 0.0, below, 0.0) * e, axis=1)
+        lane_sum = lane_sum * fading + tl.sum(e, axis=1)
+        lane_max = new_max
+    row_max = tl.max(lane_max, axis=0)
+    share = tl.exp2(lane_max - row_max)
+    row_sum = tl.sum(lane_sum * share, axis=0)
+    row_below = tl.sum((lane_below + (lane_max - row_max) * lane_sum) * share, axis=0)
+    log_sum = tl.log2(row_sum)
+    lse = row_max + log_sum
+    first = tl.min(tl.where(lane_max == row_max, lane_col, n_cols), axis=0)
+    tl.store(argmax_ptr + row, tl.minimum(first, n_cols - 1))  # a row of NaN has no maximum
+    tl.store(entropy_ptr + row, (log_sum - row_below / row_sum) * LN2)
+    tl.store(mean_ptr + row, tl.sum(lane_total, axis=0) * LN2 / n_cols)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    is_class = (label >= 0) & (label < n_cols)
+    label_x = tl.load(x_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
+    label_z, _ = scale_and_cap(label_x, softcap, logit_scale, HAS_SOFTCAP)
+    tl.store(logprob_ptr + row, tl.where(label == ignore_index, 0.0, (label_z - lse) * LN2))
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Terms of cross entropy beyond labels and class weights."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+
+    @property
+    def numbers(self) -> tuple[int, float, float, float, float]:
+        """The options in the order of the kernels' arguments."""
+        return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss
+
+    def flags(self, has_weight: bool) -> dict[str, bool]:
+        """Return the kernels' constants that leave out unused terms. has_weight: there are class weights."""
+        has_smoothing = self.label_smoothing != 0.0
+        has_softcap = self.softcap is not None
+        return {"HAS_WEIGHT": has_weight, "HAS_SMOOTHING": has_smoothing, "HAS_SOFTCAP": has_softcap}
+
+    def is_plain(self, has_weight: bool) -> bool:
+        """Return whether a row's loss is its label's alone: no cap, smoothing or class weights."""
+        return not has_weight and not self.label_smoothing and self.softcap is None
+
+
+def row_pass(
+    logits: torch.Tensor,  # (N, V)
+    labels: torch.Tensor,  # (N,)
+    options: LossOptions,
+    *,
+    weight: torch.Tensor | None = None,  # (V,)
+    gradient: torch.Tensor | None = None,  # (N, V), may be the logits
+    scale: torch.Tensor | None = None,  # () or (N,)
+    lse: torch.Tensor | None = None,  # (N, 2)
+    lead: torch.Tensor | None = None,  # (K, N, S)
+) -> torch.Tensor:  # (N,)
+    """Return the losses of rows; write their gradient times scale into `gradient`.
+
+    lse receives what `slab_pass` needs of each row that is not ignored: the largest z, and lse minus that. With lead
+    the first K S columns of the rows lie there, in K groups, and logits hold the others; both are overwritten with
+    their gradient. scale is a tensor, because the host must not wait for its value.
+    """
+    if not runs_triton(logits):
+        if lead is None:
+            return _row_pass_torch(logits, labels, options, weight, gradient, scale, lse)
+        return _grouped_pass_torch(logits, labels, options, weight, scale, lse, lead)
+    assert logits.stride(1) == 1 and labels.is_contiguous()
+    assert lead is None or gradient is logits
+    groups = Groups() if lead is None else Groups.of(lead)
+    n_rows = len(logits)
+    n_cols = groups.in_lead + logits.shape[1]
+    losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
+    chip = chip_of(logits.device)
+    tiling = row_tiling(
+        n_rows, n_cols, logits.element_size(), chip,
+        plain=options.is_plain(weight is not None), rest_cols=None if lead is None else logits.shape[1],
+    )  # fmt: skip
+    constants = tiling.constants(
+        chip, saves_lse=lse is not None, needs_grad=gradient is not None, grouped=lead is not None
+    )
+    if lead is None:  # not `losses`: torch.compile takes lead for an output, and would preserve what it held before
+        lead = losses.new_empty(1)
+    gradient_stride = 0
+    scale_stride = 0
+    if gradient is not None:
+        gradient_stride = gradient.stride(0)
+        scale_stride = 1 if scale.dim() else 0
+    # Flags keep the kernel from reading unused arguments; any tensor takes their place.
+    with on_device(logits):
+        row_kernel[(tiling.programs,)](
+            logits, labels, _contiguous_or(weight, losses), losses, _or(lse, losses), _or(gradient, logits),
+            _or(scale, losses), lead,
+            logits.stride(0), gradient_stride, scale_stride, n_rows, n_cols, tiling.swept,
+            *groups, *options.numbers, **options.flags(weight is not None), **constants,
+        )  # fmt: skip
+    return losses
+
+
+class Groups(NamedTuple):
+    """Columns of rows that lie in groups: how many in all and in each, and the elements from one to the next."""
+
+    in_lead: int = 0
+    group_cols: int = 0
+    group_jump: int = 0
+
+    @classmethod
+    def of(cls, lead: torch.Tensor) -> Groups:  # (K, N, S)
+        """Return those of a tensor of K groups."""
+        n_groups, _, width = lead.shape
+        assert lead.stride(2) == 1 and lead.stride(1) == width
+        return cls(n_groups * width, width, lead.stride(0) - width)
+
+
+def _or(t: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
+    return instead if t is None else t
+
+
+def _contiguous_or(t: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
+    return instead if t is None else t.contiguous()
+
+
+def slab_pass(
+    logits: torch.Tensor,  # (N, S)
+    labels: torch.Tensor,  # (N,)
+    options: LossOptions,
+    *,
+    first_col: int,
+    vocab_size: int,
+    lse: torch.Tensor,  # (N, 2), from row_pass
+    scale: torch.Tensor,  # () or (N,)
+    weight: torch.Tensor | None = None,  # (V,), of all classes
+) -> None:
+    """Overwrite logits, which are the columns from first_col on, with their gradient times scale."""
+    if not runs_triton(logits):
+        _slab_pass_torch(logits, labels, options, first_col, vocab_size, lse, scale, weight)
+        return
+    weight_sum = lse if weight is None else weight.sum(dtype=torch.float32)
+    if weight is None and options.label_smoothing:
+        weight_sum = torch.full((), vocab_size, dtype=torch.float32, device=logits.device)
+    n_rows, n_cols = logits.shape
+    block = max(MIN_COLS, triton.next_power_of_2(n_cols))
+    chip = chip_of(logits.device)
+    with on_device(logits):
+        slab_kernel[(n_rows,)](
+            logits, labels, _contiguous_or(weight, lse), lse, scale, weight_sum,
+            logits.stride(0), 1 if scale.dim() else 0, n_rows, n_cols, first_col, vocab_size, *options.numbers,
+            **options.flags(weight is not None), LANES=block // VECTOR, VECTOR=VECTOR, **launch_options(block, chip),
+        )  # fmt: skip
+
+
+def capped_logits(logits: torch.Tensor, options: LossOptions) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Return z and dz/dx of logits x, at least fp32."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
+    if options.softcap is None:
+        return z, options.logit_scale
+    t = torch.tanh(z / options.softcap)
+    return options.softcap * t, options.logit_scale * (1.0 - t.square())
+
+
+def _row_pass_torch(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    options: LossOptions,
+    weight: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    lse_out: torch.Tensor | None,
+) -> torch.Tensor:
+    z, slope = capped_logits(logits, options)
+    n_cols = z.shape[1]
+    lse = z.logsumexp(dim=-1, keepdim=True)
+    index = labels.long().unsqueeze(1).clamp(0, n_cols - 1)
+    share = z.new_full((1, 1), 1.0 - options.label_smoothing)
+    if weight is not None:
+        share = share * weight.to(z.dtype)[index]
+    loss = share * (lse - z.gather(1, index)) + options.z_loss * lse.square()
+    softmax_share = share + 2.0 * options.z_loss * lse
+    smooth = 0.0
+    if options.label_smoothing:
+        smooth = options.label_smoothing / n_cols * (torch.ones_like(z[:1]) if weight is None else weight.to(z.dtype))
+        loss = loss + (smooth * (lse - z)).sum(dim=-1, keepdim=True)
+        softmax_share = softmax_share + smooth.sum()
+    if lse_out is not None:
+        top = z.amax(dim=-1, keepdim=True)
+        lse_out.copy_(torch.cat([top, (z - top).logsumexp(dim=-1, keepdim=True)], dim=1))
+    if gradient is not None:
+        dz = softmax_share * z.softmax(dim=-1) - smooth
+        dz.scatter_add_(1, index, -share.expand_as(index))
+        dz *= slope * (scale.unsqueeze(1) if scale.dim() else scale)
+        gradient.copy_(_masked(dz, labels, n_cols, options))
+    return _masked(loss, labels, n_cols, options).squeeze(1)
+
+
+def _masked(values: torch.Tensor, labels: torch.Tensor, n_classes: int, options: LossOptions) -> torch.Tensor:
+    """Set the rows of values (N, ...) to NaN where the label is no class, to 0 where it is ignored; in place."""
+    labels = labels.unsqueeze(1)
+    values.masked_fill_((labels < 0) | (labels >= n_classes), torch.nan)
+    return values.masked_fill_(labels == options.ignore_index, 0.0)
+
+
+def _grouped_pass_torch(
+    rest: torch.Tensor,
+    labels: torch.Tensor,
+    options: LossOptions,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    lead: torch.Tensor,
+) -> torch.Tensor:
+    whole = torch.cat([*lead, rest], dim=1)
+    losses = _row_pass_torch(whole, labels, options, weight, whole, scale, lse)
+    widths = [lead.shape[2]] * len(lead) + [rest.shape[1]]
+    for part, gradient in zip((*lead, rest), whole.split(widths, dim=1), strict=True):
+        part.copy_(gradient)
+    return losses
+
+
+def _slab_pass_torch(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    options: LossOptions,
+    first_col: int,
+    vocab_size: int,
+    lse: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+) -> None:
+    z, slope = capped_logits(logits, options)
+    n_cols = z.shape[1]
+    (top, log_sum), index = lse.split(1, dim=1), labels.long().unsqueeze(1)
+    weight = z.new_ones(vocab_size) if weight is None else weight.to(z.dtype)
+    share = (1.0 - options.label_smoothing) * weight[index.clamp(0, vocab_size - 1)]
+    smooth = options.label_smoothing / vocab_size * weight
+    softmax_share = share + 2.0 * options.z_loss * (top + log_sum) + smooth.sum()
+    dz = softmax_share * torch.exp((z - top) - log_sum) - smooth[first_col : first_col + n_cols]
+    index = index - first_col
+    inside = (index >= 0) & (index < n_cols)
+    dz.scatter_add_(1, index.clamp(0, n_cols - 1), torch.where(inside, -share, 0.0))
+    dz *= slope * (scale.unsqueeze(1) if scale.dim() else scale)
+    logits.copy_(_masked(dz, labels, vocab_size, options))
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of rows."""
+
+    logprob: torch.Tensor  # (N,)
+    argmax: torch.Tensor  # (N,), int64
+    entropy: torch.Tensor  # (N,), in nats
+    mean_logit: torch.Tensor  # (N,)
+
+    def of(self, rows: slice) -> RowStatistics:
+        """Return the statistics of some rows, as views."""
+        return RowStatistics(*(t[rows] for t in self))
+
+
+def empty_statistics(rows: torch.Tensor) -> RowStatistics:
+    """Return memory for the statistics of rows (N, E)."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return RowStatistics(*(rows.new_empty(rows.shape[:1], dtype=dtype) for dtype in (wide, torch.int64, wide, wide)))
+
+
+def statistics_torch(logits: torch.Tensor, labels: torch.Tensor, options: LossOptions) -> RowStatistics:
+    """Return the statistics of logits (N, V) in plain torch; the log-probability is differentiable."""
+    n_cols = logits.shape[1]
+    z, _ = capped_logits(logits, options)
+    log_probs = z.log_softmax(dim=-1)
+    entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(dim=-1)
+    is_class = (labels >= 0) & (labels < n_cols)
+    logprob = log_probs.gather(1, labels.long().clamp(0, n_cols - 1).unsqueeze(1)).squeeze(1)
+    logprob = logprob.masked_fill(~is_class, torch.nan).masked_fill(labels == options.ignore_index, 0.0)
+    return RowStatistics(logprob, z.argmax(dim=-1), entropy, z.mean(dim=-1))
+
+
+def write_statistics(logits: torch.Tensor, labels: torch.Tensor, options: LossOptions, out: RowStatistics) -> None:
+    """Write the statistics of logits (N, V) into out."""
+    if not runs_triton(logits):
+        for place, values in zip(out, statistics_torch(logits, labels, options), strict=True):
+            place.copy_(values)
+        return
+    n_rows, n_cols = logits.shape
+    block = min(STATISTICS_BLOCK, max(MIN_COLS, triton.next_power_of_2(n_cols)))
+    chip = chip_of(logits.device)
+    ignore_index, _, softcap, logit_scale, _ = options.numbers
+    with on_device(logits):
+        statistics_kernel[(n_rows,)](
+            logits, labels, *out, logits.stride(0), n_rows, n_cols, ignore_index, softcap, logit_scale,
+            HAS_SOFTCAP=options.softcap is not None, LANES=block // VECTOR, VECTOR=VECTOR,
+            **launch_options(block, chip),
+        )  # fmt: skip
