@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ligertune.attention.padding_free import choose_batch_layout
-from ligertune.data.modalities.modality import modality_of
-from ligertune.data.prepare import ProgressCallback, prepare
+from ligertune.data.modalities.modality import ModalityReader, modality_of
+from ligertune.data.prepare import PreparedData, ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
 from ligertune.hardware import (
     Machine,
@@ -18,7 +18,7 @@ from ligertune.hardware import (
     this_machine,
 )
 from ligertune.models.added_tokens import trained_tokens
-from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
+from ligertune.models.load_tokenizer import LoadedTokenizer, check_vocabulary, load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
 from ligertune.planning.batch_layout import resolve_packing
@@ -69,24 +69,61 @@ def plan_for(
 
 
 def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback | None, *, sharded: bool) -> Job:
-    """Load everything but the weights, and make the plan. sharded: plan for FSDP, whatever fits."""
+    """Load everything but the weights, and make the plan. sharded: plan for FSDP, whatever fits.
+
+    The recipe is completed in three steps, as its values become known: by model and machine, tokenizer, and data.
+    """
     config = read_config(recipe.model)
     check_task(config, recipe.task)
     modality = modality_of(config)
-    recipe, packing_notes = resolve_packing(recipe, modality.facts)
-    recipe = with_fused_lora(recipe, machine)
-    layout = BatchLayoutOptions.of(recipe)
+    by_model, packing_notes = resolve_packing(with_fused_lora(recipe, machine), modality.facts)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
+    layout = BatchLayoutOptions.of(by_model)
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
     tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)
-    tokens = {"trainable_token_indices": trained_tokens(tokenizer.tokenizer, recipe.method)}
-    recipe = recipe.model_copy(update={"method": recipe.method.model_copy(update=tokens)})
-    options = RunOptions.of(recipe)
+    by_tokenizer = _with_token_ids(by_model, tokenizer)
     feature = feature_of(recipe.task)
+    before_data = RunOptions.of(by_tokenizer)
+    frozen = feature.frozen_model(before_data, config, tokenizer.tokenizer, machine, precision)
+    reader = modality.load_reader(recipe.model, before_data.build, tokenizer.tokenizer)
+    data = _prepare_data(by_tokenizer, tokenizer, reader, progress)
+    resolved = by_tokenizer.model_copy(update=dict(feature.resolve(by_tokenizer, data)))
+    options = RunOptions.of(resolved)
+    data_notes = feature.check_data(options.build, data, config.get_text_config().vocab_size)
+    lengths = None if data.streamed else data.train.lengths
+    attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
+    packed = layout.packing or padding_free
+    teacher = feature.frozen_attention(frozen, options, machine, precision, packed=packed)
+    model = preview_model(options.build, config, attention, device=machine.device)
+    beside = teacher.shape if teacher else feature.frozen_copy(options.build, model.shape, precision)
+    multiple_of = max(attention.multiple_of, teacher.multiple_of if teacher else 1)
+    inputs = PlanInputs(
+        machine=machine,
+        precision=precision,
+        model=replace(model, frozen_model=beside),
+        data=summarize_data(data, reader),
+        rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
+        why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
+        modality=modality.facts,
+        teacher=teacher,
+    )
+    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *data_notes)
+    return Job(make_plan(resolved, inputs, notes=(*notes, *hub_notes())), config, tokenizer, data, reader)
+
+
+def _with_token_ids(recipe: Recipe, tokenizer: LoadedTokenizer) -> Recipe:
+    """Return the recipe with ids for the texts of `method.trainable_token_indices`."""
+    ids = trained_tokens(tokenizer.tokenizer, recipe.method)
+    method = recipe.method.model_copy(update={"trainable_token_indices": ids})
+    return recipe.model_copy(update={"method": method})
+
+
+def _prepare_data(
+    recipe: Recipe, tokenizer: LoadedTokenizer, reader: ModalityReader | None, progress: ProgressCallback | None
+) -> PreparedData:
+    """Return the examples of a recipe. Raises UserError if too many rows are dropped."""
     part = part_of_task(recipe.task)
-    teacher = feature.frozen_model(options, config, tokenizer.tokenizer, machine, precision)
-    reader = modality.load_reader(recipe.model, options.build, tokenizer.tokenizer)
     data = prepare(
         recipe.data,
         tokenizer.tokenizer,
@@ -97,26 +134,4 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         label_options=part.labels(recipe),
     )
     data.check_dropped()
-    recipe = recipe.model_copy(update=dict(feature.resolve(recipe, data)))
-    options = RunOptions.of(recipe)
-    file_notes = feature.check_data(options.build, data, config.get_text_config().vocab_size)
-    lengths = None if data.streamed else data.train.lengths
-    attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
-    teacher = feature.frozen_attention(teacher, options, machine, precision, packed=layout.packing or padding_free)
-    model = preview_model(options.build, config, attention, device=machine.device)
-    frozen = teacher.shape if teacher else feature.frozen_copy(options.build, model.shape, precision)
-    multiple_of = max(attention.multiple_of, teacher.multiple_of if teacher else 1)
-    inputs = PlanInputs(
-        machine=machine,
-        precision=precision,
-        model=replace(model, frozen_model=frozen),
-        data=summarize_data(data, reader),
-        rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
-        why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
-        modality=modality.facts,
-        teacher=teacher,
-    )
-    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *file_notes)
-    notes += hub_notes()
-    plan = make_plan(recipe, inputs, notes=notes)
-    return Job(plan, config, tokenizer, data, reader)
+    return data
