@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.planning.options import DataOptions
-    from ligertune.recipe.feature import DataRows
     from ligertune.vision.reader import ImageReader
 
 # the arrays of a block, and their dtypes in a file
@@ -44,13 +43,13 @@ _NOT_IN_KEY = {
 class Preparation:
     """What turns rows into examples. Without `images`, a vision-language model's, rows with images are refused.
 
-    problem_type: of a classification, if the recipe has one; else the labels decide.
+    rows: name of the kind of rows. problem_type: of their targets, if the recipe names one.
     """
 
     data: DataOptions
     tokenizer: PreTrainedTokenizerBase
     images: ImageReader | None = None
-    rows: DataRows = "conversations"
+    rows: str = "conversations"
     problem_type: str | None = None
 
     @property
@@ -62,8 +61,8 @@ class Preparation:
 class Example(NamedTuple):
     """One tokenized example. `labels` are not shifted; IGNORE_INDEX marks tokens that are not trained.
 
-    A preference pair is one example, so that packing keeps it together: the tokens of the chosen sequence, and then
-    those of the rejected one.
+    A pair is one example, so that packing keeps it together: the tokens of the chosen sequence, and then those of the
+    rejected one.
     """
 
     input_ids: np.ndarray  # (T,) int32
@@ -72,7 +71,7 @@ class Example(NamedTuple):
     images: tuple[str, ...] = ()  # files, in the order of the text
     first_length: int = 0  # tokens of the chosen sequence; 0: not a pair
     desirable: int = -1  # 1 or 0: whether the answer is desirable; -1: it has no label
-    targets: tuple[str | float, ...] = ()  # labels or numbers of a classification, or the margin of a pair
+    targets: tuple[str | float, ...] = ()  # labels or numbers of a text, or the margin of a pair
 
     def documents(self) -> list[Example]:
         """Return the sequences of the example: itself, or the chosen and then the rejected sequence of a pair."""
@@ -270,7 +269,7 @@ class Examples(Sequence[Example]):
 
     @property
     def documents_per_example(self) -> int:
-        """2 for preference pairs, else 1."""
+        """2 for pairs, else 1."""
         return 2 if self.first_lengths.any() else 1
 
     @cached_property
