@@ -102,6 +102,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 def _own_code() -> list[str]:
     """Return the SHA-256 of each module that examples depend on, those of features that bring rows included."""
     root = Path(__file__).parents[1]
+    # a feature's whole folder: which of its modules make examples is not known here
     folders = (root / "data", root / "vision", *row_code())
     return [_hash_of(file) for folder in folders for file in sorted(folder.rglob("*.py"))]
 

@@ -22,6 +22,7 @@ from ligertune.data.rows.turns import MAX_NUMBER, RowReader, finite_number, pars
 from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.errors import UserError
 
+# the order of the two sequences in an example: losses take the first as the better one
 ANSWERS = ("chosen", "rejected")
 # label of a single answer, 1 or 0: TRL's and LLaMA-Factory's name
 ANSWER_LABELS = ("label", "kto_tag")
@@ -197,6 +198,7 @@ def recognise_pairs(task: PairTask, first: FirstRows) -> PairFormat:
     format = replace(format, reads_margin=task.reads_margin)
     answer = first_value("chosen", first.records)
     is_text = isinstance(answer, str) and not (format.name == "pairs" and _is_hh(answer))
+    # what two texts begin with is rarely their whole prompt: only the user can say that it is
     if is_text and format.name == "pairs" and first.format == "auto":
         raise _no_prompt(first)
     return plain_or_chat(format, is_text=is_text)
@@ -218,6 +220,7 @@ def _check_has_pairs(task: PairTask, first: FirstRows) -> None:
         return
     names = [next((name for name in OTHER_NAMES[ours] if name in first.columns), "its name") for ours in ANSWERS]
     hint = f"If they have other names, write data.datasets[].columns: {{chosen: {names[0]}, rejected: {names[1]}}}."
+    # rows with a label hold single answers: no rename makes pairs of them
     if any(name in first.columns for name in ANSWER_LABELS):
         hint = task.labels_hint
     raise UserError(
@@ -227,7 +230,7 @@ def _check_has_pairs(task: PairTask, first: FirstRows) -> None:
 
 
 def _no_prompt(first: FirstRows) -> UserError:
-    """Return the error for texts without a prompt column: what two answers begin with is rarely their prompt."""
+    """Return the error for texts without a prompt column, with the lines that work."""
     prompts = ("input", "query", "problem", "inputs", "user")
     name = next((name for name in prompts if name in first.columns), "its name")
     return UserError(

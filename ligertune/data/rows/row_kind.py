@@ -131,6 +131,7 @@ class RowKind:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
 
+# Not in a feature's folder: several features train on them.
 CONVERSATIONS = RowKind("conversations", "conversations", "task: sft", FORMATS)
 
 

@@ -30,6 +30,7 @@ from ligertune.features.preference.refuse_preferences import PAIR_NAMES, YES_NO,
 if TYPE_CHECKING:
     from ligertune.planning.options import DataOptions, DatasetOptions
 
+# Cells of a csv file are text, and pandas writes 1 as 1.0 in a column with a missing value.
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 _LABELLED_NEEDS = "preference.loss_type: kto needs answers with a label"
 _PAIR_TASK = PairTask(
@@ -51,6 +52,7 @@ class LabelledFormat(Format):
         if desirable is None:
             raise BadRow("no label", f"{label!r:.40}")
         messages = conversation.messages
+        # the label is about the last answer: earlier ones would be trained with a label that is not theirs
         if self.name != "prompt_completion":  # the prompt of this format is marked
             messages = (*(replace(turn, trained=False) for turn in messages[:-1]), messages[-1])
         return ParsedRow((replace(conversation, messages=messages),), desirable)
@@ -89,6 +91,7 @@ def _check_has_labels(first: FirstRows) -> None:
 
 def _check(data: DataOptions) -> None:
     """Raise UserError for settings that preferences do not have."""
+    # preference.reference: precompute needs all answers before the first step
     if data.streaming:
         raise UserError(
             "data.streaming: preference pairs and answers with a label cannot be streamed.",
@@ -117,6 +120,7 @@ def _detect_pairs(sample: SampleColumns, first: Sequence[Record], spec: DatasetO
 
 
 def _fits_pairs(columns: dict[str, str], first: Sequence[Record], path: str) -> bool:
+    # the reader itself decides, so that `init` writes no columns that `train` refuses
     try:
         recognise_pairs(_PAIR_TASK, FirstRows(renamed_records(first, columns), "auto", path))
     except UserError:
@@ -128,6 +132,7 @@ def _detect_votes(sample: SampleColumns, first: Sequence[Record], spec: DatasetO
     """Return the task of answers with a label that says whether they are good."""
     for name in sample.spelled(_VOTE_NAMES):
         values = {str(value).strip().lower() for value in sample.values(name)}
+        # a rating of five stars is a label too, and says nothing about good or bad
         if not values or not values <= YES_NO:
             continue
         columns = {} if name in ANSWER_LABELS else {"label": name}
@@ -155,7 +160,7 @@ PAIRS = RowKind(
 LABELLED = RowKind(
     name="labelled",
     noun="answers with a label",
-    setting="preference.loss_type: kto",
+    setting="preference.loss_type: kto",  # the task is that of pairs: this key decides between the two
     formats=LABELLED_FORMATS,
     recognise=recognise_labelled,
     check=_check,
@@ -163,4 +168,5 @@ LABELLED = RowKind(
     refuse_format=refuse_labels,
     detect=_detect_votes,
 )
+# Pairs first: data with both answers and a label are pairs.
 ROWS = {kind.name: kind for kind in (PAIRS, LABELLED)}

@@ -42,11 +42,13 @@ _TEXT_NAMES = (*(names[0] for names in TEXT_COLUMNS if len(names) == 1), "body",
 # A column that is not called `label` is one of labels only if its values repeat: a score of 100 rows does not.
 _MOST_LABELS = 20
 _MOST_DISTINCT = 0.5
+# problem of one label per row; rows with lists of labels are multi-label
 _PROBLEMS = {"names": SINGLE, "ids": SINGLE, "values": REGRESSION}
 
 
 def _check(data: DataOptions) -> None:
     """Raise UserError for settings that rows to score do not have."""
+    # names of labels get their ids, in sorted order, once all rows are read
     if data.streaming:
         raise UserError(
             "data.streaming: texts with labels and pairs of texts cannot be streamed.",
@@ -58,6 +60,7 @@ def _text_template(prompt_template: str, format: LabelFormat) -> TextTemplate | 
     """Return the template of texts to classify; None for conversations, and for texts in a chat template."""
     if not format.texts:
         return None
+    # the tokenizer joins two texts by its own special tokens; a chat template has no place for the second
     if prompt_template == "alpaca" or (prompt_template != "auto" and len(format.texts) == 2):
         raise UserError(
             f"data.prompt_template: {prompt_template} is not for rows of format {format.name}, which are used "
@@ -86,6 +89,7 @@ def _note(format: Format, unread: Sequence[str]) -> str:
 
 def _detect(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions) -> DetectedTask | None:
     """Return the task of texts with a label, with the columns that need other names."""
+    # a label next to an answer is about the answer, or is not what is learned
     if holds_answers(sample, first, spec):
         return None
     label = next((name for name in sample.spelled(_LABEL_NAMES) if _is_label(sample, name)), None)
@@ -94,6 +98,7 @@ def _detect(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions
     columns = {} if label in LABEL_COLUMNS else {"label": label}
     format = _label_format(columns, first, spec.path)
     texts = [name for name in sample.spelled(_TEXT_NAMES) if name != label and sample.is_text(name)]
+    # a column whose name a format reads comes first; without one, the first name that is often that of a text
     if format is None and texts:
         columns["text"] = texts[0]
         format = _label_format(columns, first, spec.path)
@@ -139,11 +144,13 @@ TEXTS = RowKind(
         "label of another kind": "Repair the labels, or write classification.problem_type if most first rows mislead."
     },
 )
+# A margin is what the scores of the two answers should differ by: only a loss on scores can use it.
 _PAIR_TASK = PairTask(
     needs="task: reward needs pairs",
     labels_hint="Texts with a label are trained on with task: classification.",
     reads_margin=True,
 )
+# Without `detect`: `init` writes the other task that trains on pairs, and names this one next to it.
 REWARD_PAIRS = RowKind(
     name="reward_pairs",
     noun="pairs",
