@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
+from ligertune.data.rows.row_kind import row_code
 from ligertune.data.rows.sources import find_files, hub_rows
 from ligertune.data.templates.named_templates import template_path
 from ligertune.errors import UserError
@@ -99,8 +100,11 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 @cache
 def _own_code() -> list[str]:
+    """Return the SHA-256 of each module that examples depend on, those of features that bring rows included."""
     root = Path(__file__).parents[1]
-    return [_hash_of(file) for file in sorted((root / "data").rglob("*.py"))]
+    # a feature's whole folder: which of its modules make examples is not known here
+    folders = (root / "data", *row_code())
+    return [_hash_of(file) for folder in folders for file in sorted(folder.rglob("*.py"))]
 
 
 def cache_home() -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ligertune.bad_rows import DROP_REASONS, LENGTH_REASONS
+from ligertune.data.rows.row_kind import row_kinds
 from ligertune.errors import UserError, plural
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class DatasetReport:
     columns: what is read under another name, as {our name: the data set's}, beyond `data.datasets[].columns`. unread:
     columns that are not read. note: a sentence for the user, or empty. cached: it was prepared before. sample: the
     numbers are those of its first rows, because it is streamed. label_kind, many_labels, label_width, label_evidence,
-    class_names: of the labels of a classification, as `label_kinds` has them.
+    class_names: of the labels of texts, as the format's `report` returns them.
     """
 
     path: str
@@ -90,12 +91,10 @@ def remedy(dropped: dict[str, int], data: DataOptions) -> str:
         return f"Raise data.max_record_bytes (now {data.max_record_bytes})."
     if reason == "several exchanges":
         return "Write data.prompt_template: chat."
-    if reason == "label of another kind":
-        return (
-            f"{reason[0].upper()}{reason[1:]}: {DROP_REASONS[reason]}. Repair the labels, or write "
-            "classification.problem_type if most first rows mislead."
-        )
-    return (
-        f"{reason[0].upper()}{reason[1:]}: {DROP_REASONS[reason]}. Repair the data, name its columns or its format in "
-        "data.datasets[], or write data.datasets[].on_bad_row: repair."
+    advice = (
+        "Repair the data, name its columns or its format in data.datasets[], or write data.datasets[].on_bad_row: "
+        "repair."
     )
+    for kind in row_kinds().values():
+        advice = kind.remedies.get(reason, advice)
+    return f"{reason[0].upper()}{reason[1:]}: {DROP_REASONS[reason]}. {advice}"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from ligertune.data.modalities.modality import ModalityReader
     from ligertune.planning.options import DataOptions
-    from ligertune.recipe.feature import DataRows
 
 # the arrays of a block, and their dtypes in a file
 ARRAYS = {
@@ -44,13 +43,13 @@ _NOT_IN_KEY = {
 class Preparation:
     """What turns rows into examples. Without `reader`, that of a modality, rows with files are refused.
 
-    problem_type: of a classification, if the recipe has one; else the labels decide.
+    rows: name of the kind of rows. problem_type: of their targets, if the recipe names one.
     """
 
     data: DataOptions
     tokenizer: PreTrainedTokenizerBase
     reader: ModalityReader | None = None
-    rows: DataRows = "conversations"
+    rows: str = "conversations"
     problem_type: str | None = None
 
     @property
@@ -62,8 +61,8 @@ class Preparation:
 class Example(NamedTuple):
     """One tokenized example. `labels` are not shifted; IGNORE_INDEX marks tokens that are not trained.
 
-    A preference pair is one example, so that packing keeps it together: the tokens of the chosen sequence, and then
-    those of the rejected one.
+    A pair is one example, so that packing keeps it together: the tokens of the chosen sequence, and then those of the
+    rejected one.
     """
 
     input_ids: np.ndarray  # (T,) int32
@@ -72,7 +71,7 @@ class Example(NamedTuple):
     media: tuple[str, ...] = ()  # files of a modality, in the order of the text
     first_length: int = 0  # tokens of the chosen sequence; 0: not a pair
     desirable: int = -1  # 1 or 0: whether the answer is desirable; -1: it has no label
-    targets: tuple[str | float, ...] = ()  # labels or numbers of a classification, or the margin of a pair
+    targets: tuple[str | float, ...] = ()  # labels or numbers of a text, or the margin of a pair
 
     def documents(self) -> list[Example]:
         """Return the sequences of the example: itself, or the chosen and then the rejected sequence of a pair."""
@@ -270,7 +269,7 @@ class Examples(Sequence[Example]):
 
     @property
     def documents_per_example(self) -> int:
-        """2 for preference pairs, else 1."""
+        """2 for pairs, else 1."""
         return 2 if self.first_lengths.any() else 1
 
     @cached_property

@@ -14,23 +14,21 @@ import numpy as np
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
 from ligertune.data.dataset_report import DatasetReport
 from ligertune.data.examples import Block, Examples, Preparation
-from ligertune.data.labels import LabelSet, note_unseen, resolve_labels, wanted_problem
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
-from ligertune.data.rows.label_formats import LabelFormat
-from ligertune.data.rows.sources import RecordStream, class_names
+from ligertune.data.rows.row_kind import row_kinds
+from ligertune.data.rows.sources import RecordStream
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError, plural
 from ligertune.hardware import is_first_on_node, ranks_on_node
-from ligertune.recipe.feature import SCORE_ROWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.data.labels import LabelOptions
     from ligertune.data.modalities.modality import ModalityReader
+    from ligertune.data.rows.row_kind import RowKind, TargetNames
     from ligertune.planning.options import DataOptions, DatasetOptions
-    from ligertune.recipe.feature import DataRows
+    from ligertune.recipe.section import Section
 
 # called with (path of the data set, rows done, share done) while rows are prepared
 ProgressCallback = Callable[[str, int, float], None]
@@ -81,7 +79,7 @@ class PreparedData:
     template: str
     options: DataOptions
     eval_report: DataReport | None = None
-    labels: LabelSet | None = None  # of a classification
+    labels: TargetNames | None = None  # what the targets of the examples stand for
 
     @property
     def streamed(self) -> bool:
@@ -90,7 +88,7 @@ class PreparedData:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on the labels of a classification, on the training data and on the evaluation data."""
+        """Remarks on the labels of the examples, on the training data and on the evaluation data."""
         labels = (f"labels: {self.labels.about}",) if self.labels else ()
         return (*labels, *(note for report in self._reports for note in self.notes_on(report)))
 
@@ -126,34 +124,36 @@ def prepare(
     seed: int,
     progress: ProgressCallback | None = None,
     reader: ModalityReader | None = None,
-    rows: DataRows = "conversations",
-    label_options: LabelOptions | None = None,
+    rows: str = "conversations",
+    label_options: Section | None = None,
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 
     progress: not called for data sets that are in the cache. reader: of files; None for a text model. rows:
-    what the task needs. label_options: of rows that are texts with labels. Raises UserError for data that cannot be
-    used.
+    name of the kind of rows that the task needs. label_options: the recipe's section on their labels. Raises UserError
+    for data that cannot be used.
     """
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} does not map tokens to characters, which label masks need.",
             hint="Use a tokenizer that has a tokenizer.json.",
         )
-    if rows != "conversations":
-        _check_rows(data, rows, reader)
-    if rows in SCORE_ROWS:
+    kind = row_kinds()[rows]
+    kind.check(data)
+    if kind.without_files and reader is not None:
+        raise UserError(
+            f"model.model_name_or_path: a {reader.model_kind} is not trained {kind.without_files}.",
+            hint="Choose a language model.",
+        )
+    if kind.whole_texts:
         data = data.model_copy(update={"train_on": "all"})  # no answer is looked for: the whole text is scored
-    problem = wanted_problem(label_options) if rows == "texts" else None
-    preparation = Preparation(data, tokenizer, reader, rows, problem)
+    preparation = Preparation(data, tokenizer, reader, rows, kind.problem_type(label_options))
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out = None
     eval_report = None
-    labels = None
     eval_sets = [load(spec) for spec in data.eval_datasets]
     sets = [] if data.streaming else [load(spec) for spec in data.datasets]
-    if rows == "texts":
-        sets, eval_sets, labels = _with_ids(sets, eval_sets, label_options)
+    sets, eval_sets, labels = _resolved(kind, sets, eval_sets, label_options)
     if eval_sets:
         held_out = Examples(blocks=[part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
@@ -177,39 +177,16 @@ def prepare(
     return PreparedData(train, held_out, report, template, data, eval_report, labels)
 
 
-def _with_ids(
-    sets: list[LoadedDataset], eval_sets: list[LoadedDataset], label_options: LabelOptions
-) -> tuple[list[LoadedDataset], list[LoadedDataset], LabelSet]:
-    """Return the data sets with ids in place of the names of labels, and the labels of all."""
+def _resolved(
+    kind: RowKind, sets: list[LoadedDataset], eval_sets: list[LoadedDataset], section: Section | None
+) -> tuple[list[LoadedDataset], list[LoadedDataset], TargetNames | None]:
+    """Return the data sets with numbers as targets, and what these stand for. The labels of all sets are compared."""
+    if kind.resolve is None:
+        return sets, eval_sets, None
     every = [*sets, *eval_sets]
-    blocks, labels = resolve_labels([part.block for part in every], [part.report for part in every], label_options)
+    blocks, labels = kind.resolve([part.block for part in every], [part.report for part in every], len(sets), section)
     every = [part._replace(block=block) for part, block in zip(every, blocks, strict=True)]
-    labels = note_unseen(labels, blocks[: len(sets)], blocks[len(sets) :])
     return every[: len(sets)], every[len(sets) :], labels
-
-
-def _check_rows(data: DataOptions, rows: DataRows, reader: ModalityReader | None) -> None:
-    """Raise UserError for settings that rows of preferences or of a classification do not have."""
-    if data.streaming:
-        raise UserError(
-            "data.streaming: preference pairs and answers with a label cannot be streamed.",
-            hint="Write data.streaming: false.",
-        )
-    if reader is not None and rows in SCORE_ROWS:
-        raise UserError(
-            f"model.model_name_or_path: a {reader.model_kind} is not trained to score texts.",
-            hint="Choose a language model.",
-        )
-    if data.train_on == "all" and rows not in SCORE_ROWS:
-        raise UserError(
-            "data.train_on: all is not for preferences: the prompt is no answer that could be preferred.",
-            hint="Write data.train_on: assistant, or last for the last turn only.",
-        )
-    if reader is not None:
-        raise UserError(
-            f"model.model_name_or_path: a {reader.model_kind} is not trained on preferences.",
-            hint="Choose a language model.",
-        )
 
 
 def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: ProgressCallback) -> LoadedDataset:
@@ -268,13 +245,7 @@ def _build(
         progress(path, counts.rows_read, stream.share)
         add(block)
     progress(path, counts.rows_read, 1.0)
-    about = {"path": path, **rows.about, "counts": vars(counts)}
-    if isinstance(rows.format, LabelFormat):
-        names = list(class_names(spec, rows.format.label))
-        labels = rows.format.labels
-        about |= {"label_kind": labels.kind, "many_labels": labels.many, "label_evidence": labels.evidence}
-        about |= {"label_width": labels.width, "class_names": names}
-    return about
+    return {"path": path, **rows.about, "counts": vars(counts), **rows.format.report(spec)}
 
 
 def _check_weights(sets: Sequence[LoadedDataset], weights: Sequence[float]) -> None:

@@ -18,8 +18,8 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.data.labels import LabelSet
     from ligertune.data.modalities.modality import ModalityReader
+    from ligertune.data.rows.row_kind import TargetNames
 
 _INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
 _MAX_BINS = 20
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PreviewExample:
-    """A decoded sequence: an example, or one side of a preference pair."""
+    """A decoded sequence: an example, or one side of a pair."""
 
     number: int  # of its example, from 1
     source: str
@@ -89,11 +89,11 @@ def preview(
     n: int,
     reader: ModalityReader | None = None,
     *,
-    labels: LabelSet | None = None,
+    labels: TargetNames | None = None,
 ) -> list[PreviewExample]:
     """Decode the first `n` examples; of a pair, both sequences. The tokens of an image are one piece with its name.
 
-    labels: of a classification.
+    labels: what the targets of the examples stand for.
     """
     special = ControlTokens(tokenizer).ids
     shown = []

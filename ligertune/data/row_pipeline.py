@@ -27,14 +27,14 @@ from ligertune.bad_rows import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.modalities.modality import RowFile
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.formats import Format, RowShape, plain_format
+from ligertune.data.rows.formats import RowShape, plain_format
+from ligertune.data.rows.row_kind import CONVERSATIONS, row_kinds
 from ligertune.data.shapes.recognise_shape import recognise_shape
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
 from ligertune.errors import UserError, panics_as_errors
-from ligertune.recipe.feature import SCORE_ROWS
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
@@ -116,19 +116,16 @@ class RowPipeline:
                 hint="Raise it if the records are this large.",
             )
         path = display_path(Path(spec.path))
-        plain = plain_format(columns) if (preparation.rows, spec.format) == ("conversations", "auto") else None
+        kind = row_kinds()[preparation.rows]
+        plain = plain_format(columns) if kind is CONVERSATIONS and spec.format == "auto" else None
         problem_type = preparation.problem_type
-        self.shape = (
-            RowShape(plain)
-            if plain
-            else recognise_shape(spec, preparation.rows, first, path, problem_type=problem_type)
-        )
+        self.shape = RowShape(plain) if plain else recognise_shape(spec, kind, first, path, problem_type=problem_type)
         self.format = self.shape.format
-        self.template = _text_template(preparation, self.format) or choose_template(
-            data, self.format, tokenizer, part_type=None if reader is None else reader.part_type
-        )
+        text_template = kind.text_template(data.prompt_template, self.format)
+        part_type = None if reader is None else reader.part_type
+        self.template = text_template or choose_template(data, self.format, tokenizer, part_type=part_type)
         self._special_tokens = SpecialTokens(tokenizer) if isinstance(self.template, TextTemplate) else None
-        self._scored = preparation.rows in SCORE_ROWS
+        self._whole_texts = kind.whole_texts
         self._files = None if reader is None else reader.row_files(data.image_dir)
         self._file_token = None if reader is None else reader.token_id
         self._spec = spec
@@ -176,7 +173,7 @@ class RowPipeline:
         whole = sides if self.format.raw else [side for side, kept in zip(sides, fitting, strict=True) if side is kept]
         counts.unended += any(int(side.trained[-1]) not in self._special for side in whole)
         paths = tuple(file.path for file in row.files)
-        if self._scored:
+        if self._whole_texts:
             fitting = [labelled_at_end(side) for side in fitting]
         if len(sides) == 2:
             return [_pair(*fitting, row.source, row.targets)]
@@ -255,21 +252,8 @@ class RowPipeline:
         counts.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
 
 
-def _text_template(preparation: Preparation, format: Format) -> TextTemplate | None:
-    """Return the template of texts to classify; None for conversations, and for texts in a chat template."""
-    wanted = preparation.data.prompt_template
-    if preparation.rows != "texts" or not format.texts:
-        return None
-    if wanted == "alpaca" or (wanted != "auto" and len(format.texts) == 2):
-        raise UserError(
-            f"data.prompt_template: {wanted} is not for rows of format {format.name}, which are used unchanged.",
-            hint="Write auto" + (", or chat to put the text into a user turn." if len(format.texts) == 1 else "."),
-        )
-    return TextTemplate() if wanted == "auto" else None
-
-
 def _pair(chosen: Encoded, rejected: Encoded, source: str, targets: tuple[float, ...] = ()) -> Example:
-    """Return a preference pair as one example. Raise BadRow if both sequences are the same, for instance once cut."""
+    """Return a pair as one example. Raise BadRow if both sequences are the same, for instance once cut."""
     if np.array_equal(chosen.input_ids, rejected.input_ids):
         raise BadRow("equal answers", f"within {len(chosen.input_ids)} tokens")
     ids, labels = (np.concatenate([getattr(side, name) for side in (chosen, rejected)]) for name in Encoded._fields[:2])

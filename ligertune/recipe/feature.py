@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from ligertune.recipe.rules.rule import Rule
@@ -25,9 +25,6 @@ LAST = 1000  # order of the parts of other distributions
 
 
 SectionT = TypeVar("SectionT", bound="Section")
-# texts: each with labels; reward_pairs: pairs whose whole texts are scored; labelled: answers that are good or bad
-DataRows = Literal["conversations", "pairs", "labelled", "texts", "reward_pairs"]
-SCORE_ROWS = ("texts", "reward_pairs")  # a model scores each sequence as a whole, at its last token
 
 
 class TaskOptions(Protocol):
@@ -63,8 +60,9 @@ class TrainedFolder:
 class RecipePart:
     """What a feature or modality adds to recipes, and to the checks before anything is loaded.
 
-    tasks: values of `task`, with words for the key reference. rows: which rows the data must have. labels: the section
-    that says which labels texts have. loss_of_labels: the loss is the cross-entropy of the labels.
+    tasks: values of `task`, with words for the key reference. rows: name of the kind of rows that the data must have.
+    brings_rows: the feature's module `data` defines kinds of rows (`ROWS`, see data/rows/row_kind.py). labels: the
+    section that says which labels texts have. loss_of_labels: the loss is the cross-entropy of the labels.
     sections: name -> class with defaults for all keys.
     models: keys that name another model. folders: keys that name trained parts. packages: switch -> package it needs.
     run_files: names in output_dir; before_training: those of them that are made before the first step.
@@ -74,7 +72,8 @@ class RecipePart:
     """
 
     tasks: Mapping[str, str] = field(default_factory=dict)
-    rows: Callable[[TaskOptions], DataRows] = lambda options: "conversations"
+    rows: Callable[[TaskOptions], str] = lambda options: "conversations"
+    brings_rows: bool = False
     labels: Callable[[TaskOptions], Any] = lambda options: None
     loss_of_labels: bool = True
     sections: Mapping[str, type[Section]] = field(default_factory=dict)

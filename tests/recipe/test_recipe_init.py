@@ -128,6 +128,8 @@ DATA = [
      {"classification.problem_type": "regression", "data.datasets.0.columns": {"text": "body"}}, "a text (body)"),
     ("tags.jsonl", '{"text": "a", "labels": ["x", "y"]}\n{"text": "b", "labels": ["x"]}\n',
      {"classification.problem_type": "multi_label_classification"}, "a label (labels)"),
+    ("facts.jsonl", '{"text": "a", "label": true}\n{"text": "b", "label": false}\n',
+     {"task": "classification", "classification.problem_type": "single_label_classification"}, "a label (label)"),
     ("nli.jsonl", '{"premise": "a", "hypothesis": "b", "label": 2}\n', {"task": "classification"},
      "premise and hypothesis"),
     ("tickets.jsonl", '{"messages": [{"role": "user", "content": "q"}], "label": "billing"}\n',

@@ -162,7 +162,7 @@ class Batcher:
 
         There is no attention mask, so that flash attention is available. Padding comes after all real tokens, to which
         causal attention does not look ahead; packed documents are separated by their bounds. A rank without rows gets
-        an untrained example, so that all ranks make the same collective calls. A preference pair is two documents, or
+        an untrained example, so that all ranks make the same collective calls. A pair is two documents, or
         two rows of a padded batch: 2i is the chosen sequence of pair i, and 2i + 1 the rejected one.
         """
         examples = [document for index in _indices(rows) for document in self.examples[index].documents()]

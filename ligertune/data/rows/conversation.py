@@ -65,7 +65,7 @@ class ParsedRow(NamedTuple):
 
     conversations: tuple[Conversation, ...]
     desirable: int = -1  # 1 or 0 for an answer with a label, -1 without
-    targets: tuple[str | float, ...] = ()  # labels or numbers of a classification, or the margin of a pair
+    targets: tuple[str | float, ...] = ()  # labels or numbers of a text, or the margin of a pair
 
 
 # the roles that may follow each role; None is the beginning

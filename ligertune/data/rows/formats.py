@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ligertune.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, check_conversation, repair_turns
@@ -20,6 +20,9 @@ from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renam
 from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
 from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.errors import UserError
+
+if TYPE_CHECKING:
+    from ligertune.planning.options import DatasetOptions
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class Format:
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return what the row holds. Arguments and errors are those of convert."""
         return ParsedRow((self.convert(record, repairs),))
+
+    def report(self, spec: DatasetOptions) -> dict[str, Any]:
+        """Return fields of DatasetReport about the rows' targets, as JSON."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -109,18 +116,14 @@ def _fitting(candidates: list[FormatType], columns: set[str]) -> list[FormatType
     return largest if len(largest) == 1 else [row for row in largest if not row.is_fallback] or largest
 
 
-def recognise_format(
-    name: str, columns: Collection[str], path: str, formats: Sequence[FormatType] | None = None
-) -> FormatType:
+def recognise_format(name: str, columns: Collection[str], path: str, formats: Sequence[FormatType] = ()) -> FormatType:
     """Return the format called `name`, or for "auto" the one whose required columns are all in `columns`.
 
-    formats: the formats to choose from; None: FORMATS. If all required columns of one are among those of another, the
+    formats: the formats to choose from; none: FORMATS. If all required columns of one are among those of another, the
     other is chosen. Raises UserError, naming `path`, if the columns fit no format or several.
     """
     candidates = [row for row in formats or FORMATS if name == row.name or (name == "auto" and not row.by_values)]
     found = ", ".join(sorted(columns)) or "none"
-    if formats is None:
-        _refuse_pairs(name, columns, f"{path}: its columns ({found})")
     fitting = _fitting(candidates, set(columns))
     if len(fitting) == 1:
         return fitting[0]
@@ -136,15 +139,13 @@ def recognise_format(
     )
 
 
-def _refuse_pairs(name: str, columns: Collection[str], found: str) -> None:
-    """Raise UserError for preference pairs and their formats. UltraFeedback's pairs also have `messages`, to train."""
-    if name not in ("auto", *(row.name for row in FORMATS)):
-        raise UserError(f"data.datasets[].format: {name} is for preference pairs.", hint="Write task: dpo.")
-    if name == "auto" and {"chosen", "rejected"} <= set(columns) and "messages" not in columns:
+def check_format_name(name: str, formats: Sequence[Format], needs: str) -> None:
+    """Raise UserError for a name that is neither auto nor one of these formats. needs: which rows a setting needs."""
+    names = ["auto", *(row.name for row in formats)]
+    if name not in names:
         raise UserError(
-            f"{found} are those of preference pairs.",
-            hint="Write task: dpo to train on the pairs. To fine-tune on the chosen answers, write "
-            "data.datasets[].columns: {completion: chosen} if they are texts, {messages: chosen} if they are lists.",
+            f"data.datasets[].format: {name} does not fit: {needs}.",
+            hint=f"Write {', '.join(names[:-1])} or {names[-1]}.",
         )
 
 

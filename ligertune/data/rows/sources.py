@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.arrow_tables import TableRows, arrow_schema
 from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
 from ligertune.data.rows.data_folders import DEFAULT_SPLIT, files_in
 from ligertune.data.rows.file_readers import file_type, read_records, reader_of
-from ligertune.data.rows.label_formats import names_of_classes
-from ligertune.data.rows.preference_formats import check_columns
+from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
 from ligertune.data.shapes.message_trees import TREE_COLUMNS, assemble_trees
 from ligertune.errors import UserError
@@ -166,12 +165,19 @@ def class_names(spec: DatasetOptions, column: str) -> tuple[str, ...]:
     files = find_files(spec.path, spec.split)
     name = spec.columns.get(column, column)
     if not files:
-        return names_of_classes(hub_rows(spec, download=True).features, name)
+        return _names_of_classes(hub_rows(spec, download=True).features, name)
     if file_type(files[0]) not in (".parquet", ".arrow", ".feather"):
         return ()
     import datasets
 
-    return names_of_classes(datasets.Features.from_arrow_schema(arrow_schema(DataFile(files[0]))), name)
+    return _names_of_classes(datasets.Features.from_arrow_schema(arrow_schema(DataFile(files[0]))), name)
+
+
+def _names_of_classes(features: Any, label: str) -> tuple[str, ...]:
+    """Return the names of a ClassLabel feature of `datasets`, or of a list of them; empty for another feature."""
+    feature = (features or {}).get(label)
+    feature = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
+    return tuple(getattr(feature, "names", None) or ())
 
 
 def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:

@@ -1,9 +1,13 @@
-"""Turn parsing: one turn of a conversation with its role, its text or parts, its tool calls and its loss weight."""
+"""Turn parsing: one turn of a conversation with its role, its text or parts, its tool calls and its loss weight.
+
+Also the values of other columns: declared tools, variables of the chat template, and numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +17,7 @@ from ligertune.data.shapes.marked_texts import quoted_call
 from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError
 
+MAX_NUMBER = 1e18  # the squared error of larger numbers overflows float32
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
 # variables that chat_template_kwargs may not set
@@ -217,6 +222,19 @@ def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     if reserved := [name for name in RESERVED_VARIABLES if name in parsed]:
         raise BadRow(reason, f"it sets {reserved[0]}")
     return {name: value for name, value in parsed.items() if value is not None}
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number, or text that is one, as float; None for booleans, anything else, and what is not finite."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if isinstance(value, str) and "_" in value:  # Python reads "1_2" as 12
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def parse_json(text: str, reason: str) -> Any:

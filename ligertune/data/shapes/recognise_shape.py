@@ -2,7 +2,7 @@
 
 In this order: message trees, the columns of alpaca, sharegpt and messages, a list of turns under any name, one prompt
 name and one answer name, texts with role markers, and raw text. What could be meant in two ways is refused with the
-lines that choose; data of preferences and step labels are refused by refuse_preferences.py.
+lines that choose. Rows of another kind than conversations are refused by that kind (rows/row_kind.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, Format, RowShape, recognise_format
-from ligertune.data.rows.label_formats import recognise_labels
-from ligertune.data.rows.preference_formats import recognise_preferences
+from ligertune.data.rows.row_kind import FirstRows, RowKind, other_row_kinds
 from ligertune.data.shapes.column_names import (
     ANSWER_NAMES,
     OPTIONAL_NAMES,
@@ -27,13 +26,11 @@ from ligertune.data.shapes.column_names import (
     columns_line,
     is_weighty,
 )
-from ligertune.data.shapes.refuse_preferences import refuse_labels, refuse_pairs
 from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
-    from ligertune.recipe.feature import DataRows
 
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 _RAW_NAMES = ("text", "content", "document", "body", "article", "code")  # of raw text
@@ -45,30 +42,27 @@ _FIRST = tuple(_BY_NAME[name] for name in ("alpaca", "sharegpt", "llava", "messa
 
 
 def recognise_shape(
-    spec: DatasetOptions, rows: DataRows, first: Sequence[Record], path: str, *, problem_type: str | None = None
+    spec: DatasetOptions, kind: RowKind, first: Sequence[Record], path: str, *, problem_type: str | None = None
 ) -> RowShape:
     """Return the shape of data from its first records, to which `data.datasets[].columns` is applied.
 
-    problem_type: of a classification, if the recipe has one.
+    problem_type: of the targets, if the recipe names one.
     Raises UserError, naming `path`, for rows that fit no format, several, or another task.
     """
     sample = SampleColumns(first)
     columns = dict[str, str]()
-    if "thread" in sample and rows != "conversations":
+    if "thread" in sample and kind.recognise is not None:
         raise UserError(
             f"{path}: message trees hold conversations, and this task needs rows of another kind.",
             hint="Write task: sft, or another data set.",
         )
-    if rows == "texts":
-        format = recognise_labels(spec.format, first, path, problem_type=problem_type)
-    elif rows != "conversations":
-        format = recognise_preferences(rows, spec.format, first, path)
+    if kind.recognise is not None:
+        format = kind.recognise(FirstRows(first, spec.format, path, problem_type))
     elif spec.format != "auto":
+        _refuse_format_name(spec.format)
         format = recognise_format(spec.format, sample.names, path)
     else:
-        refuse_pairs(sample, path)
-        format, columns = _Recognition(sample, spec.columns, path).found()
-        refuse_labels(sample, path, format, columns)
+        format, columns = _recognise_conversations(sample, spec, path)
     if format.name == "prompt_completion" and sample.is_turns(columns.get("prompt", "prompt")):
         format = replace(format, template="chat")
     columns |= _optional_columns(format, sample, columns, path)
@@ -76,6 +70,25 @@ def recognise_shape(
     read |= set() if format.raw else {"chat_template_kwargs"}
     unread = tuple(sorted(sample.names - read))
     return RowShape(format, columns, unread, _note(path, format, unread))
+
+
+def _recognise_conversations(sample: SampleColumns, spec: DatasetOptions, path: str) -> tuple[Format, dict[str, str]]:
+    """Return the format of conversations, and its columns that have other names. Rows of other kinds are refused."""
+    others = other_row_kinds()
+    for other in others:
+        other.refuse(sample, path)
+    format, columns = _Recognition(sample, spec.columns, path).found()
+    for other in others:
+        other.refuse_format(sample, path, format, columns)
+    return format, columns
+
+
+def _refuse_format_name(name: str) -> None:
+    """Raise UserError for the name of a format of other rows than conversations."""
+    if name in _BY_NAME:
+        return
+    kind = next(kind for kind in other_row_kinds() if name in (row.name for row in kind.formats))
+    raise UserError(f"data.datasets[].format: {name} is for {kind.noun}.", hint=f"Write {kind.setting}.")
 
 
 def _optional_columns(format: Format, sample: SampleColumns, columns: dict[str, str], path: str) -> dict[str, str]:
@@ -106,9 +119,8 @@ def _note(path: str, format: Format, unread: Sequence[str]) -> str:
     if weighty := [f"`{name}`" for name in unread if is_weighty(name)]:
         verb, subject = ("is", "it has") if len(weighty) == 1 else ("are", "they have")
         sentences.append(f"{path}: {', '.join(weighty)} {verb} not read: {subject} no effect on what is trained.")
-    if format.name == "text" and "label" in unread:
-        sentences.append("Labels of texts are learned with task: classification.")
-    return " ".join(sentences)
+    sentences += [kind.note(format, unread) for kind in other_row_kinds()]
+    return " ".join(filter(None, sentences))
 
 
 def _ambiguous(sample: SampleColumns, path: str, choices: Sequence[dict[str, str]], more: str = "") -> UserError:

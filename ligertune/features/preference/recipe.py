@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from ligertune.recipe.feature import DataRows, RecipePart, TaskOptions
+from ligertune.recipe.feature import RecipePart, TaskOptions
 from ligertune.recipe.rules.rule import ADAPTER, Rule
 from ligertune.recipe.section import Section, Share, Switch
 
@@ -96,7 +96,7 @@ def reference_of(preference: PreferenceSpec, method: MethodSpec) -> Literal["pre
     return "adapter" if adapts else "precompute"
 
 
-def _rows(options: TaskOptions) -> DataRows:
+def _rows(options: TaskOptions) -> str:
     """Return which rows the loss needs."""
     return "labelled" if options.section(PreferenceSpec).loss_type == "kto" else "pairs"
 
@@ -107,6 +107,7 @@ PART = RecipePart(
     sections={"preference": PreferenceSpec},
     rules=RULES,
     rows=_rows,
+    brings_rows=True,
     loss_of_labels=False,
     run_files=("reference",),
     before_training=("reference",),

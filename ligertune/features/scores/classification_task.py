@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligertune.data.labels import MULTI, REGRESSION, SINGLE
+from ligertune.features.scores.label_kinds import MULTI, REGRESSION, SINGLE
 from ligertune.features.scores.recipe import ClassificationSpec
 from ligertune.features.scores.score_task import ScoreTask
 from ligertune.features.task import Measures

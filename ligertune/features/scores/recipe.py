@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from ligertune.recipe.feature import DataRows, RecipePart, TaskOptions
+from ligertune.recipe.feature import RecipePart, TaskOptions
 from ligertune.recipe.rules.rule import Rule
 from ligertune.recipe.section import NameList, Section
 
@@ -67,7 +67,7 @@ RULES = (
 )  # fmt: skip
 
 
-def _rows(options: TaskOptions) -> DataRows:
+def _rows(options: TaskOptions) -> str:
     """Return which rows the task needs."""
     return "texts" if options.task == "classification" else "reward_pairs"
 
@@ -83,6 +83,7 @@ PART = RecipePart(
     sections={"classification": ClassificationSpec, "reward": RewardSpec},
     rules=RULES,
     rows=_rows,
+    brings_rows=True,
     labels=_labels,
     loss_of_labels=False,
     other_tasks={"task: classification": "task: sft trains a language model on the text instead, without the labels."},

@@ -7,7 +7,7 @@ import pytest
 from ligertune.bad_rows import DROP_REASONS, REPAIRS, BadRow
 from ligertune.data.rows.conversation import ROLES, Conversation
 from ligertune.data.rows.formats import FORMATS, recognise_format
-from ligertune.data.rows.preference_formats import check_columns
+from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.rows.sources import Record
 from ligertune.errors import UserError
 
@@ -273,17 +273,6 @@ def test_the_hint_names_the_columns_that_work(columns, renames):
     check_columns(ours)
     renamed = {*columns.split(), *ours} - set(ours.values())
     assert set(recognise_format("auto", renamed, "d").required) <= renamed
-
-
-@pytest.mark.parametrize("prompt", ["prompt", "conversations", "instruction"])
-def test_preferences_are_not_taken_for_answers(prompt):
-    columns = (prompt, "chosen", "rejected")
-    with pytest.raises(UserError, match=r"d: its columns .* of preference pairs\. Write task: dpo .*\{completion: ch"):
-        recognise_format("auto", columns, "d")
-    with pytest.raises(UserError, match=r"data.datasets\[\].format: pairs is for preference pairs. Write task: dpo"):
-        recognise_format("pairs", columns, "d")
-    # UltraFeedback's turns of the chosen conversation are trained on, as before
-    assert recognise_format("auto", ("prompt", "chosen", "rejected", "messages"), "d").name == "messages"
 
 
 def test_a_rename_to_a_column_that_no_format_reads_is_refused():

@@ -15,6 +15,7 @@ from ligertune.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import RowShape, plain_format
+from ligertune.data.rows.row_kind import CONVERSATIONS, row_kinds
 from ligertune.data.rows.sources import RecordStream
 from ligertune.data.shapes.message_trees import assemble_trees
 from ligertune.data.shapes.recognise_shape import recognise_shape
@@ -33,7 +34,7 @@ def read(folder: Path, shape: dict, *, rows: str = "conversations", **spec) -> t
     """Return the recognised shape of the rows in a file, and the conversations in it."""
     chosen = options(folder, shape["rows"], **spec)
     records = list(RecordStream(chosen))
-    found = recognise_shape(chosen, rows, records, "d.jsonl")
+    found = recognise_shape(chosen, row_kinds()[rows], records, "d.jsonl")
     repairs = [] if shape.get("repair") else None
     parsed = [found.format.parse(found.of(record), repairs) for record in records]
     return found, [conversation for row in parsed for conversation in row.conversations]
@@ -200,7 +201,7 @@ def test_messages_without_their_parent_and_prompts_without_answer_are_not_lost(t
     reasons = []
     for record in records:
         try:
-            recognise_shape(options(tmp_path, []), "conversations", records, "d").format.parse(record)
+            recognise_shape(options(tmp_path, []), CONVERSATIONS, records, "d").format.parse(record)
         except BadRow as bad:
             reasons.append(bad.reason)
     assert reasons == ["parent is missing", "no answer"]
@@ -257,7 +258,8 @@ def test_damaged_rows_are_read_dropped_or_refused():
         spec = DatasetOptions(path="d", format=rng.choice(("auto",) * 8 + ("question_answer", "dialogue")))
         try:
             records = list(assemble_trees(iter(rows), rows[0].row))
-            found = recognise_shape(spec, rng.choice(("conversations",) * 8 + ("pairs", "labelled")), records, "d")
+            kind = row_kinds()[rng.choice(("conversations",) * 8 + ("pairs", "labelled"))]
+            found = recognise_shape(spec, kind, records, "d")
         except UserError:
             ends["refused"] += 1
             continue

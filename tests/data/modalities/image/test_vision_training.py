@@ -136,7 +136,7 @@ def test_two_ranks_have_the_losses_of_one(family, strategy, folder_of, image_pat
     assert len(expected) == 3 and losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
 
 
-def test_fsdp_refuses_rows_without_images_for_mllama(prepared_for, reader_of, image_paths):
+def test_fsdp_refuses_rows_without_files_for_mllama(prepared_for, reader_of, image_paths):
     rows = prepared_for("mllama", [image_row("<image>What?", "Yes", image_paths["red"]), image_row("What?", "Yes")])
     reader = reader_of("mllama")
     check_files_on_all_rows("ddp", rows.train, reader)

@@ -7,12 +7,12 @@ import pytest
 from ligertune.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.preference_formats import recognise_preferences
+from ligertune.data.rows.row_kind import FirstRows, row_kinds
 
 
 def parsed(row: dict, rows: str = "pairs"):
     record = Record(row, "d.jsonl:1")
-    return recognise_preferences(rows, "auto", [record], "d.jsonl").parse(record, None)
+    return row_kinds()[rows].recognise(FirstRows([record], "auto", "d.jsonl")).parse(record, None)
 
 
 def turn(role: str, content: str) -> dict:

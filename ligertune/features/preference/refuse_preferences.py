@@ -6,7 +6,7 @@ import re
 from itertools import combinations
 
 from ligertune.data.rows.formats import Format
-from ligertune.data.rows.preference_formats import LABEL_COLUMNS
+from ligertune.data.rows.pairs import ANSWER_LABELS
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, columns_line
 from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.errors import UserError
@@ -93,7 +93,7 @@ def _fine_tuning_columns(sample: SampleColumns, answer: str) -> dict[str, str]:
 
 def refuse_labels(sample: SampleColumns, path: str, format: Format, columns: dict[str, str]) -> None:
     """Raise UserError for answers with a label that says whether they are good (KTO)."""
-    for label in LABEL_COLUMNS:
+    for label in ANSWER_LABELS:
         values = {str(value).strip().lower() for value in sample.values(label)}
         if format.raw or not values or not values <= YES_NO:
             continue

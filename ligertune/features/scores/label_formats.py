@@ -1,22 +1,27 @@
 """Rows of a classification: a text, a pair of texts or a conversation, and its label, labels or numbers.
 
-The kind of a data set's labels is that of most of its first rows (shapes/label_kinds.py), one label per row or a list.
+The kind of a data set's labels is that of most of its first rows (label_kinds.py), one label per row or a list.
 Text that is a number, as in a csv file, is a number. A row with a label of another kind is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ligertune.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import Format, checked
-from ligertune.data.rows.turns import RowReader, parse_tools
-from ligertune.data.shapes.label_kinds import MAX_LABELS, MAX_NUMBER, Labels, decide_labels, finite_number, is_name
+from ligertune.data.rows.row_kind import FirstRows
+from ligertune.data.rows.sources import class_names
+from ligertune.data.rows.turns import MAX_NUMBER, RowReader, finite_number, parse_tools
 from ligertune.errors import UserError
+from ligertune.features.scores.label_kinds import MAX_LABELS, Labels, decide_labels, is_name
+
+if TYPE_CHECKING:
+    from ligertune.planning.options import DatasetOptions
 
 LABEL_COLUMNS = ("label", "labels")
 NAMES = Labels("names", False, "")
@@ -42,6 +47,17 @@ class LabelFormat(Format):
         if not all(text.strip() for text in texts):
             raise BadRow("no text")
         return ParsedRow(tuple(Conversation((Message("user", text),)) for text in texts), targets=targets)
+
+    def report(self, spec: DatasetOptions) -> dict[str, Any]:
+        """Return the kind of the labels and the names that the data set declares for them."""
+        labels = self.labels
+        return {
+            "label_kind": labels.kind,
+            "many_labels": labels.many,
+            "label_evidence": labels.evidence,
+            "label_width": labels.width,
+            "class_names": list(class_names(spec, self.label)),
+        }
 
     def _targets(self, value: Any) -> tuple[str | float, ...]:
         """Return the labels of a row: names, or numbers. Raises BadRow for another kind than most first rows have."""
@@ -85,14 +101,11 @@ def _nothing(row: dict[str, Any], reader: RowReader) -> Conversation:
     raise TypeError("rows of texts are not read as a conversation")
 
 
-def _turns(column: str) -> Any:
-    def read(row: dict[str, Any], reader: RowReader) -> Conversation:
-        messages = reader.turns(row, column)
-        if row.get("system") and (not messages or messages[0].role != "system"):
-            messages.insert(0, Message("system", reader.text(row["system"], "`system`")))
-        return Conversation(tuple(messages), parse_tools(row.get("tools")))
-
-    return read
+def _turns(row: dict[str, Any], reader: RowReader, *, column: str) -> Conversation:
+    messages = reader.turns(row, column)
+    if row.get("system") and (not messages or messages[0].role != "system"):
+        messages.insert(0, Message("system", reader.text(row["system"], "`system`")))
+    return Conversation(tuple(messages), parse_tools(row.get("tools")))
 
 
 # columns of one text, and of two, in data sets of the hub; the first that fits is taken
@@ -109,42 +122,35 @@ LABEL_FORMATS = (
         for texts in TEXT_COLUMNS
     ),
     *(
-        LabelFormat("messages_label", (column,), (*_MORE, *LABEL_COLUMNS), "chat", _turns(column))
+        LabelFormat("messages_label", (column,), (*_MORE, *LABEL_COLUMNS), "chat", partial(_turns, column=column))
         for column in ("messages", "conversations")
     ),
 )  # fmt: skip
 
 
-def recognise_labels(name: str, first: Sequence[Record], path: str, *, problem_type: str | None = None) -> LabelFormat:
+def recognise_labels(first: FirstRows) -> LabelFormat:
     """Return the format of data from its first records: columns of texts, column and kind of labels.
 
-    problem_type: the recipe's. Raises UserError, naming `path`, for rows without a text or a label.
+    Raises UserError for rows without a text or a label.
     """
-    columns = {column for record in first for column in record.row}
-    found = ", ".join(sorted(columns)) or "none"
     names = list(dict.fromkeys(row.name for row in LABEL_FORMATS))
-    if name not in ("auto", *names):
+    if first.format not in ("auto", *names):
         raise UserError(
-            f"data.datasets[].format: {name} does not fit: task: classification needs texts with a label.",
+            f"data.datasets[].format: {first.format} does not fit: task: classification needs texts with a label.",
             hint=f"Write {', '.join(names[:-1])} or {names[-1]}.",
         )
-    label = next((column for column in LABEL_COLUMNS if column in columns), None)
+    label = next((column for column in LABEL_COLUMNS if column in first.columns), None)
     if label is None:
         raise UserError(
-            f"{path}: its columns ({found}) lack `label`, which task: classification needs.",
+            f"{first.path}: its columns ({first.found}) lack `label`, which task: classification needs.",
             hint="If it has another name, write data.datasets[].columns: {label: its name}.",
         )
-    fitting = [row for row in LABEL_FORMATS if name in ("auto", row.name) and set(row.required) <= columns]
-    if not fitting:
+    named = [row for row in LABEL_FORMATS if first.format in ("auto", row.name)]
+    fitting = next((row for row in named if set(row.required) <= first.columns), None)
+    if fitting is None:
         raise UserError(
-            f"{path}: its columns ({found}) lack a text to classify.",
+            f"{first.path}: its columns ({first.found}) lack a text to classify.",
             hint="Write data.datasets[].columns: {text: its name}; {premise: ..., hypothesis: ...} for two texts.",
         )
-    return replace(fitting[0], label=label, labels=decide_labels(first, label, path, problem_type))
-
-
-def names_of_classes(features: Any, label: str) -> tuple[str, ...]:
-    """Return the names of a ClassLabel feature of `datasets`, or of a list of them; empty for another feature."""
-    feature = (features or {}).get(label)
-    feature = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
-    return tuple(getattr(feature, "names", None) or ())
+    labels = decide_labels(first.records, label, first.path, first.problem_type)
+    return replace(fitting, label=label, labels=labels)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ligertune.data.rows.turns import finite_number
 from ligertune.errors import UserError, plural
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ KIND_WORDS: dict[LabelKind, str] = {
 BAD_SHARE = 0.1
 MAX_LABELS = 2**20  # transformers writes a name of each label into config.json; checkpoints with more are refused
 _SEEN = 1000  # labels of one row that are looked at: enough to tell their kind
-MAX_NUMBER = 1e18  # the squared error of larger numbers overflows float32
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,6 @@ class Labels:
     many: bool
     evidence: str
     width: int = 0  # of lists of indicators
-
-
-def finite_number(value: Any) -> float | None:
-    """Return a number, or text that is one, as float; None for booleans, anything else, and what is not finite."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    if isinstance(value, str) and "_" in value:  # Python reads "1_2" as 12
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def is_name(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Preference rows: pairs of a chosen and a rejected answer (task dpo), and single answers with a label (KTO).
+"""Pairs of a chosen and a rejected answer to one prompt.
 
 The answers of a pair are texts, single turns or lists of turns. A list that begins with a system or user turn is a
 whole conversation: the turns that both conversations begin with are the prompt. Only the answers after the prompt are
@@ -8,7 +8,7 @@ trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,23 +16,23 @@ from typing import Any, Literal
 from ligertune.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.formats import FORMATS, OTHER_NAMES, Format, checked, recognise_format
-from ligertune.data.rows.label_formats import LABEL_FORMATS
-from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
-from ligertune.data.shapes.label_kinds import MAX_NUMBER, finite_number
+from ligertune.data.rows.formats import OTHER_NAMES, Format, FormatType, check_format_name, checked, recognise_format
+from ligertune.data.rows.row_kind import FirstRows
+from ligertune.data.rows.turns import MAX_NUMBER, RowReader, finite_number, parse_tools, template_kwargs
 from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.errors import UserError
 
+# the order of the two sequences in an example: losses take the first as the better one
 ANSWERS = ("chosen", "rejected")
-LABEL_COLUMNS = ("label", "kto_tag")  # TRL's and LLaMA-Factory's name
+# label of a single answer, 1 or 0: TRL's and LLaMA-Factory's name
+ANSWER_LABELS = ("label", "kto_tag")
 SCORE_COLUMNS = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
-_LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")  # of Anthropic's hh-rlhf
 
 
 @dataclass(frozen=True)
 class PairFormat(Format):
-    """A format of preference pairs. `read` returns the prompt: no turns if it is in both answers.
+    """A format of pairs. `read` returns the prompt: no turns if it is in both answers.
 
     reads_margin: the column `margin`, by which the rewards should differ, is read.
     """
@@ -40,14 +40,13 @@ class PairFormat(Format):
     reads_margin: bool = False
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
-        """Return the chosen and the rejected conversation. Raises BadRow for a pair without a preference."""
+        """Return the chosen and the rejected conversation. Raises BadRow if neither is better."""
         row = record.row
         reader = RowReader(record.source, repair=repairs is not None)
         reader.refuse_media(row)
         for names in SCORE_COLUMNS:
-            chosen_score, rejected_score = (
-                finite_number(row.get(name)) for name in names
-            )  # in csv files they are text
+            # in csv files they are text
+            chosen_score, rejected_score = (finite_number(row.get(name)) for name in names)
             if chosen_score is not None and chosen_score == rejected_score:
                 raise BadRow("equal scores", f"both {chosen_score:g}")
         prompt = self.read(row, reader)
@@ -57,23 +56,6 @@ class PairFormat(Format):
         if chosen == rejected:
             raise BadRow("equal answers")
         return ParsedRow((chosen, rejected), targets=_margin(row) if self.reads_margin else ())
-
-
-@dataclass(frozen=True)
-class LabelledFormat(Format):
-    """A format of answers with a label. Only the last answer of a conversation is trained."""
-
-    def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
-        """Return the conversation and whether its answer is desirable."""
-        conversation = self.convert(record, repairs)
-        label = next((record.row[name] for name in LABEL_COLUMNS if record.row.get(name) is not None), None)
-        desirable = _LABELS.get(str(label).strip().lower())
-        if desirable is None:
-            raise BadRow("no label", f"{label!r:.40}")
-        messages = conversation.messages
-        if self.name != "prompt_completion":  # the prompt of this format is marked
-            messages = (*(replace(turn, trained=False) for turn in messages[:-1]), messages[-1])
-        return ParsedRow((replace(conversation, messages=messages),), desirable)
 
 
 def _margin(row: dict[str, Any]) -> tuple[float, ...]:
@@ -191,104 +173,68 @@ PAIR_FORMATS = (
     _pairs("messages_pairs", "messages", "chat"),
     _pairs("pairs", None, "plain"),
 )
-LABELLED_FORMATS = tuple(
-    LabelledFormat(
-        row.name, row.required, (*row.optional, *LABEL_COLUMNS), row.template, row.read, is_fallback=row.is_fallback
-    )
-    for row in FORMATS
-    if row.name in ("alpaca", "sharegpt", "messages", "prompt_completion", "question_answer")
-)
 
 
-def recognise_preferences(
-    rows: Literal["pairs", "labelled", "reward_pairs"], name: str, first: Sequence[Record], path: str
-) -> PairFormat | LabelledFormat:
-    """Return the format of data from its first records: their columns, and whether answers are texts or turns.
+@dataclass(frozen=True)
+class PairTask:
+    """A task that trains on pairs. needs: the recipe's line and what it needs, as a clause.
 
-    Raises UserError, naming `path`, for rows that do not hold what the task needs.
+    labels_hint: which setting trains on single answers with a label. reads_margin: see PairFormat.
     """
-    _check_format_name(rows, name)
-    columns = {column for record in first for column in record.row}
-    found = ", ".join(sorted(columns)) or "none"
-    if rows != "labelled":
-        _check_is_pairs(rows, columns, found, path)
-        format = recognise_format(name, columns, path, PAIR_FORMATS)
-        format = replace(format, reads_margin=rows == "reward_pairs")
-        answer = _first_value("chosen", first)
-        is_text = isinstance(answer, str) and not (format.name == "pairs" and _is_hh(answer))
-        if is_text and format.name == "pairs" and name == "auto":
-            raise _no_prompt(columns, found, path)
-    else:
-        _check_is_labelled(columns, found, path)
-        format = recognise_format(name, columns, path, LABELLED_FORMATS)
-        is_text = isinstance(_first_value("completion", first), str)
+
+    needs: str
+    labels_hint: str
+    reads_margin: bool = False
+
+
+def recognise_pairs(task: PairTask, first: FirstRows) -> PairFormat:
+    """Return the format of pairs from the first records: their columns, and whether answers are texts or turns.
+
+    Raises UserError for rows that do not hold what the task needs.
+    """
+    check_format_name(first.format, PAIR_FORMATS, task.needs)
+    _check_has_pairs(task, first)
+    format = recognise_format(first.format, first.columns, first.path, PAIR_FORMATS)
+    format = replace(format, reads_margin=task.reads_margin)
+    answer = first_value("chosen", first.records)
+    is_text = isinstance(answer, str) and not (format.name == "pairs" and _is_hh(answer))
+    # what two texts begin with is rarely their whole prompt: only the user can say that it is
+    if is_text and format.name == "pairs" and first.format == "auto":
+        raise _no_prompt(first)
+    return plain_or_chat(format, is_text=is_text)
+
+
+def plain_or_chat(format: FormatType, *, is_text: bool) -> FormatType:
+    """Return a format whose answers are texts or turns: turns need the chat template."""
     return replace(format, template="chat") if format.template == "plain" and not is_text else format
 
 
-def _first_value(column: str, first: Sequence[Record]) -> Any:
-    return next((turns_in(record.row[column]) for record in first if record.row.get(column) is not None), None)
+def first_value(column: str, records: Sequence[Record]) -> Any:
+    """Return the first value of a column that is not null, with turns in JSON text as objects."""
+    return next((turns_in(record.row[column]) for record in records if record.row.get(column) is not None), None)
 
 
-# what rows are needed by, in messages
-_NEEDS = {
-    "pairs": "task: dpo needs pairs",
-    "reward_pairs": "task: reward needs pairs",
-    "labelled": "preference.loss_type: kto needs answers with a label",
-}
-
-
-def _check_format_name(rows: str, name: str) -> None:
-    names = ["auto", *(row.name for row in (LABELLED_FORMATS if rows == "labelled" else PAIR_FORMATS))]
-    if name not in names:
-        needs = _NEEDS[rows]
-        raise UserError(
-            f"data.datasets[].format: {name} does not fit: {needs}.",
-            hint=f"Write {', '.join(names[:-1])} or {names[-1]}.",
-        )
-
-
-def _check_is_pairs(rows: str, columns: Collection[str], found: str, path: str) -> None:
-    missing = [f"`{name}`" for name in ANSWERS if name not in columns]
+def _check_has_pairs(task: PairTask, first: FirstRows) -> None:
+    missing = [f"`{name}`" for name in ANSWERS if name not in first.columns]
     if not missing:
         return
-    names = [next((name for name in OTHER_NAMES[ours] if name in columns), "its name") for ours in ANSWERS]
+    names = [next((name for name in OTHER_NAMES[ours] if name in first.columns), "its name") for ours in ANSWERS]
     hint = f"If they have other names, write data.datasets[].columns: {{chosen: {names[0]}, rejected: {names[1]}}}."
-    if any(name in columns for name in LABEL_COLUMNS):
-        hint = "Answers with a label are trained on with preference.loss_type: kto."
-        hint = "Texts with a label are trained on with task: classification." if rows == "reward_pairs" else hint
+    # rows with a label hold single answers: no rename makes pairs of them
+    if any(name in first.columns for name in ANSWER_LABELS):
+        hint = task.labels_hint
     raise UserError(
-        f"{path}: its columns ({found}) lack {' and '.join(missing)}, and {_NEEDS[rows]} of answers.", hint=hint
+        f"{first.path}: its columns ({first.found}) lack {' and '.join(missing)}, and {task.needs} of answers.",
+        hint=hint,
     )
 
 
-def _no_prompt(columns: Collection[str], found: str, path: str) -> UserError:
-    """Return the error for texts without a prompt column: what two answers begin with is rarely their prompt."""
-    name = next((name for name in ("input", "query", "problem", "inputs", "user") if name in columns), "its name")
+def _no_prompt(first: FirstRows) -> UserError:
+    """Return the error for texts without a prompt column, with the lines that work."""
+    prompts = ("input", "query", "problem", "inputs", "user")
+    name = next((name for name in prompts if name in first.columns), "its name")
     return UserError(
-        f"{path}: the columns ({found}) lack the prompt of `chosen` and `rejected`, which are texts.",
+        f"{first.path}: the columns ({first.found}) lack the prompt of `chosen` and `rejected`, which are texts.",
         hint=f"Write data.datasets[].columns: {{prompt: {name}}}, or {{question: {name}}} for a chat template; or "
         "data.datasets[].format: pairs, if both texts begin with the prompt.",
     )
-
-
-def _check_is_labelled(columns: Collection[str], found: str, path: str) -> None:
-    if any(name in columns for name in LABEL_COLUMNS):
-        return
-    hint = "If it has another name, write data.datasets[].columns: {label: its name}."
-    if columns >= set(ANSWERS):
-        hint = "To train on pairs, write another preference.loss_type than kto."
-    raise UserError(
-        f"{path}: its columns ({found}) lack `label`, 1 or 0, which preference.loss_type: kto needs.", hint=hint
-    )
-
-
-def check_columns(columns: Collection[str]) -> None:
-    """Raise UserError for a rename to a column that no format reads."""
-    formats = (*FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS, *LABEL_FORMATS)
-    known = sorted({column for row in formats if row.name != "oasst" for column in row.required + row.optional})
-    for column in columns:
-        if column not in known:
-            raise UserError(
-                f"data.datasets[].columns: no format reads a column `{column}`.",
-                hint=f"Write {{our name: the data set's name}}; our names are {', '.join(known)}.",
-            )

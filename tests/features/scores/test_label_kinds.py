@@ -157,8 +157,6 @@ def test_evaluation_data_have_the_kind_of_training_data(read):
 
 
 def test_an_unbounded_number_of_labels_is_refused_by_the_recipe():
-    from ligertune.features.scores.recipe import ClassificationSpec
-
     assert ClassificationSpec(num_labels=2**20).num_labels == 2**20
     with pytest.raises(ValueError, match="1048576"):
         ClassificationSpec(num_labels=10**9)

@@ -7,12 +7,14 @@ import pytest
 from ligertune.bad_rows import BadRow
 from ligertune.data.rows.conversation import ParsedRow
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.preference_formats import check_columns, recognise_preferences
+from ligertune.data.rows.row_kind import CONVERSATIONS, FirstRows, check_columns, row_kinds
+from ligertune.data.shapes.recognise_shape import recognise_shape
 from ligertune.errors import UserError
+from ligertune.planning.options import DatasetOptions
 
 
 def recognised(row: dict, rows: str = "pairs", name: str = "auto"):
-    return recognise_preferences(rows, name, [Record(row, "d.jsonl:1")], "d.jsonl")
+    return row_kinds()[rows].recognise(FirstRows([Record(row, "d.jsonl:1")], name, "d.jsonl"))
 
 
 def parsed(row: dict, rows: str = "pairs", repairs: list[str] | None = None, name: str = "auto") -> ParsedRow:
@@ -203,3 +205,25 @@ def test_a_format_of_another_task_is_refused(rows, name, says):
 
 def test_columns_may_be_renamed_to_those_of_preferences():
     check_columns(["chosen", "rejected", "question", "label", "score_chosen"])
+
+
+def shape_of(row: dict, name: str = "auto"):
+    spec = DatasetOptions(path="d.jsonl", format=name)
+    return recognise_shape(spec, CONVERSATIONS, [Record(row, "d.jsonl:1")], "d.jsonl")
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "conversations", "instruction"])
+def test_preferences_are_not_taken_for_answers(prompt):
+    row = {prompt: USER if prompt == "conversations" else "q", "chosen": "good", "rejected": "bad"}
+    with pytest.raises(UserError, match=r"jsonl: its columns .* of preference pairs\. Write task: dpo to train on the"):
+        shape_of(row)
+    with pytest.raises(UserError, match=r"data.datasets\[\].format: pairs is for preference pairs. Write task: dpo"):
+        shape_of(row, "pairs")
+    # UltraFeedback's turns of the chosen conversation are trained on, as before
+    ultra_feedback = {"prompt": "q", "chosen": "good", "rejected": "bad", "messages": turns("q", "good")}
+    assert shape_of(ultra_feedback).format.name == "messages"
+
+
+def test_a_format_of_texts_with_labels_names_its_task():
+    with pytest.raises(UserError, match=r"text_label is for texts with a label\. Write task: classification"):
+        shape_of({"text": "t", "label": 1}, "text_label")
