@@ -16,7 +16,7 @@ from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.load import model_class
 from ligertune.models.read_config import config_value
-from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
 
 DOCUMENT_ATTENTION = "document_attention"  # kernels.attention chooses it

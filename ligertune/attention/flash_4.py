@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligertune.errors import UserError
-from ligertune.planning.memory.flash_4_bytes import MOST_SUMS, flash_4_memory
+from ligertune.planning.memory.layer_bytes import MOST_SUMS, flash_4_memory
 
 PACKAGE = "flash-attn-4"
 # Head width -> tokens of the mean document from which it takes less time than document_attention, forward and backward,

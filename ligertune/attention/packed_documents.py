@@ -29,7 +29,7 @@ from ligertune.attention import flash_4
 from ligertune.attention.flash import flash_varlen
 from ligertune.data.batching.context_parallel import ContextParallelKeys
 from ligertune.errors import UserError
-from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.untraced_inputs import Untraced, reveal
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ligertune.attention.choice import DOCUMENT_ATTENTION, choose_attention
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
-from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 
 if TYPE_CHECKING:
     import numpy as np

@@ -43,7 +43,7 @@ from ligertune.models.added_tokens import grow, needed_rows
 from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.score_head import gives_scores, is_outside_backbone
-from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
+from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions

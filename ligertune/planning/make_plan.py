@@ -19,7 +19,7 @@ from ligertune.planning.batch_layout import (
     padding_free_notes,
 )
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE
 from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
     choose_policy,
@@ -28,9 +28,8 @@ from ligertune.planning.memory.activation_policy import (
     with_checkpointed_layers,
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
-from ligertune.planning.memory.experts_bytes import dequantised_bytes
+from ligertune.planning.memory.layer_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
-from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.optimization import (
     Cadence,
     TrainSchedule,

@@ -13,7 +13,7 @@ from test_flash_4 import row_of
 from ligertune.attention import flash_4
 from ligertune.attention.choice import installed
 from ligertune.attention.packed_documents import flash_4_or_kernel
-from ligertune.planning.memory.flash_4_bytes import flash_4_memory
+from ligertune.planning.memory.layer_bytes import flash_4_memory
 
 
 def can_run() -> bool:

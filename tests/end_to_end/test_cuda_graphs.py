@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 from command_line import losses
-from ligertune.train import cuda_graphs
 from quickstart_runs import recipe_for, train
 
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import ModalityFacts
 from ligertune.planning.make_plan import check_cuda_graphs, suggest_cuda_graphs
+from ligertune.training import cuda_graphs
 from ligertune.training.resolve import plan_for
 
 GRAPHS = {"train.cuda_graphs": True}

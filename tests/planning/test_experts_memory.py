@@ -14,7 +14,7 @@ from ligertune.models.shape import read_shape, text_layers
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, layer_bytes
 from ligertune.planning.memory.estimate import MemoryEstimate
-from ligertune.planning.memory.experts_bytes import saved_by_experts
+from ligertune.planning.memory.layer_bytes import saved_by_experts
 from ligertune.planning.memory.model_shape import ExpertsShape, ModelShape
 from ligertune.planning.memory.states import states_of
 from ligertune.planning.optimization import optimizer_notes

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from ligertune.files.storage import MetricsFile, read_metrics
 from ligertune.run import run
-from ligertune.train import loop as loop_module
-from ligertune.train import meter as meter_module
+from ligertune.training import loop as loop_module
 from ligertune.training.checkpoint.checkpoint_files import Saver
+from ligertune.training.metrics import meter as meter_module
 
 # At this rate the loss rises above that of the base, falls and rises again: the evaluation before the first step has
 # the lowest loss, the best one after it is not the last, and the plateau lowers the rate.

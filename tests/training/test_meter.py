@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ligertune.train import meter as meter_module
+from ligertune.training.metrics import meter as meter_module
 from ligertune.training.metrics.meter import Counts, Meter, resident_peak_bytes
 
 

@@ -8,11 +8,10 @@ from ligertune.errors import UserError, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Batching
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.memory.activation_bytes import ActivationPolicy
+from ligertune.planning.memory.activation_bytes import TILE, ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
-from ligertune.planning.memory.float8_bytes import Float8
+from ligertune.planning.memory.layer_bytes import Float8
 from ligertune.planning.memory.states import Strategy
-from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.recipe import Recipe, contradicts_itself
 
 GATED_MLPS = {"swiglu", "geglu", "reglu"}

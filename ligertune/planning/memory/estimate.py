@@ -23,12 +23,12 @@ from ligertune.planning.memory.activation_bytes import (
     divergence_bytes,
     loss_workspace,
     step_phases,
+    tiled_phases,
     tower_bytes,
 )
-from ligertune.planning.memory.float8_bytes import float8_copies
+from ligertune.planning.memory.layer_bytes import float8_copies
 from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, MedusaHeadsShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
-from ligertune.planning.memory.tiled_bytes import tiled_phases
 
 # Share of allocated memory that torch's allocator loses to fragmentation.
 FRAGMENTATION = 0.04

@@ -7,8 +7,8 @@ from functools import partial
 
 from ligertune.errors import UserError, plural
 from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.memory.activation_bytes import TILE
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
-from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.plan import Plan
 
 MAX_ROWS = 4096
