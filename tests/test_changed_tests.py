@@ -1,13 +1,13 @@
-"""scripts/changed_tests.py finds the tests of a change."""
+"""scripts/setup/changed_tests.py finds the tests of a change."""
 
 import pytest
 from command_line import ROOT
-from script_modules import load_script
+from script_modules import script_module
 
 
 @pytest.fixture(scope="module")
 def script():
-    return load_script("changed_tests.py")
+    return script_module("setup.changed_tests")
 
 
 @pytest.fixture

@@ -44,9 +44,7 @@ def test_every_path_that_it_names_exists():
     named = set(re.findall(r"`((?:ligertune|kernels|tests|configs)/[\w/.-]+)`", TEXT))
     assert len(named) > 30
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-    scripts = re.findall(
-        r"`(?:scripts/)?((?:bench|check|plant|profile|tune|run)_\w+(?:\.py)?|gpu_check|sanitize)\b", TEXT
-    )
+    scripts = re.findall(r"`(?:scripts/)?((?:bench|check|plant|build|support)_\w+(?:\.py)?|gpu_check|sanitize)\b", TEXT)
     assert [name for name in scripts if not (ROOT / "scripts" / name).exists()] == []
 
 

@@ -8,7 +8,7 @@ import tiny_models
 import transformers
 from command_line import ROOT
 from family_check import FamilyResult, LayerState, check_family, layer_states
-from script_modules import load_script
+from script_modules import script_module
 from tiny_families import MAPPINGS
 
 from ligertune.patching.patch import PatchReport
@@ -62,7 +62,7 @@ def state(left=0, present=True, **applied):
 
 
 def test_the_script_counts_dense_causal_families_that_lack_a_kernel():
-    script = load_script("check_families")
+    script = script_module("generated_pages.families_page")
     whole = {
         "norm": state(rms_norm=5), "rope": state(apply_rope=2), "MLP": state(swiglu=2),
         "loss": state(linear_cross_entropy=1),
