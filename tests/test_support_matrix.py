@@ -1,6 +1,6 @@
 """docs/support.md is what the rules, the planner and the patching code say."""
 
-from script_modules import script_module
+from support.script_modules import script_module
 
 
 def test_the_page_is_what_the_script_writes():

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from family_check import TOLERANCE, FamilyResult, check_family
-from tiny_families import class_name, families
+from support.models.family_check import TOLERANCE, FamilyResult, check_family
+from support.models.tiny_families import class_name, families
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 SECONDS, MEMORY = 300, 8 << 30  # limits of one family; the memory is address space

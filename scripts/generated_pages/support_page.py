@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tiny_models
+from support.models import tiny_models
 from transformers import AutoConfig
 
 from ligertune.attention.choice import check_shared_rows
@@ -128,7 +128,7 @@ def refusal(keys: dict[str, object], strategy: str, config: object) -> str | Non
 
 
 def text_models() -> list[list[str]]:
-    """Return a row per family of tests/support/tiny_models.py: which layers are patched."""
+    """Return a row per family of tests/support/models/tiny_models.py: which layers are patched."""
     rows = {}
     for family in tiny_models.FAMILIES:
         model = tiny_models.make(family)

@@ -73,9 +73,14 @@ class TestFiles:
     def _of_test_code(self, path: Path) -> set[Path]:
         if path.name == "conftest.py":
             return {test for test in self._tests if path.parent in test.parents}
+        found = {path} if path in self._tests else set()
+        return found | self._that_import(self._module(path))
+
+    def _module(self, path: Path) -> str:
+        """Return the name by which tests import a file of tests: a test file by its own, others from tests/."""
         if path.stem.startswith("test_"):
-            return ({path} if path in self._tests else set()) | self._that_import(path.stem)
-        return self._that_import(path.stem)
+            return path.stem
+        return ".".join(path.relative_to(self._root / "tests").with_suffix("").parts).removesuffix(".__init__")
 
     def _mirror(self, package: Path, tests: str) -> Path:
         """Return the folder of tests that mirrors a package, or the nearest one above it."""
@@ -95,7 +100,7 @@ class TestFiles:
                 continue
             if path.stem.startswith("test_"):
                 found.add(path)
-            elif path.stem != module:
+            elif self._module(path) != module:
                 found |= self._of_test_code(path)
         return found
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from structure import measure
+from support.structure import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"ligertune": ROOT / "ligertune", "ligertune_kernels": ROOT / "kernels" / "ligertune_kernels"}

@@ -16,7 +16,7 @@ import ligertune_kernels
 import pytest
 import torch
 from ligertune_kernels.table import OPS
-from script_modules import script_module
+from support.script_modules import script_module
 from typer.testing import CliRunner
 
 from ligertune.bench import accuracy

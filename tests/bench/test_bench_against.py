@@ -4,8 +4,8 @@ import json
 from argparse import Namespace
 
 import pytest
-from command_line import ROOT
-from script_modules import load_script
+from support.command_line import ROOT
+from support.script_modules import load_script
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import sys
 from argparse import Namespace
 
 import pytest
-from quickstart_runs import plan_run
-from script_modules import script_module
+from support.quickstart_runs import plan_run
+from support.script_modules import script_module
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 from argparse import ArgumentParser
 
 import pytest
-from script_modules import script_module
+from support.script_modules import script_module
 
 PAGE = {
     "page": "packed",

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from script_modules import script_module
+from support.script_modules import script_module
 
 
 @pytest.fixture

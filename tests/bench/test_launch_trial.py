@@ -5,7 +5,7 @@ import torch
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import meta_runs_as
 from ligertune_kernels.ops.norms import _row_norm as row_norm
-from script_modules import script_module
+from support.script_modules import script_module
 
 from ligertune.bench.case import Case
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from command_line import ROOT
-from script_modules import script_module
+from support.command_line import ROOT
+from support.script_modules import script_module
 
 from ligertune.compare.side import SIDE_OF
 from ligertune.compare.summary import summarise_trials

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tiny_models import VOCAB, make
+from support.models.tiny_models import VOCAB, make
 
 from ligertune.data.examples import Example
 from ligertune.decode.medusa_report import RANKS, head_accuracy

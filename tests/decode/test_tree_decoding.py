@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import make
+from support.models.tiny_models import make
 
 from ligertune.decode.acceptance import Typical
 from ligertune.decode.tree_decoding import decode_with_heads

@@ -5,10 +5,10 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from support.models import tiny_models
 
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, check_sizes

@@ -2,14 +2,13 @@
 
 import re
 
-import family_check
 import pytest
-import tiny_models
 import transformers
-from command_line import ROOT
-from family_check import FamilyResult, LayerState, check_family, layer_states
-from script_modules import script_module
-from tiny_families import MAPPINGS
+from support.command_line import ROOT
+from support.models import family_check, tiny_models
+from support.models.family_check import FamilyResult, LayerState, check_family, layer_states
+from support.models.tiny_families import MAPPINGS
+from support.script_modules import script_module
 
 from ligertune.patching.patch import PatchReport
 from ligertune.planning.plan import KernelLine

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import RECIPE, losses, overrides, train_command
-from command_line import run as run_command
-from forked_ranks import on_ranks
 
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.report import Report
 from ligertune.run import plan_for, run
 from ligertune.train.setup import Job
+from support.command_line import RECIPE, losses, overrides, train_command
+from support.command_line import run as run_command
+from support.forked_ranks import on_ranks
 
 SHORT = {
     "data.datasets.0.max_samples": 40,

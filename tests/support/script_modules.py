@@ -6,7 +6,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
 
-from command_line import ROOT
+from support.command_line import ROOT
 
 SCRIPTS = ROOT / "scripts"
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 from ligertune_kernels import labelled_rows
-from medusa_runs import MEDUSA
-from quickstart_runs import bare_recipe
-from storages import MadeStorages
-from tiny_models import batch, make
+from support.models.tiny_models import batch, make
+from support.quickstart_runs import bare_recipe
+from support.storages import MadeStorages
+from support.tasks.medusa_runs import MEDUSA
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligertune.errors import UserError

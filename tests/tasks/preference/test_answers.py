@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import make
+from support.models.tiny_models import make
 
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts

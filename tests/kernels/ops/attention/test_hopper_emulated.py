@@ -4,8 +4,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from gluon_emulator import Function, emulated
 from ligertune_kernels import document_attention_reference
+from support.kernels.gluon_emulator import Function, emulated
 
 PACKAGE = "ligertune_kernels.ops.attention"
 KERNELS = ("_hopper_backward_kernel", "_hopper_backward_loads", "_hopper_dq_kernels", "_hopper_forward_kernel",

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from preference_runs import pairs, settings
-from quickstart_runs import plan_run
-from tiny_models import make
 
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
 from ligertune.data.batching.collate import Batcher
@@ -18,6 +15,9 @@ from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan
 from ligertune.tasks.task import Task
+from support.models.tiny_models import make
+from support.quickstart_runs import plan_run
+from support.tasks.preference_runs import pairs, settings
 
 VOCAB, X = 40, -100
 CPU = torch.device("cpu")

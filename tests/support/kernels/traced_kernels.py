@@ -7,9 +7,10 @@ import pytest
 import torch
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import meta_runs_as
-from pretend_gpu import PretendDriver
 from torch._higher_order_ops import triton_kernel_wrap
 from triton.runtime import driver
+
+from support.kernels.pretend_gpu import PretendDriver
 
 
 @contextmanager

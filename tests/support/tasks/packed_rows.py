@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
-import tiny_models
 import torch
 from transformers import PreTrainedModel
 
 from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
+from support.models import tiny_models
 
 LENGTHS = (19, 1, 24, 7, 12)  # one token; longer and shorter than the sliding windows of 8
 

@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-from command_line import RECIPE
-from quickstart_runs import train
-
 from ligertune.report import Report
+from support.command_line import RECIPE
+from support.quickstart_runs import train
 
 ROWS = RECIPE.parent / "dolly_short.jsonl"
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import random_model
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from support.models.tiny_models import random_model
 
 MAPPINGS = {  # kind -> (auto class, its table of model types and class names)
     "causal": (transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation
-from tiny_families import LARGEST, MAPPINGS, families, tiny_config, tiny_family
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ligertune.patching.experts.recognise_experts import ExpertsSpec, is_experts
+from support.models.tiny_families import LARGEST, MAPPINGS, families, tiny_config, tiny_family
 
 PLAIN = ExpertsSpec(GatedActivation("silu"), ExpertLayout())
 TRANSPOSED = ExpertsSpec(GatedActivation("silu"), ExpertLayout(transposed=True))

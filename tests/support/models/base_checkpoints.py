@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from support.command_line import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart" / "stories260K"
 LARGEST_FLOAT8 = 448.0

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import torch
-from command_line import RECIPE, metrics
-from quickstart_runs import train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from support.command_line import RECIPE, metrics
+from support.quickstart_runs import train
 
 TEACHER = RECIPE.parent / "stories260K"
 

@@ -7,12 +7,12 @@ ones and keep the parts of a turn, the order of images, BOS and the end of a tur
 from pathlib import Path
 
 import transformers
-from tiny_models import random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ligertune.planning.options import ModelOptions, VisionOptions
 from ligertune.vision.reader import ImageReader, load_reader
+from support.models.tiny_models import random_model
 
 QWEN_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"

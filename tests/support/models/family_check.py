@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from tiny_families import class_name, inputs_of, tiny_family
 from torch import Tensor, nn
 
 from ligertune.patching.patch import NONE_FOUND, PatchReport, patch, unpatch
+from support.models.tiny_families import class_name, inputs_of, tiny_family
 
 TOLERANCE = 1e-4  # of the loss, of a parameter's largest gradient, of the largest logit: sums in another order
 LEAST = 1e-3  # share of the largest gradient of all below which a parameter's is zero but for rounding

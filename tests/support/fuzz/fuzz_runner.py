@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from command_line import ROOT, run_here
-from fuzz_cases import CaseMaker, FuzzCase, sets
+
+from support.command_line import ROOT, run_here
+from support.fuzz.fuzz_cases import CaseMaker, FuzzCase, sets
 
 MAX_SECONDS, MAX_BYTES = 20, 2 << 30  # of processor time, and of memory beyond this process's
 MAX_WAIT = 120  # seconds until a case counts as hanging: other processes may use the cores

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from same_training import losses_and_gradients
 
 from ligertune.data.batching.collate import Batcher
+from support.same_training import losses_and_gradients
 
 training = partial(losses_and_gradients, use_cache=False)
 

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from command_line import losses, overrides
-
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
 from ligertune.run import plan_for, run
 from ligertune.train.setup import Job
+from support.command_line import losses, overrides
 
 MEDUSA = bundled("medusa/stories260k.yaml")
 WEIGHTS = "medusa/medusa_lm_head.safetensors"

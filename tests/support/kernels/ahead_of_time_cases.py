@@ -15,7 +15,8 @@ import ligertune_kernels as kernels
 import torch
 from ligertune_kernels.launcher import chip_of
 from ligertune_kernels.ops.losses.labelled_rows import find_rows
-from pretend_gpu import TARGETS, Compiled, compile_for
+
+from support.kernels.pretend_gpu import TARGETS, Compiled, compile_for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 4096

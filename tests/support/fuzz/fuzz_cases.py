@@ -48,7 +48,7 @@ ADAPTER_KEYS = (
     "modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters", "peft_type",
     "task_type", "base_model_name_or_path", "revision", "use_dora", "use_rslora", "bias", "init_lora_weights",
 )  # fmt: skip
-IMPORTS = Path(__file__).resolve().parents[1] / "recipe" / "imports.yaml"
+IMPORTS = Path(__file__).resolve().parents[2] / "recipe" / "imports.yaml"
 TOOLS = ("axolotl", "llama_factory", "trl", "whole")
 # Folders of the base that only the cases of their kind copy.
 OWN_FOLDERS = ("runs", "adapter", "teacher")

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line import run_here
 from safetensors.torch import load_file, save_file
 
 import ligertune.run  # noqa: F401  the first command would wait for its imports
+from support.command_line import run_here
 
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
 INDEX = "model.safetensors.index.json"
