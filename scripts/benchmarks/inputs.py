@@ -88,6 +88,7 @@ def model_settings(inputs: Inputs, name: str, *, layers: int | None) -> dict[str
     """Return the recipe keys of a model with random weights; with --small of a small model of the same kind."""
     if name in MIXTURES:
         settings = {"model.model_name_or_path": write_config(name, inputs.out / name, small=inputs.small)}
+        # any tokenizer will do for random words, and this one needs no corpus
         settings |= {"model.dtype": "bfloat16", "model.tokenizer.path": TOKENIZER}
     elif name.startswith("Qwen2-VL"):
         config = inputs.corpus / "model_configs" / name
@@ -160,8 +161,9 @@ def write_lines(path: Path, rows: list[dict]) -> Path:
 
 def full_rows(inputs: Inputs, length: int, rows: int) -> list[dict[str, object]]:
     """Write records of real text that are longer than `length` tokens, so that truncation leaves full rows."""
-    path, size = inputs.out / f"text-{length}-{rows}.jsonl", CHARACTERS * length
-    if not path.exists():
+    path = inputs.out / f"text-{length}-{rows}.jsonl"
+    size = CHARACTERS * length
+    if not path.exists():  # tables and sides share it
         records = read_records(inputs.alpaca)
         text = "\n".join(str(record.get(key, "")) for record in records for key in ("instruction", "output"))
         text *= -(-rows * size // len(text))
@@ -176,7 +178,8 @@ def alpaca_records(inputs: Inputs, length: int, rows: int) -> list[dict[str, obj
 
 def random_words(inputs: Inputs, length: int, rows: int) -> list[dict[str, object]]:
     """Write documents of random words, each with more tokens than `length`: routers see many different tokens."""
-    chosen, path = random.Random(0), inputs.out / f"words-{length}-{rows}.jsonl"
+    chosen = random.Random(0)  # the same words in each run
+    path = inputs.out / f"words-{length}-{rows}.jsonl"
 
     def word() -> str:
         return "".join(chosen.choices(string.ascii_lowercase, k=chosen.randint(2, 8)))

@@ -43,9 +43,11 @@ def run(
 
     limit: seconds until the process is killed. The last lines of a process that fails are printed.
     """
-    points, tail = [], []
+    points: list[dict] = []
+    tail: list[str] = []
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **streams) as process:
+        # a compiler or a hung driver ignores SIGTERM
         timer = threading.Timer(limit, process.kill)
         timer.start()
         for line in process.stdout:
@@ -53,7 +55,7 @@ def run(
                 points.append(json.loads(line[len(MARK) :]))
                 show(points[-1])
             else:
-                tail = [*tail[-14:], line.strip()]
+                tail = [*tail[-14:], line.strip()]  # enough for the end of a traceback
         timer.cancel()
     if process.returncode == -signal.SIGKILL:
         return points, f"stopped after {limit:.0f} s"
@@ -67,6 +69,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an exception, or one that it was raised from, is torch's."""
     import torch
 
+    # trainers and ligertune wrap torch's error in their own
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None

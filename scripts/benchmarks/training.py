@@ -13,6 +13,7 @@ tokens as before. With --processes whole models train under FSDP2 with checkpoin
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -71,10 +72,12 @@ class Measured:
 def main() -> int:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
-    began, good = time.perf_counter(), True
+    good = True
+    # one budget for all tables of a call: a machine with a GPU is lent for a fixed time
+    deadline = time.perf_counter() + options.budget
     for name in sys.argv[1].split(","):
         table = with_processes(TABLES[name], options)
-        found = list(measure(options, table, began + options.budget))
+        found = list(measure(options, table, deadline))
         good &= publish(options, table, found)
     print(f"reports in {options.out}")
     return 0 if good else 1
@@ -94,15 +97,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", help="comma-separated rows of a micro-batch")
     parser.add_argument("--length", type=int, help="tokens of a full row")
     parser.add_argument("--global-batch", type=int, help="rows of an optimizer step, where gradients accumulate")
-    parser.add_argument("--budget", type=float, default=590, help="seconds after which no run starts")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no run starts")
     parser.add_argument("--largest", action="store_true", help="double the batch of each side until memory runs out")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe key of every side")
     options = pages.parse(parser, partial(pages.joined, keys=("about",)))
     options.corpus = options.corpus.resolve()
     options.out = (options.out or Path(tempfile.mkdtemp(prefix="ligertune-bench-"))).absolute()
+    tables = [TABLES[name] for name in sys.argv[1].split(",")]
+    # now, and not when the first runs have taken minutes
+    known = {case.name for table in tables for case in table.cases}
+    unknown = set(options.only.split(",")) - known if options.only else set()
+    if unknown:
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     try:
-        for name in sys.argv[1].split(","):
-            sides_of(side_names(options, TABLES[name]), task_of(TABLES[name]))
+        for table in tables:
+            sides_of(side_names(options, table), task_of(table))
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -112,6 +121,7 @@ def with_processes(table: Table, options: argparse.Namespace) -> Table:
     """Return the table of whole models on several GPUs."""
     if options.processes == 1:
         return table
+    # sharded weights leave room for all layers, so nothing is cut
     cases = tuple(replace(case, layers=None, batches=SEVERAL_BATCHES) for case in table.cases)
     caveats = (*(said for said in table.caveats if "layers" not in said), "FSDP2 with activation checkpointing.")
     return replace(
@@ -133,6 +143,7 @@ def side_names(options: argparse.Namespace, table: Table, case: Case | None = No
     if options.sides:
         return options.sides.split(",")
     names = (case.sides if case else ()) or table.sides
+    # torch.compile takes long on a CPU, and liger-kernel's kernels need a GPU
     return [name for name in names if not (options.small and name in SLOW_SIDES)]
 
 
@@ -145,7 +156,7 @@ def batches_of(options: argparse.Namespace, case: Case) -> tuple[int, ...]:
     if options.batches:
         return tuple(map(int, options.batches.split(",")))
     if options.small:
-        return (min(2, *case.batches, 2),)
+        return (min(2, *case.batches),) if min(case.batches) == 1 else (2,)
     return scaled(case.batches, options.length, case.length) if options.length else case.batches
 
 
@@ -168,6 +179,7 @@ def measure_batch(options: argparse.Namespace, table: Table, found: Measured, de
     found.sides = sides_of(side_names(options, table, found.case), task_of(table))
     longest = FIRST_GUESS
     for repeat in range(1, options.repeats + 1):
+        # a GPU's clock changes by some percent within seconds: no side has the same place in all repeats
         for side in found.sides if repeat % 2 else found.sides[::-1]:
             expected = longest + (FIRST_GUESS if side.side.change == "compile" else 0)
             reason = None if side.missing is None else f"{side.missing} is not installed"
@@ -186,6 +198,7 @@ def measure_batch(options: argparse.Namespace, table: Table, found: Measured, de
             longest = seconds if side.side.change != "compile" else longest
             found.trials.append(trial)
             print(words(found.about, side, trial, seconds), flush=True)
+    # a side that never ran has no place in the summary, which would call it a failure
     found.sides = [side for side in found.sides if any(trial.side == side.side.name for trial in found.trials)]
     return found
 
@@ -219,8 +232,10 @@ def write_recipe(options: argparse.Namespace, table: Table, case: Case, batch: i
 def settings_of(options: argparse.Namespace, table: Table, case: Case, batch: int) -> dict[str, object]:
     """Return the recipe of a case by dotted keys."""
     source = Inputs(options.corpus, options.out, options.small)
-    length, steps = length_of(options, case), effort_of(options, table).steps + warmup_of(options, table)
+    length = length_of(options, case)
+    steps = effort_of(options, table).steps + warmup_of(options, table)
     step_rows = rows_of_step(options, case, batch)
+    # exactly as many rows as a run reads: trainers take them in the order of the file, and none twice
     rows = steps * step_rows * options.processes
     settings = {
         **inputs.model_settings(source, case.model, layers=case.layers),
@@ -231,9 +246,9 @@ def settings_of(options: argparse.Namespace, table: Table, case: Case, batch: in
         "train.per_device_train_batch_size": batch,
         "train.gradient_accumulation_steps": step_rows // batch,
         "train.max_steps": steps,
-        "train.seed": 42,
+        "train.seed": 42,  # the same weights and order on all sides
         "report.warmup_steps": warmup_of(options, table),
-        "logging.logging_steps": 1,
+        "logging.logging_steps": 1,  # losses of all steps are compared
         "checkpoint.output_dir": options.out / f"{case.name}-{batch}" / "run",
         "checkpoint.save_strategy": "no",
         "checkpoint.save_model": False,
@@ -281,6 +296,7 @@ def train_before(options: argparse.Namespace, table: Table, settings: dict[str, 
 def largest_batches(options: argparse.Namespace, table: Table, found: Measured) -> dict[str, int]:
     """Double the batch of each side that finished until a run fails; return the last that fits."""
     largest = {}
+    # one step shows whether a batch fits: AdamW's states exist after the warm-up
     effort = replace(effort_of(options, table), steps=1)
     for side in found.sides:
         batch = 0 if any(trial.failure for trial in found.trials if trial.side == side.side.name) else found.batch
@@ -312,7 +328,10 @@ def words(about: str, side: TrainingSide, trial: Trial, seconds: float) -> str:
 
 def publish(options: argparse.Namespace, table: Table, found: list[Measured]) -> bool:
     """Publish the page of a table. Returns whether no side failed, but for memory, and ours have the right losses."""
-    rows, left_out, remarks, good = [], [], [], True
+    rows: list[dict] = []
+    left_out: list[str] = []
+    remarks: list[str] = []
+    good = True
     for measured in found:
         point = measured.point
         left_out += measured.skipped
@@ -328,9 +347,11 @@ def publish(options: argparse.Namespace, table: Table, found: list[Measured]) ->
     if not rows:
         print("\n".join(["nothing was measured", *left_out]))
         return False
-    page, title = table.page, table.title
+    page = table.page
+    title = table.title
     if options.length and not options.small:
-        page, title = f"{page}_{options.length}", f"{title}, rows of {options.length:,} tokens"
+        page += f"_{options.length}"
+        title += f", rows of {options.length:,} tokens"
     rows = with_ratios(rows)
     pages.publish(
         options,
@@ -362,6 +383,7 @@ def is_good(side: SideResult, point: Point) -> bool:
     """Return whether a side finished or ran out of memory, and one of ours has the losses of Hugging Face's side."""
     if side.failure:
         return side.failure.kind == "out of memory"
+    # trainers compute other roundings, and other libraries need not have our losses
     compared = side.parity is not None and point.reference == "without" and is_ours(side.name)
     return side.parity.same if compared else True
 
@@ -377,7 +399,8 @@ def rows_of_point(options: argparse.Namespace, table: Table, measured: Measured,
         if side.tokens_per_second is None:
             continue
         report = next(trial.report for trial in side.trials if trial.report)
-        mean, reserved = side.tokens_per_second.mean, side.peak_memory.get("reserved_steady")
+        mean = side.tokens_per_second.mean
+        reserved = side.peak_memory.get("reserved_steady")  # a CPU reserves nothing
         rows.append({
             "about": point.label, "name": side.name, "side": side.label, "ours": is_ours(side.name),
             "tokens_per_second": side.median_tokens_per_second if table.by_step else mean,
@@ -389,6 +412,7 @@ def rows_of_point(options: argparse.Namespace, table: Table, measured: Measured,
             **{key: (report["throughput"] or {}).get(key) for key, *_ in table.extra},
         })  # fmt: skip
     published = measured.case.published
+    # a published number is of the whole model, so it is no measure of a small one
     if published and rows and not options.small:
         rows = [{**row, "times_published": row["tokens_per_second"] / published} for row in rows]
         rows.append({"about": point.label, "name": "published", "side": table.published_by, "ours": False,
@@ -478,6 +502,7 @@ def remarks_of(measured: Measured, point: Point) -> list[str]:
     for side in point.sides:
         if side.parity is None or reference is None:
             continue
+        # a trainer's later losses belong to weights that bfloat16 has moved apart
         first = PARITY if reference.name.startswith("trainer") else len(side.first_run)
         pairs = list(zip(side.first_run, reference.first_run, strict=False))[:first]
         worst = max(abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs)

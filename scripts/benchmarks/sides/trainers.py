@@ -73,7 +73,8 @@ def measure(job: Job, side: str) -> dict[str, Any]:
 
 def found(job: Job, trainer: Any, times: StepTimes, attention: str, setting: str) -> dict[str, Any]:
     """Return steps and report in the form of a trial of `ligertune compare`."""
-    warmup, examples = job.plan.measurement.warmup_steps, examples_of_steps(job)
+    warmup = job.plan.measurement.warmup_steps
+    examples = examples_of_steps(job)
     seconds = times.seconds()
     tokens = [sum(len(example.input_ids) for example in step) for step in examples]
     steps = [
@@ -84,6 +85,7 @@ def found(job: Job, trainer: Any, times: StepTimes, attention: str, setting: str
     report = {
         "throughput": {"tokens_per_second": sum(tokens[warmup:]) / sum(seconds[warmup:]), "mfu": None},
         "peak_memory": {"allocated_run": peak},
+        # a summary of trials reads these; a trainer has none of our kernels, and no float8
         "kernels": [],
         "kernels_backend": "",
         "padding_free": False,
@@ -99,9 +101,11 @@ def found(job: Job, trainer: Any, times: StepTimes, attention: str, setting: str
 
 def examples_of_steps(job: Job) -> list[list[Example]]:
     """Return the examples of each step, in ligertune's order."""
-    plan, examples = job.plan, job.data.train
-    steps, size = plan.schedule.total_steps, plan.batching.global_batch_size
-    order = DataOrder(examples.lengths, total_rows=steps * size, seed=plan.build.seed, batching=plan.batching)
+    plan = job.plan
+    examples = job.data.train
+    steps = plan.schedule.total_steps
+    rows = steps * plan.batching.global_batch_size
+    order = DataOrder(examples.lengths, total_rows=rows, seed=plan.build.seed, batching=plan.batching)
     return [[examples[int(row[0])] for row in order.step(step)] for step in range(steps)]
 
 

@@ -20,7 +20,8 @@ from ligertune.recipe import load_recipe
 
 # task -> how its trainer is called
 TRAINERS = {"dpo": "TRL", "distill": "TRL", "reward": "RewardTrainer", "classification": "Trainer"}
-TRAINER_LIMIT = 600.0  # seconds of a trainer's process
+TRAINER_LIMIT = 1800.0  # seconds of a trainer's process
+# No side asks the hub, and progress bars of trainers would hide their errors.
 SILENT = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

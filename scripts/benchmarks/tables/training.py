@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from benchmarks.workload import Case, Table
 
+# Full fine-tuning's usual rate. Speed does not depend on it.
 STEPS = {"train.learning_rate": 1e-5, "train.warmup_steps": 5}
+# Batches of similar lengths would change with the seed, and sides must train the same rows.
 UNPACKED = {"data.packing": False, "train.group_by_length": False, **STEPS}
 FULL = {**UNPACKED, "data.train_on": "all"}
 PACKED = {**STEPS, "data.packing": True, "train.group_by_length": False}
@@ -20,6 +22,9 @@ OF_LOSSES = "The page is about losses. The speed of so small a model depends on 
 LORA = {"method.type": "lora", "train.learning_rate": 1e-4}
 ADAPTER = {"method.lora_r": 16, "method.lora_alpha": 32, "method.lora_dropout": 0.0,
            "method.lora_target_modules": "all-linear"}  # fmt: skip
+
+
+# Models are cut so that weights, gradients and AdamW's states fit on one GPU of 80 GB.
 
 
 def _whole_steps(page: str, title: str, model: str, layers: int, of: int, batches: tuple[int, ...]) -> Table:
@@ -141,7 +146,7 @@ STEP_TABLES = {
         cases=(_of_llama_1b("fp8_losses", "alpaca", 16),),
         sides=FLOAT8,
         settings={**PACKED, "train.learning_rate": 1e-4, "train.warmup_steps": 20},
-        steps=200,
+        steps=200,  # differences of roundings grow with the steps: few do not show them
         small_steps=10,
         by_step=True,
         curves=True,
@@ -162,7 +167,7 @@ STEP_TABLES = {
         steps=200,
         small_steps=10,
         by_step=True,
-        before=2,
+        before=2,  # times the measured steps: fine-tuning begins with trained weights
         curves=True,
     ),
     "moe_steps": Table(
@@ -209,7 +214,7 @@ def _packing(name: str, title: str, model: str, layers: int | None) -> Table:
             case("packed-sdpa", 8, 2048, {"data.packing": True, "model.attn_implementation": "sdpa"}),
         ),
         sides=("with",),
-        warmup=10,
+        warmup=10,  # batches of other lengths compile other kernels
         extra=(("padded_tokens_per_second", "tokens/s with padding", ",.0f"), ("padding_share", "padding", ".1%")),
     )
 
@@ -258,7 +263,7 @@ WHOLE_MODELS = {
         ),
         sides=("with", "liger", "hf", "compile"),
         settings=PLAIN,
-        steps=4,
+        steps=4,  # a step of 32 rows takes over 8 s on an H100
         warmup=2,
         published_by="NVIDIA AutoModel, as published",
     ),
