@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from support.command_line import ROOT
-from support.script_modules import script_module
+from support.script_modules import load_script, script_module
 
 from ligertune.compare.side import SIDE_OF
 from ligertune.compare.summary import summarise_trials
@@ -33,6 +33,19 @@ def ended(side, rate, losses=(11.0, 11.0)):
 
 def measured_of(case, names, trials, task="sft"):
     return training.Measured(case, 2, training.sides_of(names, task), trials)
+
+
+def test_every_benchmark_has_a_module_with_a_main_and_a_line_of_help(capsys, monkeypatch):
+    bench = load_script("bench")
+    for module in bench.MODULES.values():
+        path = (ROOT / "scripts" / "benchmarks" / module.replace(".", "/")).with_suffix(".py")
+        assert "def main() -> int:" in path.read_text(encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
+    assert bench.main() == 0
+    said = capsys.readouterr().out
+    assert all(f"    {name} " in said for name in bench.MODULES) and all(name in said for name in TABLES)
+    monkeypatch.setattr(sys, "argv", ["bench", "no_such_benchmark"])
+    assert bench.main() == 2
 
 
 @pytest.mark.parametrize(
