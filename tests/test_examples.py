@@ -55,3 +55,17 @@ def test_the_composed_decoder_gives_the_loss_of_transformers_and_learns(run):
 
 def test_one_kernel_gives_the_loss_and_gradients_of_torch(run):
     assert max(run("one_kernel.py", "--rows", "20")["differences"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["own_loop.py", "own_task.py", "sweep.py"])
+def test_the_examples_of_the_python_page_train(name, monkeypatch, capsys):
+    """Two steps of the quickstart's recipe each; the lengths that the page promises hold."""
+    lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= {"own_loop.py": 80, "own_task.py": 100}.get(name, 80)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "2"])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    said = capsys.readouterr().out
+    assert {"own_loop.py": "step 2: loss", "own_task.py": "run completed: step 2 of 2", "sweep.py": "lowest with"}[
+        name
+    ] in said

@@ -13,7 +13,7 @@ from ligertune_kernels.table import OPS
 _OTHER_NAMES = {
     "ligertune_kernels.launcher": ("backend", "runs_triton"),
     "ligertune_kernels.ops.losses.labelled_rows": ("labelled_rows",),
-    "ligertune_kernels.ops.losses._schedule": ("Schedule", "schedule_of"),
+    "ligertune_kernels.ops.losses.tiles": ("Schedule", "schedule_of"),
 }
 _HOME = {name: op.module for op in OPS for name in op.exports}
 _HOME |= {name: module for module, names in _OTHER_NAMES.items() for name in names}

@@ -1,7 +1,7 @@
 """Kernel launch: whether Triton runs on a device, the chip behind it, and launchers with few host-side steps.
 
 Kernels import `triton` and `tl` from this file. Where triton is not installed (a CPU torch, macOS, Windows) both are
-stand-ins: kernels can be defined but not launched, and every op runs its reference. Tables per chip: chips.py.
+stand-ins: kernels can be defined but not launched, and every op runs its reference. Facts per chip: chips.py.
 """
 
 from __future__ import annotations

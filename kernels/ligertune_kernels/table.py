@@ -26,15 +26,15 @@ class Op:
 
 OPS = (
     Op("norms", "rms_norm", ("RMSNorm",), ("x", "weight")),
-    Op("norms", "add_rms_norm", ("AddRMSNorm",), ("x", "residual", "weight")),
+    Op("norms", "add_rms_norm", ("AddRMSNorm",), ("x", "residual", "weight"), file="rms_norm"),
     Op("norms", "gated_rms_norm", ("GatedRMSNorm",), ("x", "gate", "weight")),
     Op("norms", "layer_norm", ("LayerNorm",), ("x", "weight", "bias")),
     Op("norms", "group_norm", ("GroupNorm",), ("x", "weight", "bias")),
     Op("attention", "apply_rope", (), ("q", "k"), file="rope"),
     Op("attention", "document_attention", ("document_attention_memory",), ("query", "key", "value")),
-    Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up")),
-    Op("mlp", "geglu", ("GeGLU",), ("gate", "up")),
-    Op("mlp", "reglu", ("ReGLU",), ("gate", "up")),
+    Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up"), file="gated_mlp"),
+    Op("mlp", "geglu", ("GeGLU",), ("gate", "up"), file="gated_mlp"),
+    Op("mlp", "reglu", ("ReGLU",), ("gate", "up"), file="gated_mlp"),
     Op(
         "moe",
         "experts",
@@ -44,8 +44,8 @@ OPS = (
     Op("losses", "cross_entropy", ("CrossEntropyLoss",), ("logits",)),
     Op("losses", "linear_cross_entropy", ("LinearCrossEntropyLoss",), ("hidden", "weight", "bias")),
     Op("losses", "multi_head_linear_cross_entropy", ("MultiHeadLoss",), ("hiddens", "weight")),
-    Op("log_probs", "linear_log_probs", ("TokenLogProbs", "log_probs_memory"), ("hidden", "weight", "bias")),
-    Op("log_probs", "linear_token_statistics", ("TokenStatistics",)),
+    Op("losses", "linear_log_probs", ("TokenLogProbs", "log_probs_memory"), ("hidden", "weight", "bias")),
+    Op("losses", "linear_token_statistics", ("TokenStatistics",), file="linear_log_probs"),
     Op("distill", "kl_div", ("KLDivLoss",), ("input", "target")),
     Op("distill", "jsd", ("JSDLoss",), ("input",)),
     Op("distill", "linear_jsd", ("LinearJSDLoss",), ("student_hidden", "student_weight")),  # none for the teacher

@@ -40,7 +40,7 @@ def checkpoint_layers(
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,
-    # frozen layers before the first trained one, such as a vision tower, would run again for gradients nothing uses.
+    # frozen layers before the first trained one, such as a tower, would run again for gradients nothing uses.
     model.disable_input_require_grads()
     for module in model.modules() if kind is not True else ():
         if hasattr(module, "_gradient_checkpointing_func"):

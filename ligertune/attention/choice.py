@@ -11,6 +11,7 @@ from ligertune_kernels import backend
 from transformers import PreTrainedConfig
 
 from ligertune.attention import flash_4
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.load import model_class
@@ -175,11 +176,7 @@ def check_shared_rows(config: PreTrainedConfig) -> None:
             "depend on how long a row is, and a rank knows only its part.",
             hint="Leave it out.",
         )
-    if getattr(config, "vision_config", None) is not None:
-        raise UserError(
-            f"parallel.cp_size: {config.model_type} is a vision-language model, and rows with images are not shared.",
-            hint="Leave it out.",
-        )
+    modality_of(config).check_shared_rows()
 
 
 def missing_here(row: Attention, machine: Machine) -> str | None:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.models.score_head import gives_scores
-from ligertune.vision.families import family_of
 
 FIRST = 13  # tokens of the first document: small and odd
 SECOND = 11  # tokens of the second
@@ -37,7 +37,7 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     capacity or continued positions may not.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    family = family_of(model.config)
+    modality = modality_of(model.config)
     rng = np.random.default_rng(0)
     first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
     logits = []
@@ -47,8 +47,7 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
         del batch["labels"]
         if gives_scores(model.config):  # one for each token, as the logits of other models
             batch["score_rows"] = torch.arange(batch["input_ids"].numel())
-        if family is not None and family.positions == "sections":  # those of the text, and of time, height and width
-            batch["position_ids"] = batch["position_ids"].expand(4, 1, -1)
+        batch["position_ids"] = modality.text_positions(batch["position_ids"])
         logits.append(evaluate_batch(model, batch, model.device).logits[0].float())
     change = (logits[0] - logits[1]).abs().amax(-1)[: FIRST + SECOND]  # without padding
     if bool(change.isnan().any()):

@@ -1,6 +1,6 @@
-"""Attention of a vision tower over images of any size: each image attends to itself, all of them in one launch.
+"""Attention of a tower over images of any size: each image attends to itself, all of them in one launch.
 
-The vision towers of the Qwen family concatenate the images of a batch, or windows of them, along the sequence. Without
+The towers of the Qwen family concatenate the images of a batch, or windows of them, along the sequence. Without
 flash-attn, transformers attends within one image after another, and copies the lengths from the GPU in every layer.
 `patching.rope` rebuilds their forward so that it calls `per_image_attention` on the whole sequence.
 """

@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ligertune.attention.choice import DOCUMENT_ATTENTION, choose_attention
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
-from ligertune.vision.families import family_of, has_vision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,7 +53,7 @@ def choose_batch_layout(
         return _required(options, config, attention)
     # With few_shapes each shape is compiled or captured, and the number of documents would be one more dimension.
     free = options.kernels_enabled and machine.vendor != "cpu" and not options.few_shapes
-    found = _where_it_pays(options, attention, lengths) if free and not has_vision(config) else None
+    found = _where_it_pays(options, attention, lengths) if free and modality_of(config).is_text else None
     return (attention(packing=False), False) if found is None else (found, True)
 
 
@@ -83,11 +83,13 @@ def _required(
     options: BatchLayoutOptions, config: PreTrainedConfig, attention: Callable[..., AttentionChoice]
 ) -> tuple[AttentionChoice, bool]:
     """Return the layout where the recipe asks for padding-free batches, or for our attention, which needs them."""
-    family = family_of(config)
-    if family is not None and not family.packs:
+    facts = modality_of(config).facts
+    if not facts.packs_exactly:
         if options.padding_free == "auto":
             return attention(packing=False), False
-        raise UserError(f"{KEY}: examples of a row would see each other's images in {family.name}.", hint=_HINT)
+        raise UserError(
+            f"{KEY}: examples of a row would see each other's {facts.inputs} in {facts.family}.", hint=_HINT
+        )
     try:
         return attention(packing=True), True
     except UserError as problem:

@@ -41,26 +41,26 @@ def data(
         display.begins("reading the data")
         # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
         with importing():
+            from ligertune.data.modalities.modality import modality_of
             from ligertune.data.prepare import prepare
             from ligertune.data.preview import preview, preview_examples, preview_summary
             from ligertune.data.statistics import data_statistics
             from ligertune.models.load_tokenizer import load_tokenizer
             from ligertune.models.read_config import read_config
             from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
-            from ligertune.planning.options import data_rows_of
-            from ligertune.vision.families import exact_packing
-            from ligertune.vision.reader import load_reader
+            from ligertune.recipe.feature import part_of_task
 
             config = read_config(loaded.model)  # transformers imports the code of its kind here
-        # as in training: packing is switched off for a model whose packed rows are not exact
-        loaded, _ = resolve_packing(loaded, **exact_packing(config))
+        # as in training: packing is switched off if packed rows are not exact
+        modality = modality_of(config)
+        loaded, _ = resolve_packing(loaded, modality.facts)
         tokenizer = load_tokenizer(loaded.model).tokenizer
-        images = load_reader(loaded.model, loaded.vision, config, tokenizer)
-        how = {"seed": loaded.train.seed, "progress": display.data, "images": images, "rows": data_rows_of(loaded)}
-        how["classification"] = loaded.classification
-        prepared = prepare(loaded.data, tokenizer, **how)
+        reader = modality.load_reader(loaded.model, loaded, tokenizer)
+        part = part_of_task(loaded.task)
+        how = {"seed": loaded.train.seed, "progress": display.data, "reader": reader}
+        prepared = prepare(loaded.data, tokenizer, rows=part.rows(loaded), label_options=part.labels(loaded), **how)
     shown = preview_examples(prepared)
-    previews = preview(shown, tokenizer, examples, images, labels=prepared.labels)
+    previews = preview(shown, tokenizer, examples, reader, labels=prepared.labels)
     pairs = {"longest": shown.longest_documents, "documents": shown.documents_per_example}
     options = StatisticsOptions.of(loaded, processes=world_size())
     statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)

@@ -71,7 +71,7 @@ def generate(
     render.people_on_stderr(json)
     if medusa:
         _refuse_with_heads({"--top-p": top_p < 1, "--image": bool(image), "--prompts": bool(prompts)})
-        from ligertune.decode.medusa_generate import choose_acceptance, generate_with_heads
+        from ligertune.features.medusa.decode.medusa_generate import choose_acceptance, generate_with_heads
 
         options = {"raw": raw, "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}
         rule = choose_acceptance(acceptance, temperature)

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from ligertune.recipe import Recipe
     from ligertune.recipe.importers.import_state import Import
 
-# learning rates as in the bundled recipes: of LoRA, and of preference pairs
-ADAPTER_RATE = 2e-4
-DPO_ADAPTER_RATE = 5e-6
-DPO_RATE = 5e-7
+ADAPTER_RATE = 2e-4  # as in the bundled recipes
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file that --out names.")]
 
 recipe_app = typer.Typer(
@@ -137,7 +134,7 @@ def import_(
 def _show_import(found: Import, file: Path) -> None:
     """Print what became of each key of the file: keys whose loss changes what is trained are the loudest."""
     from ligertune.errors import plural
-    from ligertune.recipe.importers.reasons import HARMLESS, SPEED, TRAINING
+    from ligertune.recipe.importers.import_tables import HARMLESS, SPEED, TRAINING
 
     render.text(f"{file} is a file of {found.peer.name}. Translated:")
     for line in found.translated:
@@ -175,6 +172,7 @@ def init(
     from ligertune.cli.render import run_report
     from ligertune.planning.preflight import check_new_file, check_paths, write_new
     from ligertune.recipe.describe import commented_recipe, new_recipe
+    from ligertune.recipe.feature import part_of_task
 
     render.people_on_stderr(json)
     changes = list(set_ or [])
@@ -185,7 +183,7 @@ def init(
     remarks = _fit_task(loaded, changes)
     loaded = _draft(model, data, changes)
     if loaded.method.type in ("lora", "qlora") and "learning_rate" not in loaded.train.model_fields_set:
-        rate = DPO_ADAPTER_RATE if loaded.task == "dpo" else ADAPTER_RATE
+        rate = part_of_task(loaded.task).adapter_learning_rate or ADAPTER_RATE
         changes.append(f"train.learning_rate={rate}")
         render.note(f"train.learning_rate is {rate} for an adapter ({loaded.train.learning_rate} in full fine-tuning).")
     write_new(out, commented_recipe(new_recipe(model, data), changes, remarks), overwrite=overwrite)
@@ -213,11 +211,6 @@ def _draft(model: str, data: list[str], changes: list[str]) -> Recipe:
         return load_recipe(draft, changes)
 
 
-def _choice_of(detected: DetectedTask) -> str:
-    is_kto = detected.settings.get("preference.loss_type") == "kto"
-    return f"task: {detected.task}" + (" with preference.loss_type: kto" if is_kto else "")
-
-
 def _columns_override(index: int, columns: dict[str, str]) -> str:
     names = ", ".join(f"{ours}: {name!r}" for ours, name in columns.items())
     return f"data.datasets.{index}.columns={{{names}}}"
@@ -228,6 +221,7 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     from ligertune.data.rows.data_files import display_path
     from ligertune.data.shapes.detect_task import detect_task
     from ligertune.errors import UserError
+    from ligertune.recipe.feature import part_of_task
     from ligertune.recipe.importers.import_state import one_line
 
     if "task" in recipe.model_fields_set:
@@ -238,30 +232,28 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     if len(kinds) > 1:
         tasks = " and ".join(f"{name} is data of task: {kind[0]}" for kind, name in kinds.items())
         raise UserError(f"{tasks}.", hint="Write a recipe for each of them.")
-    if not known or known[0][1].task == "sft":
+    if not known or known[0][1].task == recipe.task:
         return []
     detected = known[0][1]
     given = recipe.model_dump(exclude_unset=True)
-    changes.insert(0, f"task={detected.task}")
-    for key, value in detected.settings.items():
-        section, _, name = key.partition(".")
-        if name not in given.get(section, {}):
-            changes.insert(1, f"{key}={value}")
-    if detected.task == "dpo" and recipe.method.type == "full" and "learning_rate" not in recipe.train.model_fields_set:
-        changes.append(f"train.learning_rate={DPO_RATE}")
+    part = part_of_task(detected.task)
+    changes[0:0] = [f"task={detected.task}", *_settings_overrides(detected, given)]
+    rate_is_free = recipe.method.type == "full" and "learning_rate" not in recipe.train.model_fields_set
+    if part.learning_rate is not None and rate_is_free:
+        changes.append(f"train.learning_rate={part.learning_rate}")
     for index, (_, spec, one) in enumerate(found):
         if one is not None and one.columns and not spec.columns:
             changes.append(_columns_override(index, one.columns))
-    choice = _choice_of(detected)
-    reasons = [f"{choice}, because {name} {one.why}." for name, one in known]
-    return [one_line(reason) for reason in reasons] + _OTHER_TASKS[choice]
+    reasons = [f"{detected.choice}, because {name} {one.why}." for name, one in known]
+    others = [part.other_tasks[detected.choice]] if detected.choice in part.other_tasks else []
+    return [one_line(reason) for reason in reasons] + others
 
 
-_OTHER_TASKS = {
-    "task: dpo": ["task: reward trains a reward model on the same pairs."],
-    "task: dpo with preference.loss_type: kto": [],
-    "task: classification": ["task: sft trains a language model on the text instead, without the labels."],
-}
+def _settings_overrides(detected: DetectedTask, given: dict[str, dict]) -> list[str]:
+    """Return the overrides for the keys of a detected task that the user did not give."""
+    keys = {key: key.split(".") for key in detected.settings}
+    free = [key for key, (section, name) in keys.items() if name not in given.get(section, {})]
+    return [f"{key}={detected.settings[key]}" for key in free]
 
 
 def _keep_inputs(out: Path, inputs: list[Path]) -> None:

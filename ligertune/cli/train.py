@@ -120,13 +120,14 @@ def medusa(
         run_recipe(loaded, json)
         return
     from ligertune.cli.render import run_report
-    from ligertune.decode.medusa_run import report_on
+    from ligertune.features.medusa.medusa_run import report_on
     from ligertune.launcher.run_lock import locked_folder
+    from ligertune.planning.feature_spec import feature_of
     from ligertune.planning.options import RunOptions
 
     with locked_folder(Path(loaded.checkpoint.output_dir)):
         found = report_on(RunOptions.of(loaded)).as_dict()
-    run_report.show_heads(found)
+    run_report.show_tables(feature_of("medusa").result_tables(found))
     if json:
         render.json_report(found)
 
@@ -160,8 +161,8 @@ def distill(
     check_out_folder(write, "--write")
     make_out_folder(write.parent, "--write")
     with importing():
-        from ligertune.run import plan_for
-        from ligertune.tasks.distill.teacher_files import write_teacher_file
+        from ligertune.features.distill.teacher_files import write_teacher_file
+        from ligertune.training.resolve import plan_for
     job = plan_for(loaded, for_show=True, processes=1)
     found = write_teacher_file(
         job.plan,
@@ -228,7 +229,9 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
         if processes > 1 and not is_launched():
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
         _import_run()
-        from ligertune.run import output_dir_of, plan_for, run
+        from ligertune.run import run
+        from ligertune.training.output_dir import output_dir_of
+        from ligertune.training.resolve import plan_for
 
         job = plan_for(loaded, display.data, processes=processes)
         display.planned(job.plan.schedule.total_steps, job.plan.measurement.warmup_steps)

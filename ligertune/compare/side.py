@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligertune.errors import UserError, pip_install
-from ligertune.planning.options import SCORE_TASKS
 from ligertune.recipe import Recipe
+from ligertune.recipe.feature import part_of_task
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def kernels_in_use(recipe: Recipe, arch: str) -> tuple[str, ...]:
 def check_losses(sides: Sequence[Side], task: str) -> None:
     """Raise UserError for a side that can only compute the cross-entropy, if the recipe trains for another loss."""
     for side in sides:
-        if task in ("dpo", "distill", *SCORE_TASKS) and side.change in ("hf-chunked", "liger"):
+        if not part_of_task(task).loss_of_labels and side.change in ("hf-chunked", "liger"):
             option = "--peer" if side.name in PEERS else "--baseline"
             raise UserError(
                 f"{option} {side.name}: its loss is the cross-entropy of the labels, and the recipe's task is {task}.",

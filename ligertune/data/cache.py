@@ -55,7 +55,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
     """
     data = preparation.data
     tokenizer = preparation.tokenizer
-    images = preparation.images
+    reader = preparation.reader
     file = template_path(data.prompt_template)
     file_text = None
     if file.is_file():
@@ -71,7 +71,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
         "template": template,
         "today": str(datetime.date.today()) if "strftime_now" in str(template) else None,
         "tokenizer": _tokenizer(tokenizer),
-        "images": images.identity() if images else None,
+        "reader": reader.identity() if reader else None,
         "rows": preparation.rows,
         "problem_type": preparation.problem_type,
         "code": _own_code(),
@@ -100,7 +100,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 @cache
 def _own_code() -> list[str]:
     root = Path(__file__).parents[1]
-    return [_hash_of(file) for package in ("data", "vision") for file in sorted((root / package).rglob("*.py"))]
+    return [_hash_of(file) for file in sorted((root / "data").rglob("*.py"))]
 
 
 def cache_home() -> Path:
@@ -176,7 +176,7 @@ def _open_entry(folder: Path) -> CacheEntry | None:
             return None
         arrays = {name: _memory_map(folder / name, dtype) for name, dtype in ARRAYS.items()}
         hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
-        names = {field: tuple(meta[field]) for field in ("files", "image_files", "label_names")}
+        names = {field: tuple(meta[field]) for field in ("files", "media_files", "label_names")}
         block = Block(**arrays, **names)
         return CacheEntry(block, meta["about"]) if hashes == meta["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

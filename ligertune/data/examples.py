@@ -15,13 +15,14 @@ from ligertune.data.templates.label_masking import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.planning.options import DataOptions, DataRows
-    from ligertune.vision.reader import ImageReader
+    from ligertune.data.modalities.modality import ModalityReader
+    from ligertune.planning.options import DataOptions
+    from ligertune.recipe.feature import DataRows
 
 # the arrays of a block, and their dtypes in a file
 ARRAYS = {
     "input_ids": "<i4", "labels": "<i4", "lengths": "<i4", "trained": "<i4", "file_of": "<i4", "line_of": "<i8",
-    "n_images": "<i4", "first_length": "<i4", "first_trained": "<i4", "desirable": "<i4",
+    "n_media": "<i4", "first_length": "<i4", "first_trained": "<i4", "desirable": "<i4",
     "n_targets": "<i4", "targets": "<f8",
 }  # fmt: skip
 _NO_LINE = -1
@@ -41,14 +42,14 @@ _NOT_IN_KEY = {
 
 @dataclass(frozen=True)
 class Preparation:
-    """What turns rows into examples. Without `images`, a vision-language model's, rows with images are refused.
+    """What turns rows into examples. Without `reader`, that of a modality, rows with files are refused.
 
     problem_type: of a classification, if the recipe has one; else the labels decide.
     """
 
     data: DataOptions
     tokenizer: PreTrainedTokenizerBase
-    images: ImageReader | None = None
+    reader: ModalityReader | None = None
     rows: DataRows = "conversations"
     problem_type: str | None = None
 
@@ -68,7 +69,7 @@ class Example(NamedTuple):
     input_ids: np.ndarray  # (T,) int32
     labels: np.ndarray  # (T,) int32
     source: str  # "file:line"
-    images: tuple[str, ...] = ()  # files, in the order of the text
+    media: tuple[str, ...] = ()  # files of a modality, in the order of the text
     first_length: int = 0  # tokens of the chosen sequence; 0: not a pair
     desirable: int = -1  # 1 or 0: whether the answer is desirable; -1: it has no label
     targets: tuple[str | float, ...] = ()  # labels or numbers of a classification, or the margin of a pair
@@ -97,14 +98,14 @@ class Block:
     trained: np.ndarray  # (N,) trained labels of each example
     file_of: np.ndarray  # (N,)
     line_of: np.ndarray  # (N,)
-    n_images: np.ndarray  # (N,)
+    n_media: np.ndarray  # (N,)
     first_length: np.ndarray  # (N,) tokens of the chosen sequence of a pair, or 0
     first_trained: np.ndarray  # (N,) trained labels among them
     desirable: np.ndarray  # (N,) 1, 0, or -1 without a label
     n_targets: np.ndarray  # (N,) labels or numbers of each example
     targets: np.ndarray  # (sum of n_targets,) float64: numbers, ids of labels, or indices into label_names
     files: tuple[str, ...] = ()
-    image_files: tuple[str, ...] = ()  # (sum of n_images,)
+    media_files: tuple[str, ...] = ()  # (sum of n_media,)
     label_names: tuple[str, ...] = ()  # of labels that are names
 
     @classmethod
@@ -128,7 +129,7 @@ class Block:
             trained=np.diff(trained_before[bounds]).astype(np.int32),
             file_of=np.array([files[file] for file, _ in places], dtype=np.int32),
             line_of=np.array([line for _, line in places], dtype=np.int64),
-            n_images=np.array([len(example.images) for example in examples], dtype=np.int32),
+            n_media=np.array([len(example.media) for example in examples], dtype=np.int32),
             first_length=first_length,
             first_trained=(trained_before[first_ends] - trained_before[bounds[:-1]]).astype(np.int32),
             desirable=np.array([example.desirable for example in examples], dtype=np.int32),
@@ -136,7 +137,7 @@ class Block:
             targets=np.array([names[t] if isinstance(t, str) else t for t in targets], dtype=np.float64),
             label_names=tuple(names),
             files=tuple(files),
-            image_files=tuple(path for example in examples for path in example.images),
+            media_files=tuple(path for example in examples for path in example.media),
         )
 
     @classmethod
@@ -156,8 +157,8 @@ class Block:
         return np.cumsum(self.lengths, dtype=np.int64)
 
     @cached_property
-    def _image_ends(self) -> np.ndarray:
-        return np.cumsum(self.n_images, dtype=np.int64)
+    def _media_ends(self) -> np.ndarray:
+        return np.cumsum(self.n_media, dtype=np.int64)
 
     @cached_property
     def _target_ends(self) -> np.ndarray:
@@ -168,10 +169,10 @@ class Block:
         end = self._target_ends[index]
         return tuple(self.targets[end - self.n_targets[index] : end].tolist())
 
-    def images(self, index: int) -> tuple[str, ...]:
-        """Return the image files of an example."""
-        end = self._image_ends[index]
-        return self.image_files[end - self.n_images[index] : end]
+    def media(self, index: int) -> tuple[str, ...]:
+        """Return the files of an example."""
+        end = self._media_ends[index]
+        return self.media_files[end - self.n_media[index] : end]
 
     def source(self, index: int) -> str:
         """Return the "file:line" of an example."""
@@ -185,14 +186,14 @@ class FileNames:
 
     def __init__(self) -> None:
         self.files: list[str] = []
-        self.image_files: list[str] = []
+        self.media_files: list[str] = []
         self._label_names: dict[str, int] = {}
 
     def renumbered(self, block: Block) -> Block:
         """Add the names of a block, and return it with `file_of` and `targets` as indices into all names."""
         renumbered = replace(block, file_of=block.file_of + len(self.files))
         self.files += block.files
-        self.image_files += block.image_files
+        self.media_files += block.media_files
         if block.label_names:
             ids = [self._label_names.setdefault(name, len(self._label_names)) for name in block.label_names]
             renumbered = replace(renumbered, targets=np.array(ids, dtype=np.float64)[block.targets.astype(np.int64)])
@@ -200,7 +201,7 @@ class FileNames:
 
     def as_fields(self) -> dict[str, tuple[str, ...]]:
         """Return the names as fields of a Block."""
-        names = {"files": self.files, "image_files": self.image_files, "label_names": self._label_names}
+        names = {"files": self.files, "media_files": self.media_files, "label_names": self._label_names}
         return {field: tuple(values) for field, values in names.items()}
 
 
@@ -218,7 +219,7 @@ def _split_source(source: str) -> tuple[str, int]:
 class Examples(Sequence[Example]):
     """A sequence of Example over blocks of flat arrays, which are not copied.
 
-    lengths, trained, n_images: tokens, trained labels and images of each example, (N,) int64. first_lengths,
+    lengths, trained, n_media: tokens, trained labels and files of each example, (N,) int64. first_lengths,
     first_trained: those of the chosen sequences of pairs, else 0. desirable: 1, 0, or -1 without a label. block_of:
     (N,) int32.
     """
@@ -248,7 +249,7 @@ class Examples(Sequence[Example]):
 
     lengths = cached_property(lambda self: self._gathered("lengths"))
     trained = cached_property(lambda self: self._gathered("trained"))
-    n_images = cached_property(lambda self: self._gathered("n_images"))
+    n_media = cached_property(lambda self: self._gathered("n_media"))
     first_lengths = cached_property(lambda self: self._gathered("first_length"))
     first_trained = cached_property(lambda self: self._gathered("first_trained"))
     desirable = cached_property(lambda self: self._gathered("desirable"))
@@ -264,7 +265,7 @@ class Examples(Sequence[Example]):
         row = self._row_of[index]
         end = self._ends[index]
         span = slice(end - self.lengths[index], end)
-        more = block.images(row), int(block.first_length[row]), int(block.desirable[row]), block.targets_of(row)
+        more = block.media(row), int(block.first_length[row]), int(block.desirable[row]), block.targets_of(row)
         return Example(block.input_ids[span], block.labels[span], block.source(row), *more)
 
     @property
@@ -296,7 +297,7 @@ class Examples(Sequence[Example]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the ids, the labels, the ends of examples and sequences, labels of answers, and image files."""
+        """SHA-256 of the ids, the labels, the ends of examples and sequences, labels of answers, and media files."""
         digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
         for name in ("input_ids", "labels"):
             for piece in self._pieces(name):
@@ -306,8 +307,8 @@ class Examples(Sequence[Example]):
                 digest.update(values.astype("<i8").tobytes())
         if self.n_targets.any():
             digest.update(repr([example.targets for example in self]).encode())
-        if self.n_images.any():
-            digest.update("\n".join(path for example in self for path in example.images).encode())
+        if self.n_media.any():
+            digest.update("\n".join(path for example in self for path in example.media).encode())
         return digest.hexdigest()
 
     def _pieces(self, name: str) -> Iterator[np.ndarray]:

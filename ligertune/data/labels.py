@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,13 +20,23 @@ if TYPE_CHECKING:
     from ligertune.data.dataset_report import DatasetReport
     from ligertune.data.examples import Block
     from ligertune.data.shapes.label_kinds import LabelKind
-    from ligertune.planning.options import ClassificationOptions
 
 _SHOWN = 10  # labels that a note lists
 # Without classification.num_labels, ids from _FREE_IDS on need this share of all ids below them in the data: the score
 # head has a row for each id, and an id far above the others is a number of another kind (a year, a row's own id).
 _FREE_IDS = 1000
 _USED_SHARE = 0.1
+
+
+class LabelOptions(Protocol):
+    """What a recipe says of labels; None: the data decide."""
+
+    num_labels: int | None
+    problem_type: str | None
+    labels: tuple[str, ...] | None
+
+    def model_copy(self, *, update: dict[str, Any]) -> LabelOptions:
+        """Return the same options with other values."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +73,13 @@ class LabelSet:
             return ", ".join(f"{value:g}" for value in targets)
         return ", ".join(self.labels[int(i)] if self.labels else f"label {int(i)}" for i in targets) or "no label"
 
-    def resolved(self, options: ClassificationOptions) -> ClassificationOptions:
+    def resolved(self, options: LabelOptions) -> LabelOptions:
         """Return the recipe's section with all values."""
         values = {"problem_type": self.problem_type, "num_labels": self.num_labels, "labels": self.labels or None}
         return options.model_copy(update=values)
 
 
-def wanted_problem(options: ClassificationOptions | None) -> str | None:
+def wanted_problem(options: LabelOptions | None) -> str | None:
     """Return the problem that the recipe asks for: one score is a regression, as in transformers. None: not said."""
     if options is None:
         return None
@@ -79,7 +89,7 @@ def wanted_problem(options: ClassificationOptions | None) -> str | None:
 
 
 def resolve_labels(
-    blocks: Sequence[Block], reports: Sequence[DatasetReport], options: ClassificationOptions
+    blocks: Sequence[Block], reports: Sequence[DatasetReport], options: LabelOptions
 ) -> tuple[list[Block], LabelSet]:
     """Return the data sets' blocks with ids or numbers as targets, and the labels. Raises UserError.
 
@@ -124,7 +134,7 @@ def _kind(kind: LabelKind, many: bool) -> str:
     return f"{'lists of ' if many else ''}{KIND_WORDS[kind]}"
 
 
-def _why(reports: Sequence[DatasetReport], options: ClassificationOptions) -> str:
+def _why(reports: Sequence[DatasetReport], options: LabelOptions) -> str:
     """Return what the problem was inferred from."""
     if options.problem_type:
         return "classification.problem_type"
@@ -145,7 +155,7 @@ def _dropped(reports: Sequence[DatasetReport]) -> str:
     return f" ({plural(sum(count for count, _, _ in found), 'row')} dropped: {found[0][2]}, first {found[0][1]})"
 
 
-def _problem_of(kind: LabelKind, many: bool, options: ClassificationOptions) -> str:
+def _problem_of(kind: LabelKind, many: bool, options: LabelOptions) -> str:
     """Return the problem that labels of this kind pose, as transformers decides: one score is a regression."""
     if kind == "values" or (options.num_labels == 1 and kind != "names"):
         return REGRESSION
@@ -165,7 +175,7 @@ def _check_problem(problem: str, kind: LabelKind, many: bool) -> None:
         )
 
 
-def _regression(blocks: Sequence[Block], options: ClassificationOptions) -> LabelSet:
+def _regression(blocks: Sequence[Block], options: LabelOptions) -> LabelSet:
     counts = {int(count) for block in blocks for count in np.unique(block.n_targets)}
     count = options.num_labels or max(counts)
     if counts != {count}:
@@ -233,7 +243,7 @@ def _ids_of_names(block: Block, names: tuple[str, ...]) -> Block:
     return replace(block, targets=ids[block.targets.astype(np.int64)], label_names=())
 
 
-def _count(blocks: Sequence[Block], names: tuple[str, ...], width: int, options: ClassificationOptions) -> int:
+def _count(blocks: Sequence[Block], names: tuple[str, ...], width: int, options: LabelOptions) -> int:
     """Return the number of labels. width: of lists of indicators. Raises UserError if an id has no label."""
     highest = int(max((block.targets.max(initial=-1) for block in blocks), default=-1))
     if any((block.targets != np.floor(block.targets)).any() or (block.targets < 0).any() for block in blocks):

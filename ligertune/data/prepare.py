@@ -22,13 +22,15 @@ from ligertune.data.rows.sources import RecordStream, class_names
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError, plural
 from ligertune.hardware import is_first_on_node, ranks_on_node
-from ligertune.planning.options import SCORE_ROWS
+from ligertune.recipe.feature import SCORE_ROWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ligertune.planning.options import ClassificationOptions, DataOptions, DataRows, DatasetOptions
-    from ligertune.vision.reader import ImageReader
+    from ligertune.data.labels import LabelOptions
+    from ligertune.data.modalities.modality import ModalityReader
+    from ligertune.planning.options import DataOptions, DatasetOptions
+    from ligertune.recipe.feature import DataRows
 
 # called with (path of the data set, rows done, share done) while rows are prepared
 ProgressCallback = Callable[[str, int, float], None]
@@ -123,14 +125,14 @@ def prepare(
     *,
     seed: int,
     progress: ProgressCallback | None = None,
-    images: ImageReader | None = None,
+    reader: ModalityReader | None = None,
     rows: DataRows = "conversations",
-    classification: ClassificationOptions | None = None,
+    label_options: LabelOptions | None = None,
 ) -> PreparedData:
     """Return the examples that a recipe trains and evaluates on. The same arguments give the same examples.
 
-    progress: not called for data sets that are in the cache. images: the image reader of a vision-language model. rows:
-    what the task needs. classification: of rows that are texts with labels. Raises UserError for data that cannot be
+    progress: not called for data sets that are in the cache. reader: of files; None for a text model. rows:
+    what the task needs. label_options: of rows that are texts with labels. Raises UserError for data that cannot be
     used.
     """
     if not tokenizer.is_fast:
@@ -139,11 +141,11 @@ def prepare(
             hint="Use a tokenizer that has a tokenizer.json.",
         )
     if rows != "conversations":
-        _check_rows(data, rows, images)
+        _check_rows(data, rows, reader)
     if rows in SCORE_ROWS:
         data = data.model_copy(update={"train_on": "all"})  # no answer is looked for: the whole text is scored
-    problem = wanted_problem(classification) if rows == "texts" else None
-    preparation = Preparation(data, tokenizer, images, rows, problem)
+    problem = wanted_problem(label_options) if rows == "texts" else None
+    preparation = Preparation(data, tokenizer, reader, rows, problem)
     load = functools.partial(_load_dataset, preparation=preparation, progress=progress or (lambda *done: None))
     held_out = None
     eval_report = None
@@ -151,7 +153,7 @@ def prepare(
     eval_sets = [load(spec) for spec in data.eval_datasets]
     sets = [] if data.streaming else [load(spec) for spec in data.datasets]
     if rows == "texts":
-        sets, eval_sets, labels = _with_ids(sets, eval_sets, classification)
+        sets, eval_sets, labels = _with_ids(sets, eval_sets, label_options)
     if eval_sets:
         held_out = Examples(blocks=[part.block for part in eval_sets])
         eval_report = _report(eval_sets, held_out, data)
@@ -176,26 +178,26 @@ def prepare(
 
 
 def _with_ids(
-    sets: list[LoadedDataset], eval_sets: list[LoadedDataset], classification: ClassificationOptions
+    sets: list[LoadedDataset], eval_sets: list[LoadedDataset], label_options: LabelOptions
 ) -> tuple[list[LoadedDataset], list[LoadedDataset], LabelSet]:
     """Return the data sets with ids in place of the names of labels, and the labels of all."""
     every = [*sets, *eval_sets]
-    blocks, labels = resolve_labels([part.block for part in every], [part.report for part in every], classification)
+    blocks, labels = resolve_labels([part.block for part in every], [part.report for part in every], label_options)
     every = [part._replace(block=block) for part, block in zip(every, blocks, strict=True)]
     labels = note_unseen(labels, blocks[: len(sets)], blocks[len(sets) :])
     return every[: len(sets)], every[len(sets) :], labels
 
 
-def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -> None:
+def _check_rows(data: DataOptions, rows: DataRows, reader: ModalityReader | None) -> None:
     """Raise UserError for settings that rows of preferences or of a classification do not have."""
     if data.streaming:
         raise UserError(
             "data.streaming: preference pairs and answers with a label cannot be streamed.",
             hint="Write data.streaming: false.",
         )
-    if images is not None and rows in SCORE_ROWS:
+    if reader is not None and rows in SCORE_ROWS:
         raise UserError(
-            "model.model_name_or_path: a vision-language model is not trained to score texts.",
+            f"model.model_name_or_path: a {reader.model_kind} is not trained to score texts.",
             hint="Choose a language model.",
         )
     if data.train_on == "all" and rows not in SCORE_ROWS:
@@ -203,9 +205,9 @@ def _check_rows(data: DataOptions, rows: DataRows, images: ImageReader | None) -
             "data.train_on: all is not for preferences: the prompt is no answer that could be preferred.",
             hint="Write data.train_on: assistant, or last for the last turn only.",
         )
-    if images is not None:
+    if reader is not None:
         raise UserError(
-            "model.model_name_or_path: a vision-language model is not trained on preferences.",
+            f"model.model_name_or_path: a {reader.model_kind} is not trained on preferences.",
             hint="Choose a language model.",
         )
 
@@ -232,7 +234,7 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
     counts = RowCounts(**about.pop("counts"))
     if not len(entry.block):
         raise counts.nothing_used(about["path"])
-    for file in set(entry.block.image_files) if entry.cached else ():
+    for file in set(entry.block.media_files) if entry.cached else ():
         if not Path(file).is_file():  # now, rather than in the middle of training
             raise UserError(
                 f"{file}: this image existed when the data was prepared, and does not any more.",

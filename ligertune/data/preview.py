@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ligertune.data.labels import LabelSet
-    from ligertune.vision.reader import ImageReader
+    from ligertune.data.modalities.modality import ModalityReader
 
 _INCOMPLETE = "\ufffd"  # what decode returns for some bytes of a character
 _MAX_BINS = 20
@@ -87,7 +87,7 @@ def preview(
     examples: Examples,
     tokenizer: PreTrainedTokenizerBase,
     n: int,
-    images: ImageReader | None = None,
+    reader: ModalityReader | None = None,
     *,
     labels: LabelSet | None = None,
 ) -> list[PreviewExample]:
@@ -102,7 +102,7 @@ def preview(
         if labels is not None:
             names = [labels.words(example.targets)]
         for name, document in zip(names, example.documents(), strict=True):
-            shown.append(replace(_decoded(document, tokenizer, special, images), number=number, answer=name))
+            shown.append(replace(_decoded(document, tokenizer, special, reader), number=number, answer=name))
     return shown
 
 
@@ -131,7 +131,7 @@ def preview_summary(
         "template": prepared.template,
         "streamed": prepared.streamed,
         "fingerprint": prepared.train.fingerprint,
-        "images": int(examples.n_images.sum()),
+        "images": int(examples.n_media.sum()),
         "sequences_per_example": examples.documents_per_example,
         "answers": answer_counts(examples),
         "labels": prepared.labels.as_dict() if prepared.labels else None,
@@ -149,22 +149,22 @@ def _report_as_dict(report: DataReport, prepared: PreparedData) -> dict[str, Any
 
 
 def _decoded(
-    example: Example, tokenizer: PreTrainedTokenizerBase, special: frozenset[int], images: ImageReader | None
+    example: Example, tokenizer: PreTrainedTokenizerBase, special: frozenset[int], reader: ModalityReader | None
 ) -> PreviewExample:
     trained = example.labels != IGNORE_INDEX
-    is_image = np.zeros(len(trained), dtype=bool) if images is None else example.input_ids == images.token_id
+    is_image = np.zeros(len(trained), dtype=bool) if reader is None else example.input_ids == reader.token_id
     bounds = [0, *(np.flatnonzero(np.diff(is_image)) + 1).tolist(), len(trained)]
     pieces: list[Piece] = []
-    names = iter(example.images)
+    names = iter(example.media)
     for start, end in pairwise(bounds):
         if is_image[start:end].any():
-            each = images.fixed_tokens or end - start
+            each = reader.fixed_tokens or end - start
             shown = islice(names, (end - start) // each)
             pieces += (Piece(f"\u27e8{Path(name).name}: {each} tokens\u27e9", False, True) for name in shown)
         else:
             part = example.input_ids[start:end].tolist(), trained[start:end].tolist()
             pieces += _pieces(*part, tokenizer, special)
-    return PreviewExample(0, example.source, len(trained), int(trained.sum()), tuple(pieces), example.images)
+    return PreviewExample(0, example.source, len(trained), int(trained.sum()), tuple(pieces), example.media)
 
 
 def _pieces(

@@ -25,17 +25,16 @@ import numpy as np
 
 from ligertune.bad_rows import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.examples import Block, Example, Preparation
+from ligertune.data.modalities.modality import RowFile
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.formats import Format, RowShape, plain_format
-from ligertune.data.rows.image_rows import ImageTokens, extract_images
 from ligertune.data.shapes.recognise_shape import recognise_shape
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
 from ligertune.errors import UserError, panics_as_errors
-from ligertune.planning.options import SCORE_ROWS
-from ligertune.vision.image_files import ImageFile
+from ligertune.recipe.feature import SCORE_ROWS
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
@@ -91,7 +90,7 @@ class RenderedRow(NamedTuple):
 
     sides: list[Rendered]
     source: str
-    images: list[ImageFile]
+    files: list[RowFile]
     desirable: int
     targets: tuple[str | float, ...]
 
@@ -106,7 +105,7 @@ class RowPipeline:
         """
         data = preparation.data
         tokenizer = preparation.tokenizer
-        images = preparation.images
+        reader = preparation.reader
         if not first:
             raise UserError(f"{spec.path} holds no records.")
         columns = {column for record in first for column in record.row}
@@ -126,11 +125,12 @@ class RowPipeline:
         )
         self.format = self.shape.format
         self.template = _text_template(preparation, self.format) or choose_template(
-            data, self.format, tokenizer, with_images=images is not None
+            data, self.format, tokenizer, part_type=None if reader is None else reader.part_type
         )
         self._special_tokens = SpecialTokens(tokenizer) if isinstance(self.template, TextTemplate) else None
         self._scored = preparation.rows in SCORE_ROWS
-        self._images = None if images is None else ImageTokens(images, data.image_dir)
+        self._files = None if reader is None else reader.row_files(data.image_dir)
+        self._file_token = None if reader is None else reader.token_id
         self._spec = spec
         self._data = data
         self._encoder = Encoder(tokenizer)
@@ -160,13 +160,13 @@ class RowPipeline:
         for side in sides:
             if isinstance(side, BadRow):
                 raise side
-        if self._images:
-            sides = [self._images.expand(side, row.images) for side in sides]
+        if self._files:
+            sides = [self._files.expand(side, row.files) for side in sides]
         if self._special_tokens:
             sides = [self._special_tokens.join(sides)]
         fitting = self._split(sides[0]) if self.format.raw else self._fit(sides, row.source, counts)
-        if self.format.raw and row.images and len(fitting) > 1:  # which part shows which image is unknown
-            raise BadRow("cut through an image", f"{len(sides[0].input_ids)} tokens")
+        if self.format.raw and row.files and len(fitting) > 1:  # which part shows which file is unknown
+            raise BadRow(self._files.cut_reason, f"{len(sides[0].input_ids)} tokens")
         counts.rows_used += 1
         counts.literal += any(side.literal for side in row.sides)
         counts.straddling += sum(side.straddling for side in sides)
@@ -175,7 +175,7 @@ class RowPipeline:
             counts.first_unplaced.setdefault("answer", f"{row.source} ({fault})")
         whole = sides if self.format.raw else [side for side, kept in zip(sides, fitting, strict=True) if side is kept]
         counts.unended += any(int(side.trained[-1]) not in self._special for side in whole)
-        paths = tuple(image.path for image in row.images)
+        paths = tuple(file.path for file in row.files)
         if self._scored:
             fitting = [labelled_at_end(side) for side in fitting]
         if len(sides) == 2:
@@ -190,20 +190,20 @@ class RowPipeline:
                 if record.too_large:
                     raise BadRow("too large", f"{record.too_large:,} bytes")
                 row = self.shape.of(record).row
-                row, references = extract_images(row) if self._images else (row, [])
+                row, references = self._files.extract(row) if self._files else (row, [])
                 repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
                 parsed = self.format.parse(Record(row, record.source), repairs)
                 for repair in repairs or ():
                     counts.repaired[repair] += 1
                     counts.first_repaired.setdefault(repair, record.source)
                 sides = [self.template.render(conversation) for conversation in parsed.conversations]
-                images = []
-                if self._images:
-                    images = self._images.find(parsed.conversations[0], references, record.source)
-                    sides = [self._images.insert(sides[0], images)]
+                files = []
+                if self._files:
+                    files = self._files.find(parsed.conversations[0], references, record.source)
+                    sides = [self._files.insert(sides[0], files)]
                 for side in sides:
                     side.text.encode()
-                yield RenderedRow(sides, record.source, images, parsed.desirable, parsed.targets)
+                yield RenderedRow(sides, record.source, files, parsed.desirable, parsed.targets)
             except BadRow as bad:
                 self._refuse(bad, record.source, counts)
             except RecursionError:
@@ -236,8 +236,8 @@ class RowPipeline:
             )
         if data.on_overlength == "drop":
             raise BadRow("too long", f"{length} tokens")
-        if self._images and (sides[0].input_ids[data.max_length :] == self._images.reader.token_id).any():
-            raise BadRow("cut through an image", f"{length} tokens")
+        if self._files and (sides[0].input_ids[data.max_length :] == self._file_token).any():
+            raise BadRow(self._files.cut_reason, f"{length} tokens")
         truncated = [side if len(side.input_ids) <= data.max_length else side.cut(0, data.max_length) for side in sides]
         if not all(len(side.trained) for side in truncated):
             raise BadRow("cut before the answer", f"{length} tokens")

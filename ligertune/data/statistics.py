@@ -13,9 +13,9 @@ from ligertune.planning.optimization import total_steps
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
+    from ligertune.data.modalities.modality import ModalityReader
     from ligertune.data.prepare import PreparedData
     from ligertune.planning.options import BatchLayoutOptions
-    from ligertune.vision.reader import ImageReader
 
 
 def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: int, padding_free: bool) -> Rows:
@@ -46,8 +46,8 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
     )
 
 
-def summarize_data(data: PreparedData, images: ImageReader | None = None) -> DataSummary:
-    """Return the totals of prepared data. `images`: the image reader of a vision-language model."""
+def summarize_data(data: PreparedData, reader: ModalityReader | None = None) -> DataSummary:
+    """Return the totals of prepared data. reader: of files; None for a text model."""
     counted = None if data.streamed else data.train
     longest = [part.longest_documents.max() for part in (counted, data.eval) if part]
     return DataSummary(
@@ -61,14 +61,14 @@ def summarize_data(data: PreparedData, images: ImageReader | None = None) -> Dat
         template=data.template,
         fingerprint=data.train.fingerprint,
         eval_tokens=int(data.eval.lengths.sum()) if data.eval else 0,
-        image_share=largest_image_share(counted, images.token_id) if images is not None and counted else 0.0,
+        image_share=largest_file_share(counted, reader.token_id) if reader is not None and counted else 0.0,
     )
 
 
-def largest_image_share(examples: Examples, token_id: int, *, sample: int = 1000) -> float:
-    """Return the largest share of image tokens in an example, among about `sample` examples with images."""
-    with_images = np.flatnonzero(examples.n_images)
-    chosen = with_images[:: -(-len(with_images) // sample) or 1].tolist()
+def largest_file_share(examples: Examples, token_id: int, *, sample: int = 1000) -> float:
+    """Return the largest share of files' tokens in an example, among about `sample` examples with files."""
+    with_files = np.flatnonzero(examples.n_media)
+    chosen = with_files[:: -(-len(with_files) // sample) or 1].tolist()
     return max((float((examples[i].input_ids == token_id).mean()) for i in chosen), default=0.0)
 
 

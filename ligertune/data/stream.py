@@ -161,7 +161,7 @@ class StreamedExamples:
         self._forgotten = 0
         self.lengths = _LazyArray(self, lambda example: len(example.labels))
         self.trained = _LazyArray(self, lambda example: int((example.labels != IGNORE_INDEX).sum()))
-        self.n_images = _LazyArray(self, lambda example: len(example.images))
+        self.n_media = _LazyArray(self, lambda example: len(example.media))
         self.squared_lengths = _LazyArray(self, lambda example: len(example.labels) ** 2)
         self.longest_documents = self.lengths  # pairs are not streamed
 

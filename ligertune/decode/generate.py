@@ -16,8 +16,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 from ligertune.bad_rows import BadRow
+from ligertune.data.modalities.marks import MARK, marked_parts
+from ligertune.data.modalities.modality import ModalityReader, modality_of
 from ligertune.data.rows.conversation import Conversation, Message
-from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_images, image_parts
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
@@ -29,9 +30,6 @@ from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_sav
 from ligertune.models.score_head import gives_scores
 from ligertune.planning.options import ModelOptions
 from ligertune.planning.saved_model import PROMPT_FILE
-from ligertune.vision.image_files import ImageFile
-from ligertune.vision.inputs import image_inputs
-from ligertune.vision.reader import ImageReader, load_reader
 
 SAMPLE_TOKENS = 64  # new tokens of an answer during training
 
@@ -68,7 +66,7 @@ class LoadedModel:
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    reader: ImageReader | None  # None for a text model
+    reader: ModalityReader | None  # None for a text model
     template: dict
 
     @property
@@ -81,7 +79,8 @@ def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> Load
     hide_loading_bars()
     _refuse_scores(name, trust_remote_code)
     model, tokenizer = load_saved(name, trust_remote_code=trust_remote_code)
-    reader = load_reader(ModelOptions(model_name_or_path=name), None, model.config, tokenizer, SAVED_MODEL)
+    modality = modality_of(model.config)
+    reader = modality.load_reader(ModelOptions(model_name_or_path=name), None, tokenizer, SAVED_MODEL)
     folder = Path(name) if Path(name).is_dir() else _hub_snapshot(name)
     return LoadedModel(name, model, tokenizer, reader, choose_prompt(folder, raw=raw))
 
@@ -115,7 +114,7 @@ def generate_answer(
 ) -> Answer:
     """Answer a prompt. Raises UserError.
 
-    images: files for a vision-language model, one for each `<image>` in the prompt, or placed before it.
+    images: files for the model, one for each `<image>` in the prompt, or placed before it.
     on_text: called with each piece of the answer as it is made.
     """
     check_prompt(prompt)
@@ -294,37 +293,25 @@ def _chat_prompt(
 
 
 def _encode_with_images(
-    reader: ImageReader, tokenizer: PreTrainedTokenizerBase, prompt: str, images: Sequence[str], template: dict
+    reader: ModalityReader, tokenizer: PreTrainedTokenizerBase, prompt: str, images: Sequence[str], template: dict
 ) -> tuple[str, dict[str, Tensor]]:
     """Return (prompt with one token per image, inputs of `generate`), prepared as rows with images are for training."""
-    image_tokens = ImageTokens(reader, str(Path.cwd()))
+    row_files = reader.row_files(str(Path.cwd()))
     has_bos = _uses_chat_template(tokenizer, template)
     try:
-        row, references = extract_images({"messages": [{"role": "user", "content": prompt}], "images": list(images)})
+        row, references = row_files.extract({"messages": [{"role": "user", "content": prompt}], "images": list(images)})
         marked = row["messages"][0]["content"]
-        files = image_tokens.find(Conversation((Message("user", marked),)), references, "")
+        files = row_files.find(Conversation((Message("user", marked),)), references, "")
         text = marked
         if has_bos:
-            takes_parts = "image" in tokenizer.chat_template
-            content = image_parts(marked) if takes_parts else IMAGE_MARK.sub(reader.template_text, marked)
+            takes_parts = reader.part_type in tokenizer.chat_template
+            content = marked_parts(marked, reader.part_type) if takes_parts else MARK.sub(reader.template_text, marked)
             text = _chat_prompt(tokenizer, content, template)
-        text = image_tokens.insert(Rendered(text, ()), files).text
+        text = row_files.insert(Rendered(text, ()), files).text
     except BadRow as bad:
         raise UserError(f"--image: {bad}.", hint="Name a file for each <image> in the prompt, or write none.") from bad
     input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)["input_ids"]
-    return text, _expand_images(reader, input_ids, files)
-
-
-def _expand_images(reader: ImageReader, input_ids: Tensor, files: Sequence[ImageFile]) -> dict[str, Tensor]:
-    """Repeat each image token of input_ids (1, T) as often as its image needs, and add the pixels."""
-    repeats = torch.ones(input_ids.shape[1], dtype=torch.long)
-    repeats[input_ids[0] == reader.token_id] = torch.tensor([reader.tokens(file) for file in files], dtype=torch.long)
-    input_ids = input_ids[0].repeat_interleave(repeats)[None]
-    inputs = image_inputs(reader, input_ids, [[reader.pixels(file.path) for file in files]])
-    if reader.family.positions == "sections":  # `generate` computes position ids from the token types
-        del inputs["position_ids"]
-        inputs["mm_token_type_ids"] = (input_ids == reader.token_id).long()
-    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **inputs}
+    return text, reader.prompt_inputs(input_ids, files)
 
 
 @dataclass(frozen=True)

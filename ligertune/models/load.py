@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -26,6 +25,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
 from ligertune.files.model_files import (
     RECIPE_MODEL,
@@ -44,7 +44,6 @@ from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.score_head import gives_scores, is_outside_backbone
 from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
-from ligertune.vision.families import has_vision
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
@@ -60,10 +59,10 @@ def hide_loading_bars() -> None:
 
 
 def auto_class(config: PreTrainedConfig) -> type:
-    """Return transformers' auto class for a configuration. AutoModelForCausalLM drops or refuses the vision tower."""
+    """Return transformers' auto class for a configuration."""
     if gives_scores(config):
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+    return getattr(transformers, modality_of(config).auto_class)
 
 
 def model_class(config: PreTrainedConfig) -> type | None:
@@ -189,9 +188,8 @@ def _attention(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     if name == "auto":
         return {}
     ours = "document_attention", FA4_OR_DOCUMENT_ATTENTION, "varlen", "per_document"
-    text_only = name in (*ours, "flex_attention") and has_vision(config)
-    by_part = {"": name, "text_config": name, "vision_config": "sdpa"}
-    return {"attn_implementation": by_part if text_only else name}
+    text_only = name in (*ours, "flex_attention")
+    return {"attn_implementation": modality_of(config).attn_implementation(name) if text_only else name}
 
 
 def whole_model(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.data.templates.named_templates import known_templates, template_path
 from ligertune.data.templates.tokenizer_limits import check_tokenizer, check_tokenizer_file
 from ligertune.errors import UserError
@@ -139,8 +140,7 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> tuple
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Raise UserError if the tokenizer has an id without a row in the model's embedding; it grows for added tokens."""
-    image_token_id = getattr(config, "image_token_id", None)  # Llama-3.2-Vision's has no row, by design
-    excepted = {image_token_id, *getattr(tokenizer, "new_token_ids", ())}
+    excepted = {*modality_of(config).tokens_without_embedding, *getattr(tokenizer, "new_token_ids", ())}
     highest = max(index for index in tokenizer.get_vocab().values() if index not in excepted)
     vocab_size = config.get_text_config().vocab_size
     if highest >= vocab_size:

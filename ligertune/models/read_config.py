@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin, check_sizes, loading, read_json
 from ligertune.planning.hub import check_hub_model
-from ligertune.vision.families import family_of
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
@@ -34,7 +34,8 @@ def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTr
         text = config.get_text_config()
     if not isinstance(text, PreTrainedConfig):
         raise origin.error(f"{file}: text_config is no configuration of a {config.model_type} model.")
-    if family_of(config) is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not spec.trust_remote_code:
+    reads_text_only = modality_of(config).facts.reads_text_only  # raises UserError for a family that cannot be trained
+    if reads_text_only and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not spec.trust_remote_code:
         if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
             raise origin.own_code(file)
         raise origin.error(

@@ -38,13 +38,12 @@ from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, TrainedBase, trained_base
 from ligertune.recipe.section import path_fault
-from ligertune.vision.reader import save_processor
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from ligertune.vision.reader import ImageReader
+    from ligertune.data.modalities.modality import ModalityReader
 
 SAVED_MODEL = ModelOrigin("MODEL", "add --trust-remote-code")  # of an argument of generate, chat or export
 
@@ -58,7 +57,7 @@ def write_model(
     prompt_template: str,
     system_prompt: str | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    images: ImageReader | None = None,
+    reader: ModalityReader | None = None,
     base: TrainedBase | None = None,
     carried: tuple[ModelOptions, CarriedTensors] | None = None,
 ) -> None:
@@ -78,8 +77,8 @@ def write_model(
             model.save_pretrained(aside, state_dict=weights, **options)
         (aside / "README.md").unlink(missing_ok=True)  # peft's, with placeholders only; `export` writes a model card
         tokenizer.save_pretrained(aside)
-        if images is not None:
-            save_processor(images, aside)
+        if reader is not None:
+            reader.save(aside)
         write_prompt(
             aside,
             prompt_template=prompt_template,

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.files.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
-from ligertune.planning.options import SCORE_TASKS, saved_options
-from ligertune.vision.families import has_vision
-
-if TYPE_CHECKING:
-    from ligertune.planning.options import BuildOptions
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.options import saved_options
 
 HEADS = ("score", "classifier")  # names of the head, which PEFT trains and saves with an adapter
 SEQ_CLS = "SEQ_CLS"  # task_type of such an adapter
@@ -44,7 +41,8 @@ def make_scored(
     labels: names by id. Raises UserError if transformers has no such model, and for a model whose labels have the same
     names in another order, which training would exchange.
     """
-    cls = None if has_vision(config) else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    known_classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if modality_of(config).is_text else {}
+    cls = known_classes.get(type(config), None)
     if cls is None:
         raise origin.error(
             f"transformers has no sequence classification with a {config.model_type} model.",
@@ -65,22 +63,9 @@ def make_scored(
     config.problem_type = problem_type
 
 
-def prepare_config(config: PreTrainedConfig, options: BuildOptions, origin: ModelOrigin = RECIPE_MODEL) -> None:
-    """Make the configuration that of the model which the task trains, in place. Raises UserError.
-
-    The labels of a classification are known once the data are prepared.
-    """
-    if options.task == "reward":
-        make_scored(config, num_labels=1, origin=origin)
-    elif options.task == "classification":
-        values = options.classification
-        how = {"problem_type": values.problem_type, "labels": values.labels or ()}
-        make_scored(config, num_labels=values.num_labels, **how, origin=origin)
-
-
 def check_task(config: PreTrainedConfig, task: str) -> None:
     """Raise UserError for a model with a score head, if the task is to write text."""
-    if gives_scores(config) and task not in SCORE_TASKS:
+    if gives_scores(config) and not feature_of(task).scores_texts:
         raise RECIPE_MODEL.error(
             f"it is a {config.architectures[0]}, which scores texts and writes none, and task is {task}.",
             hint="Write task: classification or task: reward, or name a model that generates text.",
@@ -112,7 +97,7 @@ def make_scored_as_saved(config: PreTrainedConfig, adapter: Path, origin: ModelO
     """
     options = saved_options(adapter)
     if options is not None:
-        prepare_config(config, options.build, origin)
+        feature_of(options.build.task).prepare_config(config, options.build, origin)
         return
     if read_json(adapter / ADAPTER_CONFIG, origin).get("task_type") != SEQ_CLS:
         return

@@ -9,6 +9,7 @@ from collections import Counter
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
 from ligertune.models.read_config import config_value
 from ligertune.models.score_head import score_head
@@ -21,8 +22,6 @@ from ligertune.planning.memory.model_shape import (
     ParameterKind,
 )
 from ligertune.planning.memory.states import NF4_BYTES
-from ligertune.vision.families import family_of, part_of
-from ligertune.vision.tower_shape import read_tower
 
 # Linear layers by the input they save for the backward. Attention itself saves o_proj's input.
 ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa"}
@@ -52,7 +51,7 @@ def read_shape(model: PreTrainedModel, kind: type[ModelShape] = ModelShape) -> M
         parameters=parameter_kinds(model),
         layer=layer,
         head=_head_shape(model),
-        tower=read_tower(model),
+        tower=modality_of(model.config).tower_shape(model),
         in_front=len(in_front),
         n_active=_active_parameters(model),
         dense_layer=dense_layer,
@@ -156,9 +155,9 @@ def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
     scores = score_head(base_of(model))
     stacks = expert_stacks(model, model.config.get_text_config())
     sizes = []
-    family = family_of(model.config)
+    modality = modality_of(model.config)
     for name, parameter in model.named_parameters():
-        if family is not None and part_of(family, name) != "language_model":
+        if not modality.in_language_model(name):
             continue  # it multiplies patches, not tokens
         stack = next((stack for prefix, stack in stacks.items() if name.startswith(prefix)), None)
         full = full_shape(parameter)
@@ -189,10 +188,9 @@ def _active_parameters(model: PreTrainedModel) -> int | None:
 def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the decoder layers of the language model; None if they are not in one ModuleList."""
     depth = depth_of(model.config.get_text_config())
-    family = family_of(model.config)
+    modality = modality_of(model.config)
     for name, module in model.named_modules():
-        in_tower = family is not None and part_of(family, f"{name}.") != "language_model"
-        if isinstance(module, nn.ModuleList) and len(module) == depth and not in_tower:
+        if isinstance(module, nn.ModuleList) and len(module) == depth and modality.in_language_model(f"{name}."):
             return module
     return None
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ligertune_kernels.ops.losses.labelled_rows import MIN_PRODUCTS, PendingRows
+from ligertune_kernels.ops.losses.labelled_rows import PendingRows
+from ligertune_kernels.ops.losses.tiles import MIN_PRODUCTS
 from torch import Tensor, nn
 
 DEVICES = ("cuda",)  # labels on a CPU are looked at by `linear_cross_entropy` itself

@@ -10,8 +10,16 @@ from dataclasses import dataclass, replace
 
 from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import DataSummary, Rows, padding_free_notes
-from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, LOSS_CHUNK_ROWS
+from ligertune.planning.batch_layout import (
+    Batching,
+    DataSummary,
+    ModalityFacts,
+    Rows,
+    choose_batching,
+    padding_free_notes,
+)
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
 from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
     choose_policy,
@@ -23,7 +31,6 @@ from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.experts_bytes import dequantised_bytes
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.memory.tiled_bytes import TILE
-from ligertune.planning.micro_batch import Batching, choose_batching
 from ligertune.planning.optimization import (
     Cadence,
     TrainSchedule,
@@ -35,12 +42,12 @@ from ligertune.planning.optimization import (
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
-    check_image_accumulation,
     check_strategy,
+    check_tower_accumulation,
     choose_strategy,
     unsharded_need,
 )
-from ligertune.planning.plan import LOSS_KERNELS, BuiltModel, Plan, TeacherPlan
+from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, float8_notes
 from ligertune.recipe import Recipe, contradicts_itself
 
@@ -66,7 +73,7 @@ class PlanInputs:
     data: DataSummary
     rows: Rows
     why_fsdp: str  # why a launcher or `--gpus` decided for FSDP; empty if neither did
-    has_images: bool
+    modality: ModalityFacts
     teacher: TeacherPlan | None = None
 
     @property
@@ -106,7 +113,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         interval(steps, schedule.total_steps) for steps in (recipe.checkpoint.save_steps, recipe.eval.eval_steps)
     )
     if model.shape.tower is not None:
-        check_image_accumulation(recipe, batching.accumulation)
+        check_tower_accumulation(recipe, batching.accumulation, model_kind=inputs.modality.model_kind)
     before = evaluates_before_training(recipe, inputs, schedule, batching)
     options = RunOptions.of(recipe)
     plan = Plan(
@@ -139,7 +146,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         tile=resources.tile,
         rows=rows,
         schedule=schedule,
-        optimizer=make_optimizer(recipe),
+        optimizer=make_optimizer(recipe, heads_lr_multiplier=feature_of(recipe.task).added_lr_multiplier(recipe)),
         data=data,
         save=Cadence(recipe.checkpoint.save_strategy, every_save),
         evaluate=Cadence(recipe.eval.eval_strategy if data.eval_examples else "no", every_eval),
@@ -148,8 +155,8 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         carried=model.carried,
     )
     if recipe.train.cuda_graphs:
-        check_cuda_graphs(plan, has_images=inputs.has_images)
-    return suggest_cuda_graphs(plan, recipe, has_images=inputs.has_images)
+        check_cuda_graphs(plan, inputs.modality)
+    return suggest_cuda_graphs(plan, recipe, inputs.modality)
 
 
 def _notes(
@@ -184,7 +191,7 @@ def evaluates_before_training(recipe: Recipe, inputs: PlanInputs, schedule: Trai
     # An evaluation is a forward: a third of a step with its backward, half of one without gradients of weights. With a
     # teacher or a frozen backbone the forward may be nearly all of a step.
     share = 1 / 2 if recipe.method.type in ("lora", "qlora") else 1 / 3
-    share = 1 if inputs.teacher is not None or recipe.task in ("medusa", "distill") else share
+    share = 1 if inputs.teacher is not None or feature_of(recipe.task).forward_only else share
     return share * data.eval_tokens < MAX_EVALUATION * trained
 
 
@@ -248,9 +255,9 @@ def estimate_memory(
     data = inputs.data
     precision = inputs.precision
     applied = model.applied_kernels
-    loss_kernel = LOSS_KERNELS.get(recipe.task, "")
+    feature = feature_of(recipe.task)
     shape = model.shape
-    policy = choose_policy(recipe, model.attn_implementation, applied, loss_kernel=loss_kernel)
+    policy = choose_policy(recipe, model.attn_implementation, applied, loss_kernel=feature.loss_kernel)
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
@@ -281,7 +288,7 @@ def estimate_memory(
         dense_layer=shape.dense_layer,
         dense_layers=shape.dense_layers,
         dequantised=itemsize * max(four_bit, default=0),
-        loss_chunk=LOSS_CHUNK_ROWS if recipe.distill.teacher_file else 0,
+        loss_chunk=feature.loss_chunk_rows(recipe),
     )
 
 
@@ -393,16 +400,16 @@ def _teacher_notes(teacher: TeacherPlan | None, machine: Machine) -> tuple[str, 
     return (*teacher.notes, f"distill: each of {machine.world_size} processes holds the whole teacher, {size}")
 
 
-def check_cuda_graphs(plan: Plan, *, has_images: bool) -> None:
+def check_cuda_graphs(plan: Plan, modality: ModalityFacts) -> None:
     """Raise UserError if a step cannot be recorded for `train.cuda_graphs`."""
     if plan.strategy != "single":
         raise UserError(
             f"train.cuda_graphs records the work of one process, and parallel.strategy is {plan.strategy} here.",
             hint="Write parallel.num_processes: 1, or leave train.cuda_graphs out.",
         )
-    if has_images:
+    if not modality.reads_text_only:
         raise UserError(
-            f"train.cuda_graphs: {plan.model_family} reads images, which give each batch another shape.",
+            f"train.cuda_graphs: {plan.model_family} reads {modality.inputs}, which give each batch another shape.",
             hint="Leave it out.",
         )
     if plan.precision.autocast == "fp16":
@@ -430,7 +437,7 @@ def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     )
 
 
-def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan:
+def suggest_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> Plan:
     """Return the plan, with a note if the host takes longer to launch a micro-batch than the device to compute it."""
     train = recipe.train
     machine = plan.machine
@@ -444,7 +451,7 @@ def suggest_cuda_graphs(plan: Plan, recipe: Recipe, *, has_images: bool) -> Plan
     if contradicts_itself(with_graphs):
         return plan
     try:
-        check_cuda_graphs(plan, has_images=has_images)
+        check_cuda_graphs(plan, modality)
     except UserError:
         return plan
     note = (

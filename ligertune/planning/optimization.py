@@ -65,7 +65,7 @@ class Optimizer:
     betas: tuple[float, float]
     eps: float
     max_grad_norm: float
-    heads_lr_multiplier: float = 1.0  # for Medusa heads that train together with the model
+    heads_lr_multiplier: float = 1.0  # for heads that train together with the model
     in_backward: bool = False
     offload: bool = False
     galore: Galore = Galore()
@@ -131,10 +131,9 @@ def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> Train
     )
 
 
-def make_optimizer(recipe: Recipe) -> Optimizer:
-    """Copy the optimizer's settings out of a recipe."""
+def make_optimizer(recipe: Recipe, *, heads_lr_multiplier: float = 1.0) -> Optimizer:
+    """Copy the optimizer's settings out of a recipe. heads_lr_multiplier: of heads that a feature adds."""
     train = recipe.train
-    joint_heads = recipe.task == "medusa" and recipe.medusa.stage == 2
     rate = train.learning_rate
     ratio = recipe.method.loraplus_lr_ratio
     return Optimizer(
@@ -143,7 +142,7 @@ def make_optimizer(recipe: Recipe) -> Optimizer:
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_epsilon,
         max_grad_norm=train.max_grad_norm,
-        heads_lr_multiplier=recipe.medusa.lr_multiplier if joint_heads else 1.0,
+        heads_lr_multiplier=heads_lr_multiplier,
         in_backward=train.optim_in_backward,
         offload=train.optim_offload,
         galore=Galore(**train.galore.model_dump()),

@@ -7,12 +7,14 @@ of it that are final are copied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ligertune.hardware import Machine
 from ligertune.recipe import Recipe, load_recipe, schema, train_sections
+from ligertune.recipe.feature import feature_parts, modality_parts
+from ligertune.recipe.section import Section
 
 TokenizerOptions = schema.TokenizerSpec
 ModelOptions = schema.ModelSpec
@@ -20,13 +22,9 @@ KernelOptions = schema.KernelsSpec
 MethodOptions = schema.MethodSpec
 DatasetOptions = schema.DatasetSpec
 DataOptions = schema.DataSpec
-VisionOptions = schema.VisionSpec
-MedusaOptions = train_sections.MedusaSpec
-PreferenceOptions = train_sections.PreferenceSpec
-DistillOptions = train_sections.DistillSpec
 LrGroupOptions = train_sections.LrGroupSpec
-ClassificationOptions = train_sections.ClassificationSpec
-RewardOptions = train_sections.RewardSpec
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,6 @@ class ExecutionOptions:
     neftune_noise_alpha: float | None
 
 
-# texts: with labels of a classification; reward_pairs: pairs whose whole texts are scored
-DataRows = Literal["conversations", "pairs", "labelled", "texts", "reward_pairs"]
-SCORE_ROWS = ("texts", "reward_pairs")  # a model scores each sequence as a whole, at its last token
-SCORE_TASKS = ("classification", "reward")  # tasks that train such a model: *ForSequenceClassification
 RowKind = Literal["packed", "grouped", "shuffled"]
 MAX_COMPILED_LENGTHS = 8  # torch.compile and CUDA graphs make one graph per length
 
@@ -107,19 +101,23 @@ class BatchLayoutOptions:
 class BuildOptions:
     """Everything that decides which model is built, and what is patched into it."""
 
-    task: Literal["sft", "medusa", "dpo", "distill", "classification", "reward"]
+    task: str
     seed: int
     model: ModelOptions
     method: MethodOptions
     kernels: KernelOptions
-    vision: VisionOptions
-    medusa: MedusaOptions
-    preference: PreferenceOptions
-    distill: DistillOptions
-    classification: ClassificationOptions
-    reward: RewardOptions
+    sections: tuple[Section, ...]  # of features and modalities
     execution: ExecutionOptions
     lr_groups: tuple[LrGroupOptions, ...] = ()
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the section of this class, which a feature or modality has added."""
+        return next(section for section in self.sections if isinstance(section, kind))
+
+    def with_section(self, kind: type[Section], **changes: object) -> BuildOptions:
+        """Return the options with other values of keys in the section of this class."""
+        sections = (one.model_copy(update=changes) if isinstance(one, kind) else one for one in self.sections)
+        return replace(self, sections=tuple(sections))
 
 
 @dataclass(frozen=True)
@@ -139,6 +137,7 @@ class RunOptions:
     def of(recipe: Recipe) -> RunOptions:
         """Collect the options of a recipe."""
         train = recipe.train
+        parts = (*feature_parts(), *modality_parts())
         return RunOptions(
             build=BuildOptions(
                 task=recipe.task,
@@ -146,14 +145,16 @@ class RunOptions:
                 model=recipe.model,
                 method=recipe.method,
                 kernels=recipe.kernels,
-                vision=recipe.vision,
-                medusa=recipe.medusa,
-                preference=recipe.preference,
-                distill=recipe.distill,
+                sections=tuple(recipe.section(kind) for part in parts for kind in part.sections.values()),
                 lr_groups=train.lr_groups,
-                classification=recipe.classification,
-                reward=recipe.reward,
-                execution=ExecutionOptions(**{name: getattr(train, name) for name in ExecutionOptions.__annotations__}),
+                execution=ExecutionOptions(
+                    torch_compile=train.torch_compile,
+                    cuda_graphs=train.cuda_graphs,
+                    fp8=train.fp8,
+                    full_determinism=train.full_determinism,
+                    gradient_checkpointing=train.gradient_checkpointing,
+                    neftune_noise_alpha=train.neftune_noise_alpha,
+                ),
             ),
             data_options=recipe.data,
             layout=BatchLayoutOptions.of(recipe),
@@ -180,27 +181,6 @@ def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
     measured = machine.arch == "sm90" and (one or several)
     measured = measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
     return recipe.model_copy(update={"kernels": kernels.model_copy(update={"lora": measured})})
-
-
-def data_rows_of(recipe: Recipe | BuildOptions) -> DataRows:
-    """Return which rows the data must have, by the task and, for dpo, its loss."""
-    if recipe.task in SCORE_TASKS:
-        return "texts" if recipe.task == "classification" else "reward_pairs"
-    if recipe.task != "dpo":
-        return "conversations"
-    return "labelled" if recipe.preference.loss_type == "kto" else "pairs"
-
-
-def reference_of(
-    preference: PreferenceOptions, method: MethodOptions
-) -> Literal["precompute", "adapter", "copy", "none"]:
-    """Return where the reference log-probabilities of task: dpo come from."""
-    if preference.loss_type in ("simpo", "orpo"):
-        return "none"
-    if preference.reference != "auto":
-        return preference.reference
-    adapts = method.type in ("lora", "qlora") and not method.lora_modules_to_save and not method.init_changes_weights
-    return "adapter" if adapts else "precompute"
 
 
 def saved_options(folder: Path) -> RunOptions | None:

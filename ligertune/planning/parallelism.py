@@ -119,15 +119,15 @@ def check_cp_size(ranks: int, world_size: int) -> None:
         )
 
 
-def check_image_accumulation(recipe: Recipe, accumulation: int) -> None:
-    """Raise UserError if replicas of a vision-language model would accumulate gradients.
+def check_tower_accumulation(recipe: Recipe, accumulation: int, *, model_kind: str) -> None:
+    """Raise UserError if replicas of a model with a tower would accumulate gradients.
 
-    A micro-batch without images has no gradients of the vision tower, and torch adds up the gradients of
+    A micro-batch without files has no gradients of the tower, and torch adds up the gradients of
     micro-batches by their position in a list.
     """
     if recipe.parallel.dp_replicate_size > 1 and accumulation > 1:
         raise UserError(
-            "parallel.dp_replicate_size: replicas of a vision-language model cannot accumulate gradients, and this run "
+            f"parallel.dp_replicate_size: replicas of a {model_kind} cannot accumulate gradients, and this run "
             f"accumulates {accumulation} micro-batches per step.",
             hint="Write train.gradient_accumulation_steps: 1, or leave parallel.dp_replicate_size out.",
         )

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import DataSummary, Rows
+from ligertune.planning.batch_layout import Batching, DataSummary, Rows
 from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
 from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of
-from ligertune.planning.micro_batch import Batching
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Precision
 from ligertune.planning.saved_model import CarriedTensors, TrainedBase
 
-# task -> the kernel that computes its loss in the output head
-LOSS_KERNELS = {"sft": "linear_cross_entropy", "medusa": "multi_head_linear_cross_entropy", "distill": "linear_jsd",
-                "dpo": "linear_log_probs"}  # fmt: skip
+# Kernels that compute a loss in the output head, so that the logits are never stored.
+LOSS_KERNELS = ("linear_cross_entropy", "multi_head_linear_cross_entropy", "linear_jsd", "linear_log_probs")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """The teacher of task: distill. attn_implementation: for packed rows; None lets transformers choose."""
+    """A second, frozen model. attn_implementation: for packed rows; None lets transformers choose."""
 
     name: str
     dtype: str
@@ -147,7 +145,7 @@ class Plan(RunOptions):
     @property
     def loss_in_head(self) -> bool:
         """Whether a fused loss runs in the output head. Batches then carry an index of the labelled rows."""
-        return any(line.kernel in LOSS_KERNELS.values() and line.applied for line in self.kernels)
+        return any(line.kernel in LOSS_KERNELS and line.applied for line in self.kernels)
 
     def due(self, cadence: Cadence, step: int) -> bool:
         """Whether `cadence` is due after `step` steps of this run."""

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Collection
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from ligertune.errors import UserError, pip_install
@@ -19,13 +20,14 @@ from ligertune.files.storage import (
 )
 from ligertune.planning.hub import TOKENIZER_FILES, check_hub_dataset, check_hub_model
 from ligertune.recipe import Recipe
+from ligertune.recipe.feature import TrainedFolder, feature_parts
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.train_sections import CheckpointSpec
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
     "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
-    "trackers", "curves.png", "report.html", "ranks", "medusa", "medusa_report.json", "medusa_report.png", "reference",
+    "trackers", "curves.png", "report.html", "ranks", *(name for part in feature_parts() for name in part.run_files),
 )  # fmt: skip
 
 MADE_BEFORE_TRAINING = (
@@ -36,12 +38,10 @@ MADE_BEFORE_TRAINING = (
     "profile",
     "trackers",
     "ranks",
-    "reference",
+    *(name for part in feature_parts() for name in part.before_training),
 )
 
 WRITTEN_WHOLE = ("model", "best")  # folders that are written under another name, and renamed
-
-HEADS_FILES = ("config.json", "medusa_lm_head.safetensors")
 
 
 def check_output_dir(section: CheckpointSpec) -> None:
@@ -111,7 +111,8 @@ def check_packages(recipe: Recipe) -> None:
     wanted = {"train.optim": (recipe.train.optim, OPTIMIZERS[recipe.train.optim].needs)}
     wanted |= {"method.type": ("qlora", "bitsandbytes")} if recipe.method.type == "qlora" else {}
     wanted |= {"method.load_in_8bit": ("true", "bitsandbytes")} if recipe.method.load_in_8bit else {}
-    wanted |= {"distill.teacher_load_in_4bit": ("true", "bitsandbytes")} if recipe.distill.teacher_load_in_4bit else {}
+    for part in feature_parts():
+        wanted |= {key: ("true", name) for key, name in part.packages.items() if attrgetter(key)(recipe)}
     wanted |= {"train.fp8": ("torchao", "torchao")} if recipe.train.fp8 == "torchao" else {}
     if recipe.parallel.strategy.startswith("deepspeed"):
         wanted["parallel.strategy"] = (recipe.parallel.strategy, "deepspeed")
@@ -128,10 +129,11 @@ def check_packages(recipe: Recipe) -> None:
 def check_paths(recipe: Recipe) -> None:
     """Raise UserError for local paths that do not exist. Other names may be hub ids, which the loaders check."""
     check_model_path(recipe.model.model_name_or_path, key="model.model_name_or_path")
-    if recipe.distill.teacher is not None:
-        check_model_path(recipe.distill.teacher, key="distill.teacher")
-    if recipe.medusa.heads_path is not None:
-        check_heads_path(recipe.medusa.heads_path, key="medusa.heads_path")
+    for key, name in _models_of_features(recipe):
+        check_model_path(name, key=key)
+    for folder in (folder for part in feature_parts() for folder in part.folders):
+        if (path := attrgetter(folder.key)(recipe)) is not None:
+            check_trained_folder(folder, path)
     for key, datasets in (("datasets", recipe.data.datasets), ("eval_datasets", recipe.data.eval_datasets)):
         for i, path in enumerate(dataset.path for dataset in datasets):
             if looks_local(path) and not any(c in path for c in "*?[") and not Path(path).exists():
@@ -155,13 +157,20 @@ def check_hub(recipe: Recipe) -> None:
         check_hub_model(model.model_name_or_path, key="model.model_name_or_path", revision=model.revision)
     if model.tokenizer.path is not None and is_hub_id(model.tokenizer.path):
         check_hub_model(model.tokenizer.path, key="model.tokenizer.path", files=TOKENIZER_FILES)
-    if recipe.distill.teacher is not None and is_hub_id(recipe.distill.teacher):
-        check_hub_model(recipe.distill.teacher, key="distill.teacher")
+    for key, name in _models_of_features(recipe):
+        if is_hub_id(name):
+            check_hub_model(name, key=key)
     data = recipe.data
     for key, datasets in (("datasets", data.datasets), ("eval_datasets", data.eval_datasets)):
         for i, dataset in enumerate(datasets):
             if is_hub_id(dataset.path) and not any(c in dataset.path for c in "*?["):
                 check_hub_dataset(dataset.path, key=f"data.{key}[{i}].path", streaming=data.streaming)
+
+
+def _models_of_features(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return (key, hub id or folder) of the other models that features of the recipe name."""
+    named = [(key, attrgetter(key)(recipe)) for part in feature_parts() for key in part.models]
+    return [(key, name) for key, name in named if name is not None]
 
 
 def is_hub_id(name: str) -> bool:
@@ -179,14 +188,15 @@ def check_model_path(name: str, *, key: str) -> None:
         raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
 
 
-def check_heads_path(name: str, *, key: str) -> None:
-    """Raise UserError if a folder of Medusa heads does not exist or holds none."""
-    hint = "Name the folder medusa/ that `ligertune medusa --stage 1` wrote into its output_dir."
+def check_trained_folder(wanted: TrainedFolder, name: str, *, key: str = "") -> None:
+    """Raise UserError if a folder of trained parts does not exist or holds none. key: if it is not that of `wanted`."""
+    key = key or wanted.key
     folder = Path(name).expanduser()
     if looks_local(name) and not folder.is_dir():
-        raise UserError(f"{key}: there is no folder {name}.", hint=hint)
-    if not all((folder / file).is_file() for file in HEADS_FILES):
-        raise UserError(f"{key}: {name} holds no trained heads ({' and '.join(HEADS_FILES)}).", hint=hint)
+        raise UserError(f"{key}: there is no folder {name}.", hint=wanted.hint)
+    if not all((folder / file).is_file() for file in wanted.files):
+        missing = f"{key}: {name} holds no {wanted.holds} ({' and '.join(wanted.files)})."
+        raise UserError(missing, hint=wanted.hint)
 
 
 # ---- places of outputs, which are checked before the work whose result they will hold

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from ligertune.errors import UserError
 from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
 from ligertune.planning.hub import MODEL_FILES, check_hub_model
-from ligertune.planning.preflight import HEADS_FILES, looks_local
+from ligertune.planning.preflight import looks_local
+from ligertune.recipe.feature import TrainedFolder, feature_parts
 from ligertune.recipe.section import path_fault
 
 PROMPT_FILE = "ligertune.json"  # saved with the model: the prompt template of training, and the base as it was trained
@@ -43,7 +44,7 @@ def find_saved_model(name: str, *, key: str) -> SavedModel:
     if (folder / PROGRESS_FILE).is_file():
         return SavedModel(str(folder), _above(folder, 2), is_checkpoint=True)
     for place in (folder, folder / "model"):
-        if (place / HEADS_FILES[1]).is_file():
+        if _trained_folder(place) is not None:
             break
         if any((place / file).is_file() for file in MODEL_FILES):
             run = _above(place, 1)
@@ -179,11 +180,20 @@ def check_base_model(folder: Path, *, key: str) -> None:
         check_hub_model(base, key=f"{key}: base model of {folder}")
 
 
+def _trained_folder(folder: Path, *, below: bool = False) -> TrainedFolder | None:
+    """Return the trained parts of a feature that a folder holds. below: or one of its folders."""
+    for found in (found for part in feature_parts() for found in part.folders):
+        places = (folder, folder / found.name) if below else (folder,)
+        if any((place / found.files[-1]).is_file() for place in places):
+            return found
+    return None
+
+
 def _what_is_missing(name: str, folder: Path) -> str:
     if newest_checkpoint(folder):
         return f"{name} holds checkpoints of a run, and no finished model."
-    if any((place / HEADS_FILES[1]).is_file() for place in (folder, folder / "medusa")):
-        return f"{name} holds Medusa heads."
+    if (found := _trained_folder(folder, below=True)) is not None:
+        return f"{name} holds {found.title}."
     if (folder / "plan.json").is_file():
         return f"{name} holds a run without a finished model or a complete checkpoint."
     return f"{name} holds no config.json, so it is not a model."
@@ -192,8 +202,8 @@ def _what_is_missing(name: str, folder: Path) -> str:
 def _what_to_do(name: str, folder: Path) -> str:
     if newest_checkpoint(folder):
         return f"Make a model of one: ligertune export {name} --checkpoint newest --out {Path(name) / 'exported'}"
-    if any((place / HEADS_FILES[1]).is_file() for place in (folder, folder / "medusa")):
-        return "`ligertune generate` decodes with them if --medusa is given."
+    if (found := _trained_folder(folder, below=True)) is not None:
+        return found.use
     return f"{_HINT}."
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, create_model
 
+from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.section import (
     AutoSwitch,
     Expression,
@@ -28,16 +29,9 @@ from ligertune.recipe.section import (
     Text,
     convert_by,
 )
-from ligertune.recipe.train_sections import (
-    CheckpointSpec,
-    ClassificationSpec,
-    DistillSpec,
-    EvalSpec,
-    MedusaSpec,
-    PreferenceSpec,
-    RewardSpec,
-    TrainSpec,
-)
+from ligertune.recipe.train_sections import CheckpointSpec, EvalSpec, TrainSpec
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class TokenizerSpec(Section):
@@ -270,21 +264,6 @@ class ParallelSpec(Section):
     """Seconds to wait for a process within a step; saves and evaluations may take longer."""
 
 
-class VisionSpec(Section):
-    """Images of a vision-language model: their size, and which parts of the model train."""
-
-    image_min_pixels: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Qwen models: enlarge smaller images to this many pixels; null: the model's default."""
-    image_max_pixels: PositiveInt = 1_003_520
-    """Qwen models: shrink larger images to this many pixels (1280 tokens in Qwen2-VL)."""
-    freeze_vision_tower: Switch = True
-    """Freeze the image encoder."""
-    freeze_projector: Switch = True
-    """Freeze the layers that project image features into the language model."""
-    freeze_language_model: Switch = False
-    """Freeze the language model, including its embeddings and output head."""
-
-
 class ReportSpec(Section):
     """Measurements for the run's report."""
 
@@ -306,13 +285,17 @@ class Origin:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
 
-class Recipe(Section):
-    """A fine-tuning run of ligertune."""
+# value of `task` -> words for the key reference
+TASKS = {task: words for part in feature_parts() for task, words in part.tasks.items()}
+TASK_WORDS = "; ".join(f"{task}: {words}" if words else task for task, words in TASKS.items()) + "."
+
+
+class CommonSections(Section):
+    """The sections of a recipe that come before those of modalities."""
 
     version: Literal[1] = 1
     """Version of the recipe format."""
-    task: Literal["sft", "medusa", "dpo", "distill", "classification", "reward"] = "sft"
-    """sft: fine-tuning; medusa: Medusa heads; dpo: preferences; distill: from a teacher; classification; reward."""
+    task: Annotated[Literal[tuple(TASKS)], Field(description=TASK_WORDS)] = "sft"
     # each section's description is the docstring of its class
     model: ModelSpec
     kernels: KernelsSpec = KernelsSpec()
@@ -323,15 +306,31 @@ class Recipe(Section):
     checkpoint: CheckpointSpec
     logging: LoggingSpec = LoggingSpec()
     parallel: ParallelSpec = ParallelSpec()
-    vision: VisionSpec = VisionSpec()
+
+
+# A base class, so that the sections of modalities keep their place in the key reference.
+if TYPE_CHECKING:
+    SectionsWithModalities = CommonSections
+else:
+    SectionsWithModalities = create_model(
+        "SectionsWithModalities",
+        __base__=CommonSections,
+        __module__=__name__,
+        **{name: (kind, kind()) for part in modality_parts() for name, kind in part.sections.items()},
+    )
+
+
+class Recipe(SectionsWithModalities):
+    """A fine-tuning run of ligertune."""
+
     report: ReportSpec = ReportSpec()
-    medusa: MedusaSpec = MedusaSpec()
-    preference: PreferenceSpec = PreferenceSpec()
-    distill: DistillSpec = DistillSpec()
-    classification: ClassificationSpec = ClassificationSpec()
-    reward: RewardSpec = RewardSpec()
 
     _origin: Origin = PrivateAttr(Origin())
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the section of this class, which a feature or modality has added."""
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return next(value for value in values if isinstance(value, kind))
 
     @property
     def source(self) -> Path | None:
@@ -342,6 +341,17 @@ class Recipe(Section):
     def notices(self) -> tuple[str, ...]:
         """One line per alias, retired key or replaced value that the reader met."""
         return self._origin.notices
+
+
+if not TYPE_CHECKING:
+    # type checkers see the class above, and `Recipe.section` for the sections of features
+    Recipe = create_model(
+        "Recipe",
+        __base__=Recipe,
+        __doc__=Recipe.__doc__,
+        __module__=__name__,
+        **{name: (kind, kind()) for part in feature_parts() for name, kind in part.sections.items()},
+    )
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Schema of the recipe sections `train`, `eval`, `checkpoint` and `medusa`: keys, types, defaults and bounds."""
+"""Schema of the recipe sections `train`, `eval` and `checkpoint`: keys, types, defaults and bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
     AutoSwitch,
     Expression,
-    FileOrHub,
     NameList,
     OutputPath,
     Resume,
@@ -30,7 +29,6 @@ from ligertune.recipe.section import (
     StepsOrShare,
     Switch,
     SwitchOrOffload,
-    Text,
     TiledSwitch,
     When,
     unusable,
@@ -254,110 +252,3 @@ class CheckpointSpec(Section):
     """Replace the run that output_dir holds."""
     save_on_signal: Switch = True
     """Save a checkpoint before exiting on SIGTERM or Ctrl-C."""
-
-
-class MedusaSpec(Section):
-    """Medusa heads; read with task: medusa."""
-
-    # Medusa (Cai et al. 2024): head k predicts the token k + 1 positions ahead
-
-    num_heads: Annotated[int, Field(ge=1, le=16)] = 5
-    """Number of heads."""
-    num_layers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Residual blocks per head."""
-    stage: Literal[1, 2] = 1
-    """1: train the heads only; 2: train the model and the heads."""
-    lm_head: Literal["shared", "own"] = "shared"
-    """Output projection of the heads; shared: the model's; own: a trained copy per head."""
-    heads_path: FileOrHub | None = None
-    """Folder of trained heads to start from; required in stage 2."""
-    decay_coefficient: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
-    """Weight of the loss of head k: decay_coefficient to the power k."""
-    heads_coefficient: NonNegativeFloat = 0.2
-    """Stage 2: weight of the sum of the head losses."""
-    heads_warmup_ratio: Share = 0.1
-    """Stage 2: share of the steps in which heads_coefficient rises linearly from 0."""
-    lr_multiplier: PositiveFloat = 4.0
-    """Stage 2: learning rate of the heads, relative to the model's."""
-    self_distillation: Switch = False
-    """Stage 2: train the model towards its initial distribution (KL) instead of the labels."""
-    expand_lm_head: Switch = False
-    """Write a copy of a shared projection for each head, as TensorRT-LLM expects."""
-    tree_nodes: Annotated[int, Field(ge=2, le=512)] = 64
-    """Maximum number of candidate tokens that one decoding step verifies."""
-    eval_prompts: NonNegativeInt = 8
-    """Held-out prompts to time decoding on after training; 0: none."""
-    eval_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
-    """Maximum number of new tokens per prompt."""
-
-
-class PreferenceSpec(Section):
-    """Preference optimisation; read with task: dpo."""
-
-    loss_type: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = "sigmoid"
-    """sigmoid: DPO; ipo, hinge, robust: its variants; simpo, orpo: without a reference; kto: single answers."""
-    beta: PositiveFloat = 0.1
-    """Strength of the preference, and of the tie to the reference."""
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """sigmoid, robust: probability that a pair is labelled the wrong way round."""
-    simpo_gamma: NonNegativeFloat = 0.5
-    """simpo: margin of the reward that the chosen answer should have."""
-    orpo_alpha: PositiveFloat = 0.1
-    """orpo: weight of the odds ratio next to the loss on the chosen answer."""
-    sft_weight: NonNegativeFloat = 0.0
-    """Weight of the cross-entropy of the chosen answer (RPO); 0: without."""
-    ld_alpha: Share | None = None
-    """LD-DPO: weight of tokens beyond the length of the shorter answer; null: 1."""
-    length_normalization: Switch = False
-    """Divide log-probabilities by the length of the answer; ipo and simpo always do."""
-    desirable_weight: NonNegativeFloat = 1.0
-    """kto: weight of the losses of desirable answers."""
-    undesirable_weight: NonNegativeFloat = 1.0
-    """kto: weight of the losses of undesirable answers."""
-    reference: Literal["auto", "precompute", "adapter", "copy"] = "auto"
-    """Where reference log-probabilities come from: precompute (before training), adapter (LoRA switched off), copy."""
-
-
-class ClassificationSpec(Section):
-    """Sequence classification; read with task: classification."""
-
-    num_labels: Annotated[PositiveInt, Field(le=2**20)] | None = None  # transformers writes a name for each
-    """Number of labels, or of numbers to predict; null: from the data."""
-    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = None
-    """Loss: cross-entropy, one binary cross-entropy per label, or squared error; null: from the labels."""
-    labels: NameList | None = None
-    """Names of the labels in the order of their ids; null: from the data, sorted."""
-
-
-class RewardSpec(Section):
-    """Reward model; read with task: reward."""
-
-    center_rewards_coefficient: NonNegativeFloat | None = None
-    """Weight of the squared sum of a pair's rewards, which keeps rewards near 0; null: without."""
-
-
-class DistillSpec(Section):
-    """Distillation from a teacher model; read with task: distill."""
-
-    teacher: FileOrHub | None = None
-    """Hub id or folder of the teacher; its vocabulary must be the student's."""
-    teacher_revision: Text = "main"
-    """Branch, tag or commit of the teacher on the hub."""
-    teacher_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of the teacher's weights; auto: the dtype in which the student computes."""
-    teacher_load_in_4bit: Switch = False
-    """Quantise the teacher's layers to 4 bits (NF4) while they are loaded; needs bitsandbytes."""
-    teacher_offload: Switch = False
-    """Keep the teacher's layers in host memory, and copy each to the device for its part of the forward: slow."""
-    loss: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
-    """forward_kl: KL(teacher || student); reverse_kl: KL(student || teacher); jsd: in between, by beta."""
-    beta: Share = 0.5
-    """jsd: weight of the teacher in the mixture."""
-    temperature: PositiveFloat = 1.0
-    """Divisor of both models' logits."""
-    sft_weight: Share = 0.0
-    """Weight of the cross-entropy of the labels; the divergence has the rest."""
-    teacher_file: FileOrHub | None = None
-    """Folder of `ligertune distill --write`: train from its log-probabilities, without the teacher."""
-    top_k: Annotated[int, Field(ge=1, le=2**20)] = 64
-    """ligertune distill --write: number of tokens whose log-probabilities are written for each trained token."""

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.errors import format_bytes, format_duration
 from ligertune.files.storage import mask_secrets, read_metrics, utc_now
+from ligertune.recipe.feature import feature_parts
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.provenance import provenance
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
-    from ligertune.train.loop import TrainResult
-    from ligertune.train.meter import Counts
+    from ligertune.training.loop import TrainResult
+    from ligertune.training.metrics.meter import Counts
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Throughput:
     mfu: float | None  # model FLOP/s over the devices' dense peak; None if that is unknown
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Report of one run.
 
@@ -78,7 +79,8 @@ class Report:
     recipe_sha256: str
     versions: dict[str, str]
     notes: tuple[str, ...]
-    medusa: dict | None = None  # MedusaReport.as_dict() if heads were trained
+    measured: dict[str, Any] | None = None  # by the feature, on what it trained; report.json names it by its feature
+    task: str = "sft"
     seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts
     eval_measures: dict[str, float] = dataclasses.field(default_factory=dict)  # of the task, in the last evaluation
@@ -101,8 +103,13 @@ class Report:
         lines.append(f"model {self.model_path or 'not written'}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
+    __repr__ = __str__  # what a notebook or a Python prompt shows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for report.json, with a key for each feature that measures something."""
+        values = dataclasses.asdict(self)
+        measured = {values.pop("task"): values.pop("measured")}
+        return values | {key: measured.get(key) for part in feature_parts() for key in part.report_keys}
 
 
 def make_report(
@@ -110,13 +117,16 @@ def make_report(
     fitted: TrainResult,
     *,
     model_path: str | None,
-    medusa: dict | None,
+    measured: dict[str, Any] | None,
     started: str,
     seconds: float,
     seconds_to_first_step: dict[str, float],
     notes: tuple[str, ...],
 ) -> Report:
-    """Return the report of a run. medusa: the report on trained heads. notes: added to those of plan and training."""
+    """Return the report of a run.
+
+    measured: by the feature, on what it trained. notes: added to those of plan and training.
+    """
     lines = read_metrics(plan.output_dir / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval_loss" in line]
@@ -154,7 +164,8 @@ def make_report(
         model_path=model_path,
         **dataclasses.asdict(provenance(mask_secrets(dump(plan.settings)), started=started, ended=utc_now())),
         notes=(*plan.notes, *fitted.notes, *notes),
-        medusa=medusa,
+        measured=measured,
+        task=plan.build.task,
         seconds_to_first_step=seconds_to_first_step,
         n_active=plan.n_active,
         carried=dataclasses.asdict(plan.carried) if plan.carried is not None and plan.carried.names else None,
@@ -177,7 +188,7 @@ def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) 
     dtype = plan.precision
     has_images = work.images > 0
     mfu_known = (
-        not has_images  # the vision tower's FLOPs are not counted
+        not has_images  # the tower's FLOPs are not counted
         and not plan.build.execution.fp8  # float8 and bfloat16 products have different peaks
         and peak is not None
         and plan.measurement.mfu

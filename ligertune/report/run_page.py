@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from ligertune.errors import format_bytes, format_count, format_duration, plural
-from ligertune.files.storage import mask_secrets, read_metrics, write_text
-from ligertune.planning.options import SCORE_TASKS
+from ligertune.files.plots import draw_curves
+from ligertune.files.storage import mask_secrets, model_name, read_metrics, write_json, write_text
+from ligertune.planning.feature_spec import feature_of
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
@@ -36,6 +37,13 @@ MEMORY_KINDS = {
 Rows = list[tuple[str, str]]
 
 
+def write_run_report(plan: Plan, report: Report) -> None:
+    """Write curves.png, report.html and report.json into output_dir. Only the main rank calls it."""
+    draw_curves(plan.output_dir, title=model_title(plan.settings), loss_unit=loss_unit(plan.settings))
+    write_page(plan, report)
+    write_json(plan.output_dir / "report.json", report.as_dict())  # last: with it the run is finished
+
+
 def write_page(plan: Plan, report: Report) -> Path:
     """Write report.html into output_dir. Only the main rank calls it, after the last line of metrics.jsonl."""
     lines = read_metrics(plan.output_dir / "metrics.jsonl")
@@ -52,7 +60,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         data=_data(plan, report),
         evaluations=[(f"{line['step']:,}", f"{line['eval_loss']:.4f}") for line in evaluations],
         samples=next((line["samples"] for line in reversed(lines) if "samples" in line), []),
-        medusa=report.medusa,
+        measured=report.measured,
         setup=_setup(plan, report),
         origin=_origin(report),
         recipe=dump(plan.settings),
@@ -66,30 +74,13 @@ def model_title(settings: dict[str, Any]) -> str:
     """Return the model's hub id or folder name, and the method: "stories260K, full fine-tuning"."""
     method = settings["method"]["type"]
     words = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA", "freeze": "frozen layers"}[method]
-    if settings["task"] == "medusa":
-        words = "Medusa heads" if settings["medusa"]["stage"] == 1 else f"Medusa heads and model, {words}"
-    if settings["task"] == "distill":
-        teacher = settings["distill"]["teacher"] or settings["distill"]["teacher_file"]
-        words = f"distilled from {model_name(teacher)}, {words}"
-    if settings["task"] == "dpo":
-        words = f"preferences ({settings['preference']['loss_type']}), {words}"
-    if settings["task"] in SCORE_TASKS:
-        words = f"{'reward model' if settings['task'] == 'reward' else 'classification'}, {words}"
+    words = feature_of(settings["task"]).title(settings, words)
     return f"{model_name(settings['model']['model_name_or_path'])}, {words}"
 
 
 def loss_unit(settings: dict[str, Any]) -> str:
     """Return the unit of the losses of a run, for the axis of a chart."""
-    if settings["task"] == "dpo":
-        return "mean over answers" if settings["preference"]["loss_type"] == "kto" else "mean over pairs"
-    if settings["task"] in SCORE_TASKS:
-        return "mean over pairs" if settings["task"] == "reward" else "mean over texts"
-    return "nats, weighted sum over the heads" if settings["task"] == "medusa" else "nats per trained token"
-
-
-def model_name(path: str) -> str:
-    """Return a hub id as it is, and of a folder its name."""
-    return Path(path).name if Path(path).is_absolute() else path
+    return feature_of(settings["task"]).loss_unit(settings)
 
 
 def batch_words(plan: Plan) -> str:

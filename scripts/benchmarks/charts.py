@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligertune.plots import new_figure
+from ligertune.files.plots import new_figure
 
 if TYPE_CHECKING:
     from benchmarks.pages import Page

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import draw
-from ligertune.plots import has_matplotlib
+from ligertune.files.plots import has_matplotlib
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -12,12 +12,12 @@ from support.models import tiny_models
 from transformers import AutoConfig
 
 from ligertune.attention.choice import check_shared_rows
+from ligertune.data.modalities.image.families import FAMILIES
 from ligertune.errors import UserError
 from ligertune.hardware import simulated_machine
 from ligertune.patching.patch import patch
 from ligertune.planning.parallelism import DeviceNeed, check_strategy, choose_strategy
 from ligertune.recipe import load_recipe
-from ligertune.vision.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "support.md"

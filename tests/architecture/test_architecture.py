@@ -17,35 +17,37 @@ TOP_LEVEL = {
     "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "ligertune", "kernels", "configs",
     "docs", "tests", "scripts", "Dockerfile.cuda", "Dockerfile.rocm",
 }  # fmt: skip
+# modules of which each feature or op may have one: its folder is their name
+PARTS = {"__init__", "recipe", "spec", "task", "loss", "data", "memory", "report", "op", "kernels", "tiles"}
 MAX_FILES, MAX_TOP_LEVEL_MODULES = 12, 9
 MAX_LINES, MAX_KERNEL_LINES = 60, 90
 # number of the structure -> (budget, goal); structure.py says what is counted
 BUDGETS = {
-    "tuple assignments": (39, 39),
+    "tuple assignments": (29, 29),
     "constructions by **": (0, 0),
-    "functions with more than 8 arguments": (37, 12),
-    "functions of a complexity over 15": (9, 3),
-    "comparisons of the task": (37, 0),
+    "functions with more than 8 arguments": (24, 12),
+    "functions of a complexity over 15": (6, 3),
+    "comparisons of the task": (2, 0),
     "packages that import each other": (0, 0),
-    "names imported by run.py": (81, 20),
-    "files that name medusa": (38, 6),
-    "files that name distill": (20, 6),
-    "files that name preference": (30, 6),
-    "files that name scores": (36, 6),
-    "files that name vision": (47, 6),
+    "names imported by run.py": (17, 20),
+    "files that name medusa": (16, 6),
+    "files that name distill": (8, 6),
+    "files that name preference": (18, 6),
+    "files that name scores": (25, 6),
+    "files that name vision": (2, 6),
 }
 MAX_COMPLEX = 45  # functions of cyclomatic complexity over 10; ruff refuses those over 15
 
 # Lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    ("errors", "bad_rows", "untraced_inputs", "hardware", "files", "progress", "plots"),
+    ("errors", "bad_rows", "untraced_inputs", "hardware", "files", "progress"),
     ("recipe",),
     ("planning",),
     ("launcher",),
-    ("vision", "data", "attention", "patching", "models", "activations"),
-    ("tasks", "decode"),
-    ("train",),
-    ("run", "report"),
+    ("data", "attention", "patching", "models", "activations"),
+    ("features", "decode"),
+    ("training",),
+    ("run", "trainer", "report"),
     ("bench", "compare", "doctor"),
     ("cli", "__init__", "__main__"),
 )
@@ -55,13 +57,13 @@ HOMES = {
     "typer": ("cli",),
     "rich": ("cli",),
     "yaml": ("recipe",),
-    "pydantic": ("recipe",),
-    "accelerate": ("train",),
+    "pydantic": ("recipe", "features", "data/modalities"),
+    "accelerate": ("training",),
     "datasets": ("data",),
-    "matplotlib": ("plots",),
+    "matplotlib": ("files/plots",),
     "peft": ("models", "patching/experts/expert_lora"),
-    "PIL": ("vision",),
-    "bitsandbytes": ("train/optim",),
+    "PIL": ("data/modalities/image",),
+    "bitsandbytes": ("training/optim",),
 }
 
 
@@ -158,9 +160,9 @@ def test_no_private_name_is_imported_from_another_file():
 
 
 def test_names_of_modules_and_public_names_are_unique():
-    """Except in cli/, whose commands share names with what they run."""
+    """Except in cli/, whose commands share names with what they run, and parts that each feature or op has."""
     outside = {name: path for name, path in modules().items() if not name.startswith("ligertune.cli")}
-    stems = Counter(path.stem for path in outside.values() if path.stem != "__init__")
+    stems = Counter(path.stem for path in outside.values() if path.stem not in PARTS)
     defined = Counter(
         node.name
         for path in outside.values()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import meta_runs_as
-from ligertune_kernels.ops.norms import _row_norm as row_norm
+from ligertune_kernels.ops.norms import kernels as norm_kernels
+from ligertune_kernels.ops.norms.tiles import NormCall
 from support.script_modules import script_module
 
 from ligertune.bench.case import Case
@@ -17,7 +18,7 @@ def test_the_backward_of_a_layer_norm_is_tried_with_other_warps(columns, kernel)
     candidates = script_module("benchmarks.ops.launch_candidates")
     trial = script_module("benchmarks.ops.launch_trial").trial
     bf16 = torch.bfloat16
-    call = row_norm.Call(columns, (columns,) * 3, (bf16, None, bf16, bf16), True, False, torch.device("meta"))
+    call = NormCall(columns, (columns,) * 3, (bf16, None, bf16, bf16), True, False, torch.device("meta"))
     said = {}
     with meta_runs_as(H100):
         for candidate in (
@@ -26,7 +27,7 @@ def test_the_backward_of_a_layer_norm_is_tried_with_other_warps(columns, kernel)
         ):
             decided: dict[str, str] = {}
             with trial(Case("layer_norm", (8192, columns), bf16), candidate, decided)():
-                row_norm._plan_backward(call, (True, True, True))
+                norm_kernels._plan_backward(call, (True, True, True))
             said[candidate.name] = decided["backward"]
     assert said["now"].startswith(f"{kernel}, ") and f"rows of {columns}, " in said["now"]
     assert ", 4 warps" in said["warps"] and ", 4 warps" not in said["now"]

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.errors import UserError
-from ligertune.planning.options import ClassificationOptions, DataOptions
+from ligertune.features.scores.recipe import ClassificationSpec
+from ligertune.planning.options import DataOptions
 
 SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 
@@ -35,7 +36,7 @@ def read(tmp_path, tokenizer):
         data = {"datasets": [{"path": str(files["rows"]), **(dataset or {})}], "num_proc": 1, "cache": False}
         data["eval_datasets"] = [{"path": str(files["eval"])}] if evaluation else ()
         return prepare(DataOptions(**data), tokenizer, seed=1, rows="texts",
-                       classification=ClassificationOptions(**options))  # fmt: skip
+                       label_options=ClassificationSpec(**options))  # fmt: skip
 
     return call
 
@@ -156,7 +157,7 @@ def test_evaluation_data_have_the_kind_of_training_data(read):
 
 
 def test_an_unbounded_number_of_labels_is_refused_by_the_recipe():
-    from ligertune.recipe.train_sections import ClassificationSpec
+    from ligertune.features.scores.recipe import ClassificationSpec
 
     assert ClassificationSpec(num_labels=2**20).num_labels == 2**20
     with pytest.raises(ValueError, match="1048576"):

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.errors import UserError
-from ligertune.planning.options import ClassificationOptions, DataOptions
+from ligertune.features.scores.recipe import ClassificationSpec
+from ligertune.planning.options import DataOptions
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,8 @@ def read(tmp_path, tokenizer):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"datasets": [{"path": str(path), **(dataset or {})}], "num_proc": 1, "cache": False, "max_dropped": 1.0}
-        spec = ClassificationOptions(**options)
-        return prepare(DataOptions(**data, **(more or {})), tokenizer, seed=1, rows="texts", classification=spec)
+        spec = ClassificationSpec(**options)
+        return prepare(DataOptions(**data, **(more or {})), tokenizer, seed=1, rows="texts", label_options=spec)
 
     return call
 
@@ -122,7 +123,7 @@ def test_names_of_a_class_label_column_are_kept(tmp_path, tokenizer):
     spec = {"path": str(tmp_path / "rows.parquet"), "columns": {"label": "topic"}}
     data = DataOptions(datasets=[spec], num_proc=1)  # through the cache, twice
     for _ in range(2):
-        found = prepare(data, tokenizer, seed=1, rows="texts", classification=ClassificationOptions())
+        found = prepare(data, tokenizer, seed=1, rows="texts", label_options=ClassificationSpec())
         assert found.labels.labels == ("z", "a") and found.train.n_targets.tolist() == [1, 1]
 
 
@@ -135,7 +136,7 @@ def test_data_sets_and_chunks_share_the_ids_of_names(tmp_path, tokenizer):
         paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
     specs = [{"path": str(path)} for path in paths]
     data = DataOptions(datasets=specs[:1], eval_datasets=specs[1:], num_proc=1)
-    found = prepare(data, tokenizer, seed=1, rows="texts", classification=ClassificationOptions())
+    found = prepare(data, tokenizer, seed=1, rows="texts", label_options=ClassificationSpec())
     assert found.labels.labels == ("a", "b", "c")
     parts = ([int(example.targets[0]) for example in part] for part in (found.train, found.eval))
     counts = [np.bincount(ids, minlength=3).tolist() for ids in parts]

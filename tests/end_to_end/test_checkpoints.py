@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
+from ligertune.planning.feature_spec import feature_of
 from ligertune.run import run
-from ligertune.tasks.choose_task import choose_task
-from ligertune.train.checkpoint.checkpoint_files import Saver, begin, check_space, complete
-from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
-from ligertune.train.checkpoint.load_checkpoint import saved_progress
-from ligertune.train.checks import FiniteLossCheck
-from ligertune.train.evaluate import evaluate
+from ligertune.training.checkpoint.checkpoint_files import Saver, begin, check_space, complete
+from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
+from ligertune.training.checkpoint.load_checkpoint import saved_progress
+from ligertune.training.checks import FiniteLossCheck
+from ligertune.training.evaluate import evaluate
 
 SETTINGS = {"train.max_steps": 6, **saves(2), "checkpoint.save_total_limit": 3}
 
@@ -202,7 +202,9 @@ def evaluate_model(quickstart, tmp_path, stop: StopRequest, **config: float) -> 
         job.data.eval, packed=False, multiple_of=16, pad_token_id=0, index_labels=False, device=torch.device("cpu")
     )
     model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", **config).train()
-    found = evaluate(job.plan, Accelerator(cpu=True), model, batcher, choose_task(job.plan, model), stop)
+    found = evaluate(
+        job.plan, Accelerator(cpu=True), model, batcher, feature_of(job.plan.build.task).task(job.plan, model), stop
+    )
     return found and found.loss
 
 

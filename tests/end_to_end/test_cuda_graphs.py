@@ -8,9 +8,10 @@ from support.command_line import losses
 from support.quickstart_runs import recipe_for, train
 
 from ligertune.errors import UserError
+from ligertune.planning.batch_layout import ModalityFacts
 from ligertune.planning.make_plan import check_cuda_graphs, suggest_cuda_graphs
-from ligertune.run import plan_for
 from ligertune.train import cuda_graphs
+from ligertune.training.resolve import plan_for
 
 GRAPHS = {"train.cuda_graphs": True}
 SETTINGS = {
@@ -25,6 +26,8 @@ SETTINGS = {
 }
 PADDED = {"data.packing": False, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2}
 PACKED = {"data.packing": True, "train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 3}
+TEXT = ModalityFacts()
+IMAGES = ModalityFacts(inputs="images", family="Qwen2-VL")
 LORA = {"method.type": "lora", "method.lora_dropout": 0.1, "train.learning_rate": 1e-2}
 
 
@@ -53,9 +56,9 @@ def test_the_plan_suggests_it_where_kernel_launches_take_the_time(tmp_path):
     one_b = {"n_parameters": 1_240_000_000, "memory": dataclasses.replace(plan.memory, layers=16)}
     plan = on_a_gpu(dataclasses.replace(plan, batching=one_row, notes=(), **one_b), peak_flops=989e12)
 
-    def suggestions(changed, has_images=False, **train):
+    def suggestions(changed, modality=TEXT, **train):
         changed_recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=train)})
-        notes = suggest_cuda_graphs(changed, changed_recipe, has_images=has_images).notes
+        notes = suggest_cuda_graphs(changed, changed_recipe, modality).notes
         return [note for note in notes if "train.cuda_graphs: true" in note]
 
     assert len(suggestions(plan)) == 1 and "128 tokens" in suggestions(plan)[0]
@@ -66,23 +69,23 @@ def test_the_plan_suggests_it_where_kernel_launches_take_the_time(tmp_path):
         dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, device="cpu")),
     ):
         assert not suggestions(other)
-    assert not suggestions(plan, has_images=True)
+    assert not suggestions(plan, IMAGES)
     assert not suggestions(plan, gradient_checkpointing=True)
     assert not suggestions(plan, cuda_graphs=True)
 
 
 def test_it_is_refused_where_batches_differ_in_shape(packed):
-    check_cuda_graphs(on_a_gpu(packed), has_images=False)
+    check_cuda_graphs(on_a_gpu(packed), TEXT)
     fp16 = dataclasses.replace(packed.precision, autocast="fp16")
     per_document = dataclasses.replace(on_a_gpu(packed), attn_implementation="per_document")
-    for plan, has_images, words in (
-        (on_a_gpu(packed, strategy="ddp"), False, "parallel.strategy is ddp here. Write parallel.num_processes: 1"),
-        (on_a_gpu(packed), True, "reads images, which give each batch another shape"),
-        (on_a_gpu(packed, precision=fp16), False, "trains in float16"),
-        (per_document, False, "per_document attention depend"),
+    for plan, modality, words in (
+        (on_a_gpu(packed, strategy="ddp"), TEXT, "parallel.strategy is ddp here. Write parallel.num_processes: 1"),
+        (on_a_gpu(packed), IMAGES, "reads images, which give each batch another shape"),
+        (on_a_gpu(packed, precision=fp16), TEXT, "trains in float16"),
+        (per_document, TEXT, "per_document attention depend"),
     ):
         with pytest.raises(UserError, match=words):
-            check_cuda_graphs(plan, has_images=has_images)
+            check_cuda_graphs(plan, modality)
 
 
 def trained(folder, **changes):

@@ -11,8 +11,8 @@ from support.quickstart_runs import plan_run
 from support.tasks.distill_runs import TEACHER, distill_settings, save_student
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ligertune.features.distill.divergence import Divergence
 from ligertune.run import run
-from ligertune.tasks.distill.divergence import Divergence
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it is experimental

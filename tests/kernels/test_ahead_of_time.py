@@ -115,10 +115,10 @@ def test_only_code_changes_a_key(tmp_path) -> None:
     plain, explained, changed = map(code_of, files)
     assert plain == explained != changed
     files = {path.relative_to(PACKAGE).as_posix() for path in files_of("rms_norm")}
-    assert files >= {"ops/norms/rms_norm.py", "ops/norms/_norm_kernels.py", "chips.py", "jit/device_functions.py"}
+    assert files >= {"ops/norms/rms_norm.py", "ops/norms/kernels.py", "chips.py", "jit/device_functions.py"}
     assert "ops/attention/rope.py" not in files and key_of("rms_norm") != key_of("apply_rope")
     files = {path.relative_to(PACKAGE).as_posix() for path in files_of("document_attention")}
-    assert "ops/attention/_hopper_backward_kernel.py" in files  # by a module that is imported from its package
+    assert "ops/attention/hopper_kernels.py" in files  # by a module that is imported from its package
 
 
 @pytest.mark.parametrize("arch, op", SAMPLE.items())

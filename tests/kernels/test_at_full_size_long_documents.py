@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from ligertune_kernels import document_attention
-from ligertune_kernels.ops.attention import hopper_attention
+from ligertune_kernels.ops.attention import tiles
 from support.kernels.attention_runs import places, run
 from support.kernels.judge import LOW, OF_A_ROW, judge, judge_op
 
@@ -54,7 +54,7 @@ def test_key_heads_in_several_launches_have_the_same_bits(width, device, monkeyp
     sizes = ((9000, n, width) for n in (12, 3, 3, 12))
     q, k, v, grad = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
     once = run(q, k, v, (9000,), grad, documents=1)
-    monkeypatch.setattr(hopper_attention, "SUMS_AT_ONCE", 2 * hopper_attention.sums_bytes(9000, 4, 1, width))
+    monkeypatch.setattr(tiles, "SUMS_AT_ONCE", 2 * tiles.sums_bytes(9000, 4, 1, width))
     assert all(torch.equal(a, b) for a, b in zip(once, run(q, k, v, (9000,), grad, documents=1), strict=True))
 
 

@@ -14,7 +14,7 @@ from ligertune_kernels import (
     swiglu,
 )
 from ligertune_kernels.launcher import TRITON_INSTALLED
-from ligertune_kernels.ops.moe import _grouped_product
+from ligertune_kernels.ops.moe import tiles
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops import triton_kernel_wrap
 
@@ -74,7 +74,7 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
 @pytest.mark.parametrize("products", ["triton", "grouped_mm", None])
 def test_experts_are_one_graph_that_changes_no_input(products, h100, monkeypatch):
     """With LoRA, whose product is added in place, on trained and on made weights."""
-    monkeypatch.setattr(_grouped_product, "LOOP_PRODUCT", 1)  # a call that is not compiled would wait for the GPU
+    monkeypatch.setattr(tiles, "LOOP_PRODUCT", 1)  # a call that is not compiled would wait for the GPU
     graphs, changed = [], []
 
     def collect(graph, _):

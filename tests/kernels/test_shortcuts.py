@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="needs triton: there is nothing to launch w
 from ligertune_kernels import adamw_step, launcher, shortcuts
 from ligertune_kernels.launcher import BoundLaunch, tl, triton
 from ligertune_kernels.ops.attention import rope
-from ligertune_kernels.ops.mlp import _gated as gated
-from ligertune_kernels.ops.norms._row_norm import norm_forward
+from ligertune_kernels.ops.mlp import kernels as gated
+from ligertune_kernels.ops.norms.kernels import NormOptions, norm_forward
 from support.kernels.pretend_gpu import TARGETS, PretendDriver, compile_for
 from triton import knobs
 
@@ -135,7 +135,7 @@ def adamw(step: int) -> None:
 
 def rotate(tokens: int, **how: bool) -> None:
     q, k = (bf16(1, tokens, heads, 64).transpose(1, 2) for heads in (4, 2))
-    rope._rotate(q, k, bf16(1, tokens, 64), bf16(1, tokens, 64), None, False, False, 64, **how)
+    rope._rotate(q, k, bf16(1, tokens, 64), bf16(1, tokens, 64), None, rope.RopeLayout(False, False, 64), **how)
 
 
 # Each runs twice, the second time with other values of what is not compiled in.
@@ -144,7 +144,7 @@ TWICE = {
     "geglu, backward": lambda rows: gated._backward(*(bf16(rows, 512) for _ in range(5)), gated.GateForm("gelu_tanh")),
     "apply_rope": rotate,
     "apply_rope, backward": lambda tokens: rotate(tokens, backward=True),
-    "rms_norm": lambda rows: norm_forward(bf16(rows, 512), None, bf16(512), None, 1e-6),
+    "rms_norm": lambda rows: norm_forward(bf16(rows, 512), None, bf16(512), None, NormOptions(1e-6)),
     "adamw_step": adamw,
 }
 

@@ -10,13 +10,13 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from support.models import tiny_models
 
+from ligertune.data.modalities.image.families import family_of
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, check_sizes
 from ligertune.models.load import build_model
 from ligertune.models.load_tokenizer import check_vocabulary, load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.planning.options import ModelOptions, TokenizerOptions
-from ligertune.vision.families import family_of
 
 TEXT = [
     "Llama-2-7b", "Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B", "Meta-Llama-3-8B", "Mistral-7B-v0.1",

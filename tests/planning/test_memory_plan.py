@@ -11,6 +11,7 @@ from support.quickstart_runs import bare_recipe
 from ligertune.errors import UserError
 from ligertune.models.shape import copied_shape, read_frozen_shape, read_shape
 from ligertune.models.trainable import apply_method
+from ligertune.planning.batch_layout import choose_batching
 from ligertune.planning.memory.activation_bytes import (
     CUBLAS_WORKSPACE,
     ActivationPolicy,
@@ -25,7 +26,6 @@ from ligertune.planning.memory.activation_policy import choose_policy
 from ligertune.planning.memory.estimate import CUDA_CONTEXT, MemoryEstimate, largest
 from ligertune.planning.memory.model_shape import ExpertsShape, FrozenModelShape, HeadShape, LayerShape, ModelShape
 from ligertune.planning.memory.states import NF4_BYTES, states_of
-from ligertune.planning.micro_batch import choose_batching
 from ligertune.planning.optimization import make_schedule
 from ligertune.planning.options import KernelOptions, MethodOptions
 from ligertune.recipe.schema import ParallelSpec

@@ -9,11 +9,10 @@ from support.command_line import ROOT, overrides, run_here
 from support.quickstart_runs import recipe_for
 
 from ligertune.errors import UserError
-from ligertune.planning.batch_layout import Rows
+from ligertune.planning.batch_layout import Batching, Rows, choose_batching
 from ligertune.planning.make_plan import MAX_REPEATS, check_host_memory, repeated_rows
-from ligertune.planning.micro_batch import Batching, choose_batching
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 RECIPE = f"""\
 model: {{model_name_or_path: {ROOT}/configs/quickstart/stories260K, dtype: float32}}

@@ -15,14 +15,14 @@ from ligertune.planning.memory.states import StateBytes, states_of
 from ligertune.planning.parallelism import (
     DeviceNeed,
     check_cpu_offload,
-    check_image_accumulation,
     check_replicas,
     check_strategy,
+    check_tower_accumulation,
     choose_strategy,
 )
 from ligertune.planning.plan import Plan
 from ligertune.recipe import Recipe, load_recipe
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 FITS, TOO_LARGE = DeviceNeed(20 << 30, 80 << 30), DeviceNeed(130 << 30, 80 << 30)
@@ -168,10 +168,10 @@ def test_each_copy_of_a_model_needs_two_processes():
 
 def test_replicas_of_a_vision_language_model_do_not_accumulate(quickstart):
     recipe = recipe_of(quickstart, "parallel.strategy=fsdp", "parallel.dp_replicate_size=2")
-    check_image_accumulation(recipe, 1)
-    check_image_accumulation(recipe_of(quickstart), 4)
+    check_tower_accumulation(recipe, 1, model_kind="model")
+    check_tower_accumulation(recipe_of(quickstart), 4, model_kind="model")
     with pytest.raises(UserError, match="accumulates 4 micro-batches"):
-        check_image_accumulation(recipe, 4)
+        check_tower_accumulation(recipe, 4, model_kind="vision-language model")
 
 
 def test_a_device_holds_its_shard_of_one_copy(quickstart, tmp_path):

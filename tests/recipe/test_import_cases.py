@@ -16,9 +16,7 @@ from ligertune.recipe.aliases import ALIASES
 from ligertune.recipe.document import keys, leaf
 from ligertune.recipe.importers.import_recipe import import_recipe, peer_of
 from ligertune.recipe.importers.import_state import UNTRACED, Import
-from ligertune.recipe.importers.peer_templates import TEMPLATES
-from ligertune.recipe.importers.peers import IMPORTED, TOOLS
-from ligertune.recipe.importers.reasons import HARMS, REASONS
+from ligertune.recipe.importers.import_tables import HARMS, IMPORTED, REASONS, TEMPLATES, TOOLS
 from ligertune.recipe.read import read_document
 
 CASES = yaml.load(Path(__file__).with_name("imports.yaml").read_text("utf-8"), Loader=yaml.CSafeLoader)

@@ -7,8 +7,9 @@ import torch
 
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.report import Report
-from ligertune.run import plan_for, run
-from ligertune.train.setup import Job
+from ligertune.run import run
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
 from support.command_line import RECIPE, losses, overrides, train_command
 from support.command_line import run as run_command
 from support.forked_ranks import on_ranks

@@ -11,8 +11,7 @@ from torch import nn
 from .activations import activation_of
 from .experts_forward import experts_forward
 from .ops.attention.rope import apply_rope
-from .ops.mlp.geglu import geglu
-from .ops.mlp.swiglu import swiglu
+from .ops.mlp.gated_mlp import geglu, swiglu
 from .ops.norms.gated_rms_norm import gated_rms_norm
 from .ops.norms.rms_norm import rms_norm
 

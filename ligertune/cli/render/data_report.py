@@ -21,7 +21,7 @@ BAR = 40  # characters of the histogram's longest bar
 INVISIBLE = [*range(0x200B, 0x2010), *range(0x2060, 0x2070), 0xFEFF]
 JOINER = 0x200D  # joins emoji, which stay readable
 VISIBLE = {code: f"\u27e8U+{code:04X}\u27e9" for code in INVISIBLE if code != JOINER}
-# pixels of the page's histogram, without its labels
+# size of the page's histogram in SVG units, without its labels
 WIDTH = 720
 HEIGHT = 180
 
@@ -228,7 +228,7 @@ def _visible(value: Any) -> Any:
 
 
 def _bars(lengths: dict[str, Any]) -> dict[str, Any]:
-    """Return the bars in pixels and the labels of the axis."""
+    """Return the bars in SVG units and the labels of the axis."""
     counts = lengths["counts"]
     edges = lengths["edges"]
     width = WIDTH / len(counts)

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligertune.cli.render.console import columns, sentence, table, text
-from ligertune.errors import format_bytes, format_count, format_duration, format_rate, plural
+from ligertune.errors import format_bytes, format_count, format_duration, plural
 from ligertune.files.storage import checkpoint_to_resume
 
 if TYPE_CHECKING:
+    from ligertune.planning.feature_spec import ResultTable
     from ligertune.planning.plan import KernelLine, Plan, TeacherPlan
     from ligertune.report import Report, Throughput
 
 
 def show_plan(plan: Plan) -> None:
     """Print the plan, before anything is trained."""
+    from ligertune.planning.feature_spec import feature_of
+
     batching = plan.batching
     schedule = plan.schedule
     data = plan.data
@@ -54,8 +57,7 @@ def show_plan(plan: Plan) -> None:
         rows.insert(6, ("evaluation", plural(data.eval_examples, plan.rows.example_noun) + before))
     if plan.teacher is not None:
         rows.insert(1, ("teacher", _teacher(plan.teacher)))
-    if plan.build.task == "dpo":
-        rows.insert(1, ("preference", _preference(plan)))
+    rows[1:1] = feature_of(plan.build.task).plan_rows(plan)
     table("Plan", rows)
     for line in plan.kernels:
         if line.left:
@@ -67,19 +69,6 @@ def show_plan(plan: Plan) -> None:
 def _active(n_active: int | None) -> str:
     """Return the parameters that a token uses, as words, for a mixture of experts."""
     return "" if n_active is None else f"{format_count(n_active)} active, "
-
-
-def _preference(plan: Plan) -> str:
-    from ligertune.planning.options import reference_of
-
-    words = {
-        "precompute": "log-probabilities of the reference computed before training",
-        "adapter": "reference: the model without its adapter",
-        "copy": "reference: a copy of the model",
-        "none": "no reference",
-    }
-    preference = plan.build.preference
-    return f"{preference.loss_type}, {words[reference_of(preference, plan.build.method)]}"
 
 
 def _teacher(teacher: TeacherPlan) -> str:
@@ -96,9 +85,9 @@ def _with_reason(choice: str, why: str) -> str:
 def _predicted(plan: Plan) -> str:
     if plan.peak is None:
         # imported here: `ligertune generate` and others print without loading the planner
-        from ligertune.planning.memory.activation_policy import why_not_predicted
+        from ligertune.planning.feature_spec import feature_of
 
-        return f"not predicted: {why_not_predicted(plan.build.task)}"
+        return f"not predicted: {feature_of(plan.build.task).why_no_memory}"
     total = format_bytes(plan.peak.total)
     available = format_bytes(plan.machine.memory_bytes)
     if plan.machine.vendor == "cpu":
@@ -158,6 +147,8 @@ def _training_loss(report: Report) -> str:
 
 def show_report(report: Report) -> None:
     """Print the report of a finished or interrupted run."""
+    from ligertune.planning.feature_spec import feature_of
+
     done = report.status == "completed"
     stopped_by = f" by {report.stopped_by}" if report.stopped_by else ""
     resumed = f", resumed at step {report.resumed_from}" if report.resumed_from else ""
@@ -182,8 +173,8 @@ def show_report(report: Report) -> None:
     written = [str(path) for name in pages if (path := Path(report.output_dir) / name).exists()]
     text()
     table("Report", [*rows, ("written", ", ".join(written))])
-    if report.medusa is not None:
-        show_heads(report.medusa)
+    if report.measured is not None:
+        show_tables(feature_of(report.task).result_tables(report.measured))
 
 
 def _throughput(speed: Throughput) -> list[tuple[str, str]]:
@@ -204,43 +195,24 @@ def _throughput(speed: Throughput) -> list[tuple[str, str]]:
     return [*rows, ("MFU", mfu)]
 
 
-def show_heads(found: dict[str, Any]) -> None:
-    """Print the accuracy of each Medusa head, and decoding with the heads against plain decoding.
-
-    found: MedusaReport.as_dict().
-    """
-    rows = [
-        [f"head {k}", f"+{k + 1}", f"{100 * top1:.1f} %", f"{100 * top5:.1f} %"]
-        for k, (top1, top5) in enumerate(zip(found["top1"], found["top5"], strict=True), start=1)
-    ]
-    text()
-    columns(f"Accuracy of the heads on {found['measured_on']}", ["", "token", "top-1", "top-5"], rows)
-    decoding = found["decoding"]
-    if decoding is None:
-        return
-    tokens = plural(decoding["new_tokens"], "new token")
-    prompts = plural(decoding["prompts"], "prompt")
-    with_heads, plain = (format_rate(decoding[key]) for key in ("tokens_per_second", "plain_tokens_per_second"))
-    rows = [
-        ("tree", f"{plural(found['tree_nodes'], 'node')}, depth {found['tree_depth']}"),
-        ("accepted length", f"{decoding['accepted_length']:.2f} tokens per forward pass ({tokens})"),
-        ("text", f"equal to plain decoding's for {decoding['identical']} of {prompts}"),
-        ("tokens/s", f"{with_heads} with heads, {plain} with plain decoding: {decoding['speed_up']:.2f}x "
-                     "(one prompt at a time)"),
-    ]  # fmt: skip
-    table("Decoding", rows)
+def show_tables(tables: Iterable[ResultTable]) -> None:
+    """Print the tables of what a feature measured."""
+    for number, one in enumerate(tables):
+        if number == 0:
+            text()
+        if one.header:
+            columns(one.title, list(one.header), one.rows)
+        else:
+            table(one.title, one.rows)
 
 
 def next_step(report: Report, arguments: Sequence[str], *, launched: bool) -> None:
     """Print the command to type after a run. arguments: of this command; launched: by torchrun, srun or another."""
+    from ligertune.planning.feature_spec import feature_of
+
     if report.model_path:
         folder = Path(report.model_path)
-        heads = " --medusa" if folder.name == "medusa" else ""
-        model = shlex.quote(str(folder if heads else folder.parent))
-        if "ForSequenceClassification" in report.model_family:
-            text(f"\nLoad it with transformers:  AutoModelForSequenceClassification.from_pretrained('{folder}')")
-            return
-        text(f"\nGenerate from it:  {command()} generate {model} 'Give three tips for staying healthy.'{heads}")
+        text(f"\n{feature_of(report.task).next_step(folder, command())}")
     elif report.status == "interrupted":
         again = shlex.join(resumed(arguments))
         text(f"\nContinue it:  {'(with the same launcher) ' if launched else ''}{command()} {again}")

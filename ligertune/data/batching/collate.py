@@ -23,15 +23,14 @@ from torch.distributed import ProcessGroup
 from ligertune.data.batching.context_parallel import ContextParallelKeys
 from ligertune.data.examples import Example
 from ligertune.data.templates.label_masking import IGNORE_INDEX
-from ligertune.vision.inputs import Pixels, image_inputs
 
 if TYPE_CHECKING:
     from ligertune.data.batching.packing import Packs
     from ligertune.data.examples import Examples
+    from ligertune.data.modalities.modality import FileInputs, ModalityReader
+    from ligertune.data.modalities.prefetch import FilePrefetcher
     from ligertune.data.stream import StreamedExamples
     from ligertune.planning.plan import Plan
-    from ligertune.vision.inputs import ImagePrefetcher
-    from ligertune.vision.reader import ImageReader
 
 TokenRange = tuple[int, int]
 # called with (all examples, indices of those in the batch, the batch)
@@ -147,16 +146,16 @@ class Batcher:
     label_shifts: tuple[int, ...] = (1,)  # how many tokens ahead the labels of a row are
     more_fields: MoreFields | None = None  # Task.batch_fields
     rows_multiple_of: int = ROWS_MULTIPLE_OF
-    images: ImageReader | None = None  # of a vision-language model
-    prefetcher: ImagePrefetcher | None = None
+    reader: ModalityReader | None = None  # None for a text model
+    prefetcher: FilePrefetcher | None = None
     context_parallel: ContextParallelSplit | None = None
     static_shapes: StaticShapes | None = None  # of packed rows
 
     def prefetch(self, batches: Sequence[Sequence[np.ndarray]]) -> None:
-        """Start to read the images of these micro-batches in the background."""
+        """Start to read the files of these micro-batches in the background."""
         if self.prefetcher is not None:
             indices = (index for rows in batches for index in _indices(rows))
-            self.prefetcher.expect(path for index in indices for path in self.examples[index].images)
+            self.prefetcher.expect(path for index in indices for path in self.examples[index].media)
 
     def __call__(self, rows: Sequence[np.ndarray]) -> dict[str, Any]:
         """Return the batch of rows of example indices: padded on the right (B, T), or packed (1, T).
@@ -167,16 +166,16 @@ class Batcher:
         two rows of a padded batch: 2i is the chosen sequence of pair i, and 2i + 1 the rejected one.
         """
         examples = [document for index in _indices(rows) for document in self.examples[index].documents()]
-        images = [[self._pixels(path) for path in example.images] for example in examples]
-        if self.images is not None and not any(images) and self.images.family.layout != "tiles":
-            examples, images = self._with_blank_image(examples)
+        files = [[self._inputs(path) for path in example.media] for example in examples]
+        if self.reader is not None and not any(files) and self.reader.takes_blank:
+            examples, files = self._with_blank(examples)
         padding = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.multiple_of}
         if self.packed:
             batch = collate_packed(examples, **padding, static_shapes=self.static_shapes)
         else:
             batch = collate(examples, **padding)
-        if self.images is not None:
-            batch |= image_inputs(self.images, batch["input_ids"], images, batch.get("document_lengths"))
+        if self.reader is not None:
+            batch |= self.reader.batch_inputs(batch["input_ids"], files, batch.get("document_lengths"))
         if not len(rows):
             batch["labels"].fill_(IGNORE_INDEX)
         if self.context_parallel is not None:
@@ -191,34 +190,35 @@ class Batcher:
     def _on_device(self, value: Tensor) -> Tensor:
         """Copy from pinned memory: other copies wait until the device has finished its earlier work.
 
-        Large tensors (pixels) may wait: pinned memory is not freed, and a host that runs ahead would pin many batches.
+        Large tensors (those of files) may wait: pinned memory is not freed, and a host that runs ahead would pin many
+        batches.
         """
         if self.device.type == "cuda" and value.nbytes <= MAX_PINNED_BYTES:
             value = value.pin_memory()
         return value.to(self.device, non_blocking=True)
 
-    def _pixels(self, path: str) -> Pixels:
-        return self.images.pixels(path) if self.prefetcher is None else self.prefetcher.take(path)
+    def _inputs(self, path: str) -> FileInputs:
+        return self.reader.read(path) if self.prefetcher is None else self.prefetcher.take(path)
 
-    def _with_blank_image(self, examples: list[Example]) -> tuple[list[Example], list[list[Pixels]]]:
-        """Add a blank image after the shortest example, or as a document: no trained token attends to it."""
-        n_tokens = self.images.fixed_tokens or 1
-        ids, labels = (np.full(n_tokens, fill, dtype=np.int32) for fill in (self.images.token_id, IGNORE_INDEX))
+    def _with_blank(self, examples: list[Example]) -> tuple[list[Example], list[list[FileInputs]]]:
+        """Add a blank file after the shortest example, or as a document: no trained token attends to it."""
+        n_tokens = self.reader.fixed_tokens or 1
+        ids, labels = (np.full(n_tokens, fill, dtype=np.int32) for fill in (self.reader.token_id, IGNORE_INDEX))
         blank = Example(ids, labels, "")
-        images: list[list[Pixels]] = [[] for _ in examples]
+        files: list[list[FileInputs]] = [[] for _ in examples]
         if self.packed:
-            return [*examples, blank], [*images, [self.images.blank()]]
+            return [*examples, blank], [*files, [self.reader.blank()]]
         shortest = min(range(len(examples)), key=lambda place: len(examples[place].input_ids))
         longer = [np.concatenate([examples[shortest][part], blank[part]]) for part in (0, 1)]
         examples[shortest] = Example(*longer, examples[shortest].source)
-        images[shortest] = [self.images.blank()]
-        return examples, images
+        files[shortest] = [self.reader.blank()]
+        return examples, files
 
-    def image_tokens(self, indices: np.ndarray) -> int:
-        """Return how many tokens of these examples are image tokens."""
-        if self.images is None:
+    def file_tokens(self, indices: np.ndarray) -> int:
+        """Return how many tokens of these examples stand for files."""
+        if self.reader is None:
             return 0
-        return sum(int((self.examples[i].input_ids == self.images.token_id).sum()) for i in indices.tolist())
+        return sum(int((self.examples[i].input_ids == self.reader.token_id).sum()) for i in indices.tolist())
 
     def padded_tokens(self, rows: Sequence[np.ndarray]) -> int:
         """Return how many tokens the forward pass of these rows computes, padding included."""

@@ -18,11 +18,12 @@ import numpy as np
 from ligertune.data.batching.packing import Packs, pack
 from ligertune.data.stream import StreamedExamples
 from ligertune.errors import UserError
+from ligertune.planning.batch_layout import Batching
 from ligertune.planning.memory.states import SHARDED_WEIGHTS
-from ligertune.planning.micro_batch import Batching
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
+    from ligertune.data.modalities.modality import ModalityReader
 
 # Global batches whose examples are sorted by length together: enough for batches of similar lengths, few enough that a
 # batch stays a random draw.
@@ -149,23 +150,23 @@ class StreamOrder(DataOrder):
         self._made, self._rows = self._made + 1, self._rows + len(rows)
 
 
-class ByImageCount:
-    """Splits the micro-batches of a DataOrder by the number of images, for models that need equal numbers.
+class ByFileCount:
+    """Splits the micro-batches of a DataOrder by the number of their files, for models that need equal numbers.
 
     Every rank gets equally many micro-batches, some empty, so that all make the same collective calls. The steps have
     the same rows as before.
     """
 
-    packs = None  # rows of tiled images are not packed
+    packs = None  # rows of such models are not packed
 
-    def __init__(self, order: DataOrder, n_images: np.ndarray) -> None:
+    def __init__(self, order: DataOrder, n_files: np.ndarray) -> None:
         self.batching = order.batching
         self._order = order
-        self._n_images = n_images
+        self._n_files = n_files
         self.step = order.step
 
     def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
-        """Return this rank's rows of each micro-batch of the step; all with equally many images."""
+        """Return this rank's rows of each micro-batch of the step; all with equally many files."""
         ranks = [self._order.micro_batches(step, other) for other in range(self.batching.world_size)]
         split = [[self._split(rows) for rows in batches] for batches in ranks]
         found: list[list[np.ndarray]] = []
@@ -175,18 +176,18 @@ class ByImageCount:
         return found
 
     def _split(self, rows: list[np.ndarray]) -> list[list[np.ndarray]]:
-        def n_images(row: np.ndarray) -> int:
-            return self._n_images[row[0]]
+        def n_files(row: np.ndarray) -> int:
+            return self._n_files[row[0]]
 
-        return [list(group) for _, group in groupby(sorted(rows, key=n_images), key=n_images)] or [[]]
+        return [list(group) for _, group in groupby(sorted(rows, key=n_files), key=n_files)] or [[]]
 
 
-def check_images_on_all_rows(strategy: str, examples: Examples | StreamedExamples, family: str) -> None:
-    """Raise UserError for rows without images if ranks share the weights: they would skip layers that others gather."""
-    streamed = not isinstance(examples.n_images, np.ndarray)
-    if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_images == 0).any()):
+def check_files_on_all_rows(strategy: str, examples: Examples | StreamedExamples, reader: ModalityReader) -> None:
+    """Raise UserError for rows without files if ranks share the weights: they would skip layers that others gather."""
+    streamed = not isinstance(examples.n_media, np.ndarray)
+    if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_media == 0).any()):
         raise UserError(
-            f"parallel.strategy: with {strategy}, {family} cannot train on rows without images: it skips layers for"
-            " them, and ranks that have images would wait.",
+            f"parallel.strategy: with {strategy}, {reader.family_name} cannot train on rows without {reader.inputs}: it"
+            f" skips layers for them, and ranks that have {reader.inputs} would wait.",
             hint="Leave these rows out, or write parallel.strategy: ddp.",
         )

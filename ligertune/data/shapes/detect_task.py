@@ -49,6 +49,12 @@ class DetectedTask:
     why: str
     settings: dict[str, str] = field(default_factory=dict)
     columns: dict[str, str] = field(default_factory=dict)
+    variant: str = ""  # " with KEY: VALUE", if the data decide on more than the task
+
+    @property
+    def choice(self) -> str:
+        """What the user would write."""
+        return f"task: {self.task}{self.variant}"
 
 
 def detect_task(spec: DatasetOptions) -> DetectedTask | None:
@@ -104,7 +110,8 @@ def _votes(spec: DatasetOptions, sample: SampleColumns, first: Sequence[Record])
         except UserError:
             continue
         settings = {"preference.loss_type": "kto"}
-        return DetectedTask("dpo", f"has answers, and a column {name} that says which are good", settings, columns)
+        why = f"has answers, and a column {name} that says which are good"
+        return DetectedTask("dpo", why, settings, columns, variant=" with preference.loss_type: kto")
     return None
 
 

@@ -32,7 +32,8 @@ from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
-    from ligertune.planning.options import DataRows, DatasetOptions
+    from ligertune.planning.options import DatasetOptions
+    from ligertune.recipe.feature import DataRows
 
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 _RAW_NAMES = ("text", "content", "document", "body", "article", "code")  # of raw text

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from ligertune.bad_rows import BadRow
-from ligertune.data.rows.image_rows import image_parts
+from ligertune.data.modalities.marks import marked_parts
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template
 from ligertune.data.templates.control_tokens import Span
 from ligertune.data.templates.template_messages import check_calls
@@ -31,7 +31,7 @@ class JinjaRenderer:
     source: str
     file: str  # its name, for errors
     variables: dict[str, Any]  # tools, and names of special tokens
-    takes_parts: bool  # content as a list of parts, for turns with images
+    part_type: str | None  # of files, if content may be a list of parts; None: it is text
     takes_strings: bool
 
     def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
@@ -94,10 +94,10 @@ class JinjaRenderer:
             raise BadRow("the template refuses it", str(error)) from error
 
     def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Split the content into parts if it shows an image, or if the template reads only parts."""
+        """Split the content into parts if it shows a file, or if the template reads only parts."""
         if message["content"] is None:
             return message
-        parts = image_parts(message["content"]) if self.takes_parts else []
-        if all(part["type"] == "text" for part in parts) and (self.takes_strings or not self.takes_parts):
+        parts = [] if self.part_type is None else marked_parts(message["content"], self.part_type)
+        if all(part["type"] == "text" for part in parts) and (self.takes_strings or self.part_type is None):
             return message
         return {**message, "content": parts}

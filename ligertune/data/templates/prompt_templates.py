@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["assistant", "last", "all"]
 
-_IMAGE = re.compile(r"[\"']image[\"']")  # the template reads parts of this type
 _STRING = re.compile(r"\bis\s+string\b")  # the template reads content that is a plain string
 
 
 def choose_template(
-    data: DataOptions, format: Format, tokenizer: PreTrainedTokenizerBase, *, with_images: bool = False
+    data: DataOptions, format: Format, tokenizer: PreTrainedTokenizerBase, *, part_type: str | None = None
 ) -> PlainTemplate | ChatTemplate:
     """Return the template that `data.prompt_template` selects for rows of this format.
 
-    with_images: the texts may contain image marks. Raises UserError for combinations that make no sense.
+    part_type: of the files that marks in the texts stand for; None: there are none. Raises UserError for combinations
+    that make no sense.
     """
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template
     if format.raw and wanted != format.template:
@@ -89,7 +89,7 @@ def choose_template(
         name,
         data.system_prompt,
         data.train_on,
-        with_images=with_images,
+        part_type=part_type,
         mask_reasoning=data.mask_reasoning,
         drop_history_reasoning=data.drop_history_reasoning,
         chat_template_kwargs=data.chat_template_kwargs,
@@ -124,7 +124,7 @@ class ChatTemplate:
     name: str
     system_prompt: str | None
     train_on: TrainOn
-    with_images: bool = False
+    part_type: str | None = None  # of content parts that stand for files
     mask_reasoning: bool = False
     drop_history_reasoning: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class ChatTemplate:
             source,
             self._file,
             {**self.tokenizer.special_tokens_map, **self._control.mark(options), "tools": tools},
-            takes_parts=self.with_images and has(source, _IMAGE),
+            part_type=self._part_type_in(source),
             takes_strings=has(source, _STRING),
         )
         turns = conversation.messages
@@ -158,6 +158,12 @@ class ChatTemplate:
         if self.train_on == "all":
             return self._control.unmark(Rendered(written.text, ((0, len(written.text)),)))
         return self._control.unmark(self._with_trained_spans(written, renderer))
+
+    def _part_type_in(self, source: str) -> str | None:
+        """Return the type of the content parts of files; None if there are none, or the template does not read them."""
+        if self.part_type is None or not has(source, re.compile(f"[\"']{self.part_type}[\"']")):
+            return None
+        return self.part_type
 
     def _write(self, turns: Sequence[Message], renderer: JinjaRenderer) -> _Written:
         """Render the turns in the first form that the template accepts and writes completely.

@@ -19,10 +19,10 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
 from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.models.score_head import score_head
-from ligertune.vision.families import family_of, part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,14 +49,14 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     Raises UserError for names that the model does not have, for an adapter on a tied head, and for DoRA of parameters.
     """
     _check_names(model, spec)
-    vision = _vision_linears(model)
+    outside = _linears_outside_text(model)
     experts = expert_parameters(model)
-    layers = [name for name in _adapted_layers(model, spec) if name not in vision]
+    layers = [name for name in _adapted_layers(model, spec) if name not in outside]
     renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
     # in a family of mixtures PEFT takes these names for those of experts, even in a model with dense layers only
     if not experts and not spec.lora_target_parameters and not renamed:
         _check_trained(model, spec, [])
-        return AdapterTargets(_asked_layers(model, spec, layers), [], vision)
+        return AdapterTargets(_asked_layers(model, spec, layers), [], outside)
     _check_experts(layers, experts)
     clashing = [name for name in layers if _leaf(name) in renamed]
     left = tuple(clashing) if spec.type == "qlora" else ()  # PEFT adapts no parameter that is a packed matrix
@@ -326,10 +326,8 @@ def _about_experts(model: nn.Module, key: str) -> str:
     return f" The weights of its experts belong to lora_target_parameters: [{', '.join(experts)}]."
 
 
-def _vision_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers in the vision tower and the projector, which get no adapter."""
-    family = family_of(model.config)
-    if family is None:
-        return []
+def _linears_outside_text(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers outside the language model, in towers, which get no adapter."""
+    modality = modality_of(model.config)
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return [name for name in linear if part_of(family, f"{name}.weight") in ("vision_tower", "projector")]
+    return [name for name in linear if not modality.in_language_model(f"{name}.weight")]

@@ -1,6 +1,6 @@
 """LoRA adapters with peft: W x + (alpha / R) B A x, W frozen.
 
-Adapters are added after `patch`, which recognises only plain layers. In a vision-language model only the language
+Adapters are added after `patch`, which recognises only plain layers. In a model with a tower only the language
 model gets adapters. Experts get theirs as parameters (`expert_lora`). An adapter on the output head becomes a low-rank
 term of the fused loss. Adapters are float32, because bfloat16 would lose their small updates, and compute in the
 model's dtype (autocast).

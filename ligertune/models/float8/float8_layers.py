@@ -1,7 +1,7 @@
 """Choice and conversion of the linear layers that multiply in float8: with our kernels, or with torchao.
 
 The linear layers inside the decoder layers are converted, in full fine-tuning and under LoRA. The output head (its
-error would go straight into the loss), embeddings, routers and the vision tower stay unquantised. Weights that train,
+error would go straight into the loss), embeddings, routers and towers stay unquantised. Weights that train,
 gradients, activations and checkpoints keep the model's dtype.
 
 One scale per batch means that rows, and packed documents, change each other's rounding.
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.models.float8.float8_linear import to_float8_linears
 from ligertune.models.float8.float8_mlp import float8_mlps, gated_projections, to_float8_mlps
-from ligertune.vision.families import family_of, has_vision, part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,11 +42,11 @@ class Float8Linears:
 def float8_linears(model: PreTrainedModel) -> Float8Linears:
     """Choose the linear layers that use float8. Raises UserError if there are none."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    family = family_of(model.config)
+    modality = modality_of(model.config)
     taken: dict[str, None] = {}
     left: dict[str, str] = {}
     for outer, layer in model.named_modules():
-        if type(layer).__name__ not in kinds or (family and part_of(family, f"{outer}.") != "language_model"):
+        if type(layer).__name__ not in kinds or not modality.in_language_model(f"{outer}."):
             continue
         for inner, module in layer.named_modules(prefix=outer):
             reason = _why_skipped(inner, module)
@@ -105,5 +105,7 @@ def to_torchao_float8(model: PreTrainedModel) -> None:
         model,
         module_filter_fn=lambda module, name: name in taken,
         # Cross-attention multiplies one row per image patch; nothing else pads that number to MULTIPLE_OF.
-        config=Float8LinearConfig(emulate=model.device.type == "cpu", pad_inner_dim=has_vision(model.config)),
+        config=Float8LinearConfig(
+            emulate=model.device.type == "cpu", pad_inner_dim=not modality_of(model.config).is_text
+        ),
     )

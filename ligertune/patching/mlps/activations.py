@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ligertune_kernels.ops.mlp.geglu import geglu_reference
-from ligertune_kernels.ops.mlp.reglu import reglu_reference
-from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
+from ligertune_kernels.ops.mlp.gated_mlp import geglu_reference, reglu_reference, swiglu_reference
 from torch import Tensor, nn
 
 from ligertune.patching.probe import Refusal, answer

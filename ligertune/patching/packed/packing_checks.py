@@ -117,7 +117,7 @@ def _check_positions(
     """Check that positions restart with each document; values are read only on the CPU, which waits for no GPU.
 
     A part of a document (context parallel) holds its last tokens and has more keys than tokens. position_ids: (1, T),
-    or (4, 1, T) of a vision-language model, whose first row counts the text.
+    or (4, 1, T) if images have positions of their own; its first row counts the text.
     """
     if position_ids is not None and position_ids.ndim == 3 and position_ids.shape[0] == 4:
         position_ids = position_ids[0]

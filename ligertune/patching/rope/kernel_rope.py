@@ -24,7 +24,7 @@ from ligertune.patching.probe import Definition, Refusal, definition_of
 from ligertune.patching.rope.probe_rotation import helpers_of, recognise_rotation
 from ligertune.patching.rope.rotation import Rotation, rotary_function
 
-# apply_rotary_pos_emb, apply_rotary_emb, vision_apply_rotary_emb, apply_multidimensional_rope
+# such as apply_rotary_pos_emb, apply_rotary_emb, apply_multidimensional_rope
 ROTARY_FUNCTION = re.compile(r"apply.*(rotary|rope)", re.IGNORECASE)
 ROTARY_CLASS = re.compile(r"rotary|rope", re.IGNORECASE)
 

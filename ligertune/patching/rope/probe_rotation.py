@@ -40,7 +40,7 @@ ARGUMENTS = (
     ("q", "sin", "cos"),  # GPT-J, CodeGen
     ("q", "complex"),
 )
-# With the argument unsqueeze_dim and without it; three dimensions are the vision towers of the Qwen family.
+# With the argument unsqueeze_dim and without it; three dimensions are the towers of the Qwen family.
 FORMS: dict[bool, tuple[Form, ...]] = {
     True: (Form(4, 3, 1), Form(4, 3, 2), Form(4, 2, 0), Form(3, 2, 1)),
     False: (Form(4, 3), Form(4, 2), Form(3, 2)),

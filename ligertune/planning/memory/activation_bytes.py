@@ -184,7 +184,7 @@ def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> in
 
 
 def tower_bytes(tower: TowerShape, image_tokens: float, policy: ActivationPolicy, itemsize: int) -> int:
-    """Return the bytes that the vision tower and the projector save for the images of a micro-batch."""
+    """Return the bytes that tower and projector save for the files of a micro-batch."""
     projector = math.ceil(image_tokens) * tower.projector * itemsize
     if not tower.trains or policy.offloads_inputs:
         return projector
@@ -298,7 +298,7 @@ def step_phases(
 ) -> tuple[StepPhase, ...]:
     """Return the phases of a step.
 
-    layers: number of layers with a backward. tower: bytes that the vision tower saves. layer_weights: bytes of one
+    layers: number of layers with a backward. tower: bytes that the tower saves. layer_weights: bytes of one
     layer's weights if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense: the
     layers of a mixture of experts that have a dense MLP instead, and their number.
     """

@@ -6,12 +6,13 @@ from collections.abc import Collection
 
 from ligertune.errors import UserError, plural
 from ligertune.hardware import Machine
+from ligertune.planning.batch_layout import Batching
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.float8_bytes import Float8
 from ligertune.planning.memory.states import Strategy
 from ligertune.planning.memory.tiled_bytes import TILE
-from ligertune.planning.micro_batch import Batching
 from ligertune.recipe import Recipe, contradicts_itself
 
 GATED_MLPS = {"swiglu", "geglu", "reglu"}
@@ -49,16 +50,6 @@ def _float8_of(recipe: Recipe) -> Float8:
     if recipe.train.fp8 == "torchao":
         return "compiled" if recipe.train.torch_compile else "eager"
     return "kernels"
-
-
-def why_not_predicted(task: str) -> str:
-    """Return the reason why no memory is predicted, as a clause."""
-    if task == "medusa":
-        return (
-            "with Medusa heads, memory is predicted for one process or ddp, with the fused loss, and without "
-            "self_distillation"
-        )
-    return "this model's layers are not understood"
 
 
 def may_tile(recipe: Recipe, estimate: MemoryEstimate | None, applied: Collection[str], strategy: Strategy) -> bool:
@@ -106,7 +97,7 @@ def with_checkpointed_layers(
     if estimate is None:
         raise UserError(
             f"train.gradient_checkpointing_layers: {wanted} needs the memory plan, and there is none: "
-            f"{why_not_predicted(recipe.task)}.",
+            f"{feature_of(recipe.task).why_no_memory}.",
             hint="Leave it out: all layers are checkpointed then.",
         )
     if wanted == "auto":

@@ -197,7 +197,7 @@ class MemoryEstimate:
         return peak.total * (1 + FRAGMENTATION) + CUDA_CONTEXT <= memory
 
     def layer_weights(self) -> int:
-        """Return the bytes of one layer's gathered weights. Layers of the vision tower count as layers."""
+        """Return the bytes of one layer's gathered weights. Layers of a tower count as layers."""
         ends = self.head.elements * self.itemsize * self.head.weights
         layers = self.layers + (self.tower.layers if self.tower else 0)
         return max(0, self.states.weights * self.shards - ends) // layers

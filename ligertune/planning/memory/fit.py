@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ligertune.errors import UserError, plural
-from ligertune.planning.memory.activation_policy import why_not_predicted
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.tiled_bytes import TILE
 from ligertune.planning.plan import Plan
@@ -35,7 +35,7 @@ class Fit:
 def largest_fits(plan: Plan) -> tuple[Fit, Fit]:
     """Return what fits without and with checkpointing. Raises UserError if no memory is predicted."""
     if plan.memory is None:
-        reason = why_not_predicted(plan.build.task)
+        reason = feature_of(plan.build.task).why_no_memory
         raise UserError(f"--fit: no memory is predicted for {plan.model_family}: {reason}.")
     return _fit(plan, plan.memory.without_checkpointing()), _fit(plan, plan.memory.with_checkpointing())
 
@@ -59,7 +59,7 @@ def longest_contexts(plan: Plan) -> tuple[LongContext, ...]:
     The model's own context is no limit here. Raises UserError if no memory is predicted, or for a sharded model.
     """
     if plan.memory is None:
-        raise UserError(f"--fit context: no memory is predicted: {why_not_predicted(plan.build.task)}.")
+        raise UserError(f"--fit context: no memory is predicted: {feature_of(plan.build.task).why_no_memory}.")
     execution = plan.build.execution
     memory = plan.memory
     if memory.shards > 1 or memory.cp_size > 1 or memory.heads is not None or memory.layer.experts is not None:
@@ -160,6 +160,6 @@ def _cheaper_method(plan: Plan) -> list[str]:
         return ["method.type: qlora"]
     if plan.build.method.type != "full":
         return []
-    only_heads = plan.build.task == "medusa" and plan.build.medusa.stage == 1
     optimizer = f"train.optim: {'adamw_torch_8bit' if plan.strategy == 'fsdp' else 'adamw_8bit'}"
-    return [optimizer] if only_heads else [optimizer, "method.type: lora"]
+    adapts = feature_of(plan.build.task).uses_method(plan.build)
+    return [optimizer, "method.type: lora"] if adapts else [optimizer]

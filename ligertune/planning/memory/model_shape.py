@@ -119,7 +119,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The vision tower: layers, and elements per patch that one layer saves for the backward."""
+    """The tower that reads files: layers, and elements per patch that one layer saves for the backward."""
 
     layers: int
     hidden: int

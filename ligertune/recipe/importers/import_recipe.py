@@ -13,24 +13,13 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS, Alias, apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, parent, split
-from ligertune.recipe.importers.import_state import KEEP_THE_TOOL, LEFT, Fate, Import, is_off, one_line
-from ligertune.recipe.importers.llama_factory_v1 import flatten_v1, is_v1
+from ligertune.recipe.importers import import_tables as tables
+from ligertune.recipe.importers.import_state import LEFT, Import, is_off, one_line
+from ligertune.recipe.importers.import_tables import HARMLESS, HARMS, TOOLS, TRAINING, Peer, Reason
+from ligertune.recipe.importers.key_rules import apply_rules
 from ligertune.recipe.importers.method_keys import convert_method
-from ligertune.recipe.importers.objectives import refuse_other_objectives
+from ligertune.recipe.importers.objectives import convert_objective
 from ligertune.recipe.importers.peer_datasets import convert_datasets
-from ligertune.recipe.importers.peers import IMPORTED, TOOLS, TWICE_THE_RANK, Peer, likely_peer
-from ligertune.recipe.importers.preferences import PREFERENCE_ALIASES, convert_preferences
-from ligertune.recipe.importers.reasons import (
-    HARMLESS,
-    HARMS,
-    REASONS,
-    SAME_HERE,
-    SPEED,
-    TRAINING,
-    USUAL_ROLES,
-    VALUES,
-    Reason,
-)
 from ligertune.recipe.importers.run_keys import convert_run
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
@@ -38,26 +27,15 @@ from ligertune.recipe.rules.check_rules import broken_rules
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR
 
-NOT_FLAT = ("chat_template",)  # in the tools it is a template's name or text, which is converted before
-FLAT_SECTIONS = (
-    "model", "model.tokenizer", "method", "data", "train", "eval", "checkpoint", "logging", "parallel", "vision",
-    "preference", "classification", "reward",
-)  # fmt: skip
 UNKNOWN = "neither ligertune nor a tool that it knows has such a key"
 NO_MEANING = "with this value, or next to the other keys, it means nothing that ligertune knows"
-# keys that converters read, and leave where they mean nothing to them
-CONVERTED = set(" ".join(peer.signs for peer in TOOLS).split()) | {
-    "max_samples", "freeze_trainable_modules", "freeze_extra_modules", "pissa_iter", "dataset_splits",
-    "dataset_configs", "test_split_size", "embedding_lr", "chat_template",
-}  # fmt: skip
 MAX_DEPTH = 4  # of sections whose keys are named one by one
-# Of two keys that exclude each other, one of these is left out: without it the same is trained.
-SPEED_KEYS = (
-    "parallel", "kernels", "report", "logging", "train.torch_compile", "train.cuda_graphs", "train.fp8",
-    "train.tiled_mlp", "train.optim_in_backward", "train.optim_offload", "train.gradient_checkpointing",
-    "train.gradient_checkpointing_layers", "data.padding_free", "checkpoint.async_save",
-)  # fmt: skip
+TWICE_THE_RANK = "twice the rank"  # LLaMA-Factory's default of lora_alpha
+# without one of these the run would train something else: the file is refused
 OBJECTIVE_KEYS = ("task", "method.type", "preference.loss_type")
+FLAT_SECTIONS = tables.KEYS["flat_sections"].split()
+# keys that converters read, and leave where they mean nothing to them
+READ_KEYS = {name for peer in TOOLS for name in peer.signs} | set(tables.KEYS["read_by_converters"].split())
 
 
 def import_recipe(path: Path) -> Import:
@@ -68,18 +46,14 @@ def import_recipe(path: Path) -> Import:
     work = Import(peer_of(document), document, path.absolute().parent)
     document.data = _without_nulls(document.data)
     _other_sections(work)
-    if is_v1(document.data):
-        flatten_v1(work)
-    refuse_other_objectives(work)
-    convert_preferences(work)
-    convert_datasets(work)
-    convert_run(work)
-    convert_method(work)
+    apply_rules(work, "sections")
+    work.rename("evaluation_strategy", "eval_strategy")
+    for convert in (convert_objective, convert_datasets, convert_run, convert_method):
+        convert(work)
     # the importer's aliases first: they are more specific than those of recipes
-    for rows in ((*IMPORTED, *PREFERENCE_ALIASES), ALIASES):
+    for rows in (tables.IMPORTED, ALIASES):
         _apply(work, rows)
     _flat_keys(work)
-    _trace_places(work)
     _unknown_keys(work)
     _replaced_keys(work)
     _tool_defaults(work)
@@ -112,13 +86,11 @@ def _other_sections(work: Import) -> None:
 
 def peer_of(document: Document) -> Peer:
     """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
-    best, signs = likely_peer(document.data)
+    best, signs = tables.likely_peer(document.data)
     if not signs:
         names = " or ".join(peer.name for peer in TOOLS)
-        raise UserError(
-            f"{document.file} has none of the keys that identify a file of {names}.",
-            hint="If it is a recipe of ligertune already, validate it with `ligertune recipe check`.",
-        )
+        hint = "If it is a recipe of ligertune already, validate it with `ligertune recipe check`."
+        raise UserError(f"{document.file} has none of the keys that identify a file of {names}.", hint=hint)
     return best
 
 
@@ -134,9 +106,9 @@ def _apply(work: Import, rows: Sequence[Alias]) -> None:
         if key and source[0] in work.source:
             work.trace(source, key)
     for remark in document.complaints[before:]:
-        name = remark.sentence.partition(" and ")[0]
-        kept = remark.sentence.partition(" and ")[2].partition(" are two names")[0]
-        work.fates[work.source_of(split(name))] = Fate(LEFT, (), f"{kept} has another value, and counts", TRAINING)
+        name, _, other = remark.sentence.partition(" and ")
+        kept = other.partition(" are two names")[0]
+        work.lose(work.source_of(split(name)), Reason(f"{kept} has another value, and counts"))
     del document.complaints[before:]
 
 
@@ -146,23 +118,18 @@ def _flat_keys(work: Import) -> None:
     for key in keys():
         if parent(key) in FLAT_SECTIONS:
             homes.setdefault(leaf(key), key)
+    del homes["chat_template"]  # in the tools it is a template's name or text, which is converted before
     document = work.document
     for name in list(document.data):
         if name in keys() and isinstance(document.data[name], dict):
             continue
-        if name in homes and name not in NOT_FLAT and not document.has(split(homes[name])):
+        if name in homes and not document.has(split(homes[name])):
             place = document.place((name,))
             value = document.data.pop(name)
             document.put(split(homes[name]), value, Place("", place.line, place.file, name))
-
-
-def _trace_places(work: Import) -> None:
-    """Record the keys that aliases and flat names became."""
-    for path, place in work.document.places.items():
-        if place.written and work.document.has(path):
-            source = work.path_of(place.written)
-            if source[0] in work.source:
-                work.trace(source, dotted(path))
+            # a rule may have set a key that the file does not have
+            if work.path_of(name)[0] in work.source:
+                work.trace(work.path_of(name), homes[name])
 
 
 def _unknown_keys(work: Import) -> None:
@@ -183,24 +150,23 @@ def _unknown_keys(work: Import) -> None:
 def _leave_unknown(work: Import, path: KeyPath) -> None:
     name = str(path[-1])
     value = work.document.get(path)
-    reason = REASONS.get(name)
+    reason = tables.REASONS.get(name)
     if reason is None and isinstance(value, dict) and value and len(path) < MAX_DEPTH:
         for inner in list(value):  # a section with keys that are converted, or have a reason
             _leave_unknown(work, (*path, inner))
         work.document.remove(path)
         return
-    if reason is None:
-        close = _similar(name)
-        why = f"{UNKNOWN}; did you mean {close[0]}?" if close else UNKNOWN
-        why = NO_MEANING if name in CONVERTED or close == [name] else why
-        reason = Reason(why, TRAINING)
-    work.leave(path, reason.why, reason.harm)
+    close = _similar(name) if reason is None else []
+    why = f"{UNKNOWN}; did you mean {close[0]}?" if close else UNKNOWN
+    if name in READ_KEYS or close == [name]:
+        why = NO_MEANING
+    work.leave(path, reason or Reason(why))
 
 
 def _similar(name: str) -> list[str]:
     """Return the known key that is spelled most similarly, if one is."""
     # a comparison costs 20 us; a file of 10,000 unknown keys would take minutes without a cheap filter
-    known = [*REASONS, *KEY_OF_ALIAS, *map(leaf, keys())]
+    known = [*tables.REASONS, *KEY_OF_ALIAS, *map(leaf, keys())]
     candidates = [other for other in known if other[:2] == name[:2] and abs(len(other) - len(name)) <= 3]
     return get_close_matches(name, candidates, n=1, cutoff=0.85)
 
@@ -216,41 +182,37 @@ def _replaced_keys(work: Import) -> None:
         if isinstance(steps, int | float) and steps <= 0:  # -1 and 0 mean "not given"
             work.document.remove(other)
         elif work.document.has(path):
-            work.leave(path, f"train.{rival} replaces it, as in the tool", HARMLESS)
+            work.leave(path, Reason(f"train.{rival} replaces it, as in the tool", HARMLESS))
 
 
 def _tool_defaults(work: Import) -> None:
     """Write the tool's defaults where ours differ, so that the run stays the same."""
-    defaults = dict(work.peer.defaults)
-    for key, value in defaults.items():
-        rival = EITHER_OR.get(leaf(key))
-        if key not in keys() or work.document.has(split(key)):
+    document = work.document
+    here = Place("", 0, document.file)
+    for key, value in work.peer.defaults.items():
+        rank = work.value_at(("method", "lora_r"))
+        if document.has(split(key)) or not _applies(key, document):
             continue
-        if key.startswith("method.lora_") and not _trains_adapter(work.document):
-            continue
+        if value == TWICE_THE_RANK and not isinstance(rank, int):
+            continue  # validation removes it
         if value == TWICE_THE_RANK:
-            rank = work.document.get(("method", "lora_r"))
-            if not isinstance(rank, int):
-                continue  # validation removes it
             value = 2 * rank
-        if key in _NOT_OF_PREFERENCES and work.data.get("task") in ("dpo", "reward"):
-            continue
-        # the file's max_steps replaces the tool's default of num_train_epochs
-        if rival and work.document.has((*split(key)[:-1], rival)):
-            continue
-        work.document.put(split(key), value, Place("", 0, work.document.file))
+        document.put(split(key), value, here)
         work.defaults.append(f"{key}: {abbreviated(value)}")
-    if not work.document.has(("checkpoint", "output_dir")):
-        stem = Path(work.document.file).stem
-        work.document.put(("checkpoint", "output_dir"), f"runs/{stem}", Place("", 0, work.document.file))
+    if not document.has(("checkpoint", "output_dir")):
+        document.put(("checkpoint", "output_dir"), f"runs/{Path(document.file).stem}", here)
 
 
-_NOT_OF_PREFERENCES = ("data.train_on", "data.prompt_template")
-
-
-def _trains_adapter(document: Document) -> bool:
-    path = ("method", "type")
-    return document.has(path) and document.get(path) in ("lora", "qlora")
+def _applies(key: str, document: Document) -> bool:
+    """Report whether a tool's default has a meaning next to the keys of the file."""
+    method = document.get(("method", "type")) if document.has(("method", "type")) else None
+    if key.startswith("method.lora_") and method not in ("lora", "qlora"):
+        return False
+    if key in ("data.train_on", "data.prompt_template") and document.data.get("task") in ("dpo", "reward"):
+        return False
+    # the file's max_steps replaces the tool's default of num_train_epochs
+    rival = EITHER_OR.get(leaf(key))
+    return not (rival and document.has((*split(key)[:-1], rival)))
 
 
 def _values(work: Import) -> None:
@@ -292,7 +254,7 @@ def _importance(path: KeyPath) -> int:
     key = dotted(path)
     if key in OBJECTIVE_KEYS:
         return 2
-    return 0 if any(key == name or key.startswith(f"{name}.") for name in SPEED_KEYS) else 1
+    return 0 if any(key == name or key.startswith(f"{name}.") for name in tables.KEYS["speed_keys"].split()) else 1
 
 
 def _invalid_values(error: ValidationError, document: Document) -> dict[KeyPath, str]:
@@ -314,15 +276,16 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
     key = dotted(path)
     value = document.get(path)
     place = document.place(path)
-    why = VALUES.get((key, str(value)), why)
+    why = tables.BETTER_REASONS.get((key, str(value)), why)
     if path[:1] == ("data",) and len(path) == 3 and path[1] in ("datasets", "eval_datasets"):
         path = path[:2]  # the others would move up to the place of a data set that is removed
     placeholder = dict(REQUIRED).get(path)
     if placeholder is None and not (key in OBJECTIVE_KEYS and not is_off(value)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)  # 0 is refused, not off
-        work.leave(path, why, (SPEED, TRAINING, TRAINING)[_importance(path)], even_off=is_number)
+        harm = tables.SPEED if _importance(path) == 0 else TRAINING
+        work.leave(path, Reason(why, harm), even_off=is_number)
         return
-    work.refusals.append((place.line, UserError(f"{place}: {why}", hint=KEEP_THE_TOOL)))
+    work.refusals.append((place.line, UserError(f"{place}: {why}", hint=tables.KEEP_THE_TOOL)))
     document.remove(path)
     if placeholder is not None:  # so that it is not reported as missing, too
         document.put(path, placeholder, place)
@@ -330,15 +293,13 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
 
 def _same_here(work: Import) -> None:
     """Call a key harmless whose value says what is done here, too."""
+    usual_roles = tables.UNSUPPORTED["usual_roles"]
     for path, value, fate in list(work.accounts()):
-        is_usual_role = "roles" in path[:-1] and set(value_names(value)) <= USUAL_ROLES.get(str(path[-1]), set())
-        if fate.state == LEFT and (is_usual_role or value in SAME_HERE.get(str(path[-1]), ())):
-            work.fates[path] = Fate(LEFT, (), f"{abbreviated(value)} is what is done here", HARMLESS)
-
-
-def value_names(value: Any) -> list[str]:
-    """Return the names in a list, or the one name."""
-    return [str(item) for item in (value if isinstance(value, list) else [value])]
+        name = str(path[-1])
+        roles = {str(role) for role in (value if isinstance(value, list) else [value])}
+        is_usual_role = "roles" in path[:-1] and roles <= set(usual_roles.get(name, "").split())
+        if fate.state == LEFT and (is_usual_role or value in tables.UNSUPPORTED["same_here"].get(name, ())):
+            work.lose(path, Reason(f"{abbreviated(value)} is what is done here", HARMLESS))
 
 
 def _header(path: Path, work: Import) -> str:

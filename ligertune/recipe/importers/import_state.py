@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from ligertune.errors import UserError, printable
 from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
-from ligertune.recipe.importers.peers import Peer
-from ligertune.recipe.importers.reasons import FALSE_MATTERS, HARMLESS, HARMS, TRAINING
+from ligertune.recipe.importers.import_tables import HARMS, KEEP_THE_TOOL, TRAINING, UNSUPPORTED, Peer, Reason
 
 NOTHING = (None, False, "", "none", "no")  # an unknown key with one of these values switches nothing on
-KEEP_THE_TOOL = "Keep the other tool for this file."
-IMPORTED = "imported"
+BECAME = "imported"
 LEFT = "not imported"
 OFF = "off"
+FALSE_MATTERS = UNSUPPORTED["false_matters"].split()
 UNTRACED = "ligertune does not read it with the other keys of this file"
 
 
@@ -79,7 +80,7 @@ class Import:
     notes: list[str] = field(default_factory=list)
     refusals: list[tuple[int, UserError]] = field(default_factory=list)
     fates: dict[KeyPath, Fate] = field(default_factory=dict)
-    more_left: list[Left] = field(default_factory=list)
+    more_left: list[Left] = field(default_factory=list)  # parts of a value, such as one of several trackers
     text: str = ""
     names: dict[str, KeyPath] = field(default_factory=dict)  # flat names of keys that stood in a section of the file
     items: dict[KeyPath, KeyPath] = field(default_factory=dict)  # data.datasets[0] -> where it stood in the file
@@ -87,6 +88,7 @@ class Import:
     lines: dict[KeyPath, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        # converters change the document in place, and the report names what the file held
         self.source = copy.deepcopy(self.document.data)
         self.lines = {path: place.line for path, place in self.document.places.items()}
 
@@ -100,11 +102,25 @@ class Import:
         """Return the path in the file of a top-level key, or of one that stood in a section."""
         return self.names.get(written, (written,))
 
+    def line_of(self, path: KeyPath) -> int:
+        """Return the line of a key in the file, or of the section around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 0)
+
+    def place_of(self, written: str) -> Place:
+        return Place("", self.line_of(self.path_of(written)), self.document.file)
+
+    def value_at(self, path: KeyPath) -> Any:
+        """Return the value of the document, None if there is none: null keys are removed before the conversion."""
+        return self.document.get(path) if self.document.has(path) else None
+
     def trace(self, path: KeyPath, *into: str) -> None:
         """Record that a key of the file became these keys of the recipe."""
+        # one key may become several: targets of an adapter become layers and parameters of experts
         before = self.fates.get(path)
-        earlier = before.into if before and before.state == IMPORTED else ()
-        self.fates[path] = Fate(IMPORTED, tuple(dict.fromkeys((*earlier, *into))))
+        earlier = before.into if before and before.state == BECAME else ()
+        self.fates[path] = Fate(BECAME, tuple(dict.fromkeys((*earlier, *into))))
 
     def take(self, name: str, *into: str, default: Any = None) -> Any:
         """Remove a top-level key that is converted to these keys of the recipe, and return its value."""
@@ -113,65 +129,85 @@ class Import:
         self.trace(self.path_of(name), *into)
         return self.data.pop(name)
 
-    def hoist(self, section: str, *names: tuple[str, str]) -> None:
-        """Move (key of a section, flat name) to the top level; what stays in the section is left there."""
+    def hoist(self, section: str, names: dict[str, str]) -> None:
+        """Move keys of a section to the top level, under flat names; what stays in the section is left there.
+
+        "*" stands for all other keys, which keep their names.
+        """
         values = self.data.get(section)
         if not isinstance(values, dict):
             return
-        for name, flat in names:
-            if name in values and flat not in self.data:
+        for name in (*names, *(list(values) if "*" in names else ())):
+            flat = names.get(name, name)
+            if name in values and flat not in self.data:  # a key at the top level counts, as in the tools
                 self.names[flat] = (*self.path_of(section), name)
                 self.data[flat] = values.pop(name)
         if not values:
             del self.data[section]
 
+    def rename(self, name: str, other: str) -> None:
+        """Convert a top-level key under another name of the tool."""
+        if name in self.data and other not in self.data:
+            self.names[other] = self.path_of(name)
+            self.data[other] = self.data.pop(name)
+
     def put(self, key: str, value: Any, written: str) -> None:
         """Set a recipe key from the tool's key `written`, unless the recipe has it already."""
         self.trace(self.path_of(written), key)
+        # of two keys of the tool with one counterpart, the first one that is converted counts
         if not self.document.has(split(key)):
-            line = self.lines.get(self.path_of(written), 0)
-            self.document.put(split(key), value, Place("", line, self.document.file, written))
+            self.document.put(split(key), value, replace(self.place_of(written), written=written))
 
-    def leave(self, path: KeyPath, why: str, harm: str = TRAINING, *, even_off: bool = False) -> None:
+    def lose(self, path: KeyPath, reason: Reason, *into: str) -> None:
+        """Record why a key of the file is not imported."""
+        self.fates[path] = Fate(LEFT, into, reason.why, reason.harm)
+
+    def leave(self, path: KeyPath, reason: Reason, *, even_off: bool = False) -> None:
         """Remove a key of the document and record the reason; without `even_off`, not for a value that is off."""
         value = self.document.get(path)
         key = dotted(path)
-        sources = [at for at, fate in self.fates.items() if fate.state == IMPORTED and _is_for(key, fate.into)]
+        # the file may write a key of the recipe in several keys: each of them is lost
+        sources = [at for at, fate in self.fates.items() if fate.state == BECAME and _is_for(key, fate.into)]
         self.document.remove(path)
+        # a default that contradicts the file is no key of the file
         if not sources and key in (name.partition(": ")[0] for name in self.defaults):
             self.defaults = [text for text in self.defaults if not text.startswith(f"{key}: ")]
-            self.notes.append(f"{self.peer.name}'s default of {key} is left out: {why}")
+            self.notes.append(f"{self.peer.name}'s default of {key} is left out: {reason.why}")
             return
-        ours = key if sources else ""
+        ours = (key,) if sources else ()
         for at in sources or [self.source_of(path)]:
             matters = even_off or (at[-1] in FALSE_MATTERS and value is not None)
-            self.fates[at] = Fate(OFF) if is_off(value) and not matters else Fate(LEFT, (ours,) * bool(ours), why, harm)
+            if is_off(value) and not matters:
+                self.fates[at] = Fate(OFF)
+            else:
+                self.lose(at, reason, *ours)
 
     def source_of(self, path: KeyPath) -> KeyPath:
         """Return where a key of the document stood in the file."""
-        for length in range(len(path), 0, -1):
+        for length in range(len(path), 0, -1):  # an item of a list before the list
             if path[:length] in self.items:
                 return (*self.items[path[:length]], *(p for step in path[length:] for p in _steps(step)))
         return (*self.path_of(str(path[0])), *path[1:])
 
     def refuse(self, name: str, what: str, hint: str = KEEP_THE_TOOL) -> None:
         """Record that an objective or a method cannot be kept. The import goes on, to find all reasons."""
-        line = self.lines.get(self.path_of(name), 0)
-        place = Place("", line, self.document.file)
+        place = self.place_of(name)
         shown = one_line(dotted(self.path_of(name)))
-        self.refusals.append((line, UserError(f"{place}: {shown}{one_line(what)}", hint=hint)))
+        self.refusals.append((place.line, UserError(f"{place}: {shown}{one_line(what)}", hint=hint)))
 
     def raise_refusals(self) -> None:
         """Raise UserError with all reasons, each with what to do about it."""
         if not self.refusals:
             return
+        # in the order of the file: a user repairs all of them in one pass
         found = sorted(self.refusals, key=lambda row: row[0])
-        hints = list(dict.fromkeys(error.hint for _, error in found))
+        hints = {error.hint for _, error in found}
+        common = KEEP_THE_TOOL if KEEP_THE_TOOL in hints else ""
         if len(hints) == 1:
-            raise UserError("\n".join(dict.fromkeys(error.message for _, error in found)), hint=hints[0])
-        lines = [error.message if error.hint == KEEP_THE_TOOL else str(error) for _, error in found]
-        hint = KEEP_THE_TOOL if KEEP_THE_TOOL in hints else ""
-        raise UserError("\n".join(dict.fromkeys(lines)), hint=hint)
+            (common,) = hints
+        # a hint that all share is said once, at the end
+        lines = [error.message if error.hint == common else str(error) for _, error in found]
+        raise UserError("\n".join(dict.fromkeys(lines)), hint=common)
 
     # ---- what became of the keys of the file
 
@@ -180,47 +216,45 @@ class Import:
         for path, value in leaves(self.source):
             yield path, value, self._fate_of(path, value)
 
+    def _owner(self, path: KeyPath) -> KeyPath | None:
+        """Return the key with a fate, or the innermost section around it that has one."""
+        return next((path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates), None)
+
     def _fate_of(self, path: KeyPath, value: Any) -> Fate:
-        for length in range(len(path), 0, -1):
-            fate = self.fates.get(path[:length])
-            if fate is not None:
-                return Fate(OFF) if value is None else fate
+        owner = self._owner(path)
+        if owner is not None:
+            return Fate(OFF) if value is None else self.fates[owner]
+        # a key that no converter reads is loud
         return Fate(OFF) if is_off(value) else Fate(LEFT, (), UNTRACED, TRAINING)
 
     @property
     def left(self) -> list[Left]:
         """The keys that were not imported, those that change what is trained first."""
         rows: dict[str, Left] = {}
-        for path, value, fate in self.accounts():
+        for path, _, fate in self.accounts():
             if fate.state != LEFT:
                 continue
             # a section that is left as a whole is one row
             whole = next((path[:n] for n in range(1, len(path)) if self.fates.get(path[:n]) == fate), path)
-            shown = abbreviated(_value_at(self.source, whole) if whole != path else value)
+            shown = one_line(abbreviated(reduce(operator.getitem, whole, self.source)))
             key = one_line(dotted(whole))
             ours = fate.into[0] if fate.into else ""
-            rows.setdefault(key, Left(self.line_of(whole), key, one_line(shown), one_line(fate.why), fate.harm, ours))
+            rows.setdefault(key, Left(self.line_of(whole), key, shown, one_line(fate.why), fate.harm, ours))
         return sorted([*rows.values(), *self.more_left], key=lambda item: item.order)
-
-    def line_of(self, path: KeyPath) -> int:
-        """Return the line of a key in the file, or of the section around it."""
-        while path and path not in self.lines:
-            path = path[:-1]
-        return self.lines.get(path, 0)
 
     @property
     def translated(self) -> list[str]:
         """One line per imported key: "lr -> train.learning_rate: 0.1"."""
         rows: dict[KeyPath, str] = {}
         for path, _, fate in self.accounts():
-            if fate.state == IMPORTED:
-                owner = next(path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates)
+            if fate.state == BECAME:
+                owner = self._owner(path)
                 rows[owner] = f"{one_line(dotted(owner))} -> {self._shown_target(fate)}"
         return list(rows.values())
 
     def _shown_target(self, fate: Fate) -> str:
         """Return the first of the recipe's keys that is in the recipe, with its value."""
-        for key in fate.into:
+        for key in fate.into:  # one of them may have been left out, or be a default
             if self.document.has(split(key)):
                 return f"{key}: {one_line(abbreviated(self.document.get(split(key))))}"
         return f"{fate.into[0]}, whose default says the same" if fate.into else "the default"
@@ -230,31 +264,29 @@ class Import:
         """Names of the keys that are empty, or switch nothing on."""
         return [one_line(dotted(path)) for path, _, fate in self.accounts() if fate.state == OFF]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""
-        keys = [
-            {
-                "key": one_line(dotted(path)),
-                "line": self.line_of(path),
-                "value": _json_value(value),
-                "state": fate.state,
-                "into": list(fate.into),
-                "why": fate.why,
-                "harm": fate.harm,
-            }
-            for path, value, fate in self.accounts()
-        ]
-        notices = [str(notice) for notice in sorted(self.document.notices)]
-        return {
-            "peer": self.peer.name, "text": self.text, "keys": keys, "translated": self.translated,
-            "left": [asdict(item) for item in self.left], "off": self.off,
-            "defaults": self.defaults, "notes": self.notes, "notices": notices,
-        }  # fmt: skip
-
     @property
     def harmless(self) -> list[str]:
         """Names of the keys that have no effect on training, speed or memory here."""
-        return [item.key for item in self.left if item.harm == HARMLESS]
+        return [item.key for item in self.left if item.harm == HARMS[-1]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the import as plain values, for `--json`. keys: every key of the file, and what became of it."""
+        keys = []
+        for path, value, fate in self.accounts():
+            # JSON has no NaN and no Infinity: they become words
+            shown = json.loads(json.dumps(value), parse_constant=str)
+            keys.append({"key": one_line(dotted(path)), "line": self.line_of(path), "value": shown, **asdict(fate)})
+        return {
+            "peer": self.peer.name,
+            "text": self.text,
+            "keys": keys,
+            "translated": self.translated,
+            "left": [asdict(item) for item in self.left],
+            "off": self.off,
+            "defaults": self.defaults,
+            "notes": self.notes,
+            "notices": [str(notice) for notice in sorted(self.document.notices)],
+        }
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -267,17 +299,6 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from leaves(inner, (*path, index))
     else:
         yield path, value
-
-
-def _json_value(value: Any) -> Any:
-    """Return a value with words for numbers that JSON does not have: NaN, Infinity."""
-    return json.loads(json.dumps(value), parse_constant=str)
-
-
-def _value_at(value: Any, path: KeyPath) -> Any:
-    for step in path:
-        value = value[step]
-    return value
 
 
 def _is_for(key: str, targets: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Objectives and methods that a recipe does not have: such files are refused, and never become another training.
+"""Objectives of other tools: preferences and rewards are converted; others are refused, and never become another one.
 
 All reasons are found before the file is refused.
 """
@@ -6,100 +6,100 @@ All reasons are found before the file is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ligertune.recipe.complaints import abbreviated
-from ligertune.recipe.importers.import_state import KEEP_THE_TOOL, Import, is_off
-from ligertune.recipe.importers.peers import TRL
-from ligertune.recipe.importers.preferences import is_preference_file
+from ligertune.recipe.importers import import_tables as tables
+from ligertune.recipe.importers.import_state import Import, is_off
+from ligertune.recipe.importers.key_rules import apply_rules
 
-# Keys that choose what is trained for, and the values that have a counterpart. `rl` is Axolotl's.
-OBJECTIVES: dict[str, tuple[str, ...]] = {
-    "stage": ("sft", "pt", "dpo", "kto", "rm"),
-    "rl": ("dpo", "ipo", "orpo", "kto", "simpo"),
-}
-_REWARDS = "is not supported: ligertune trains on texts, answers and preferences, not on rewards of generated answers."
-_OTHER_MODEL = "trains another kind of model, which ligertune does not have."
-_OTHER_METHOD = "is a method that ligertune does not have."
-_DISTILL = "Write a recipe with task: distill."
-_WITHOUT = "Remove it to import the rest: the run then trains with the plain cross-entropy."
+PREFERENCE_RATE = 1e-6  # default learning rate of DPOConfig and KTOConfig
+SAME_LOSSES = ("nll", "chunked_nll")  # of SFTConfig: the cross-entropy of each trained token
+FOREIGN_PLUGINS = {"diffusion": "diffusion", ".kd.": "kd_trainer"}  # part of a name -> the key with the same meaning
+PREFERENCE_SIGNS = tables.KEYS["preference_signs"].split()
+PREFERENCE_LOSSES = tables.KEYS["preference_losses"].split()
 
 
-@dataclass(frozen=True)
-class ForeignObjective:
-    """Why a key is refused: the end of the sentence about it, and what to do."""
-
-    sentence: str
-    hint: str = KEEP_THE_TOOL
-
-
-# Keys whose presence alone means another objective or method
-OTHER_TRAINING: dict[str, ForeignObjective] = {
-    **dict.fromkeys(
-        ("reward_funcs", "reward_model_path", "reward_model_type", "reward_weights", "num_generations", "ppo_epochs"),
-        ForeignObjective(f"is part of reinforcement learning, which {_REWARDS}"),
-    ),
-    "diffusion": ForeignObjective("trains a diffusion language model, which ligertune does not have."),
-    "qat": ForeignObjective("is quantisation-aware training, which ligertune does not have."),
-    "quantization_aware_training": ForeignObjective("is quantisation-aware training, which ligertune does not have."),
-    "process_reward_model": ForeignObjective(_OTHER_MODEL),
-    "kd_trainer": ForeignObjective("distils from stored log-probabilities of another format.", _DISTILL),
-    "teacher_model_name_or_path": ForeignObjective("distils on the student's own answers.", _DISTILL),
-    **dict.fromkeys(
-        ("relora", "relora_steps", "lisa_n_layers", "lisa_step_interval", "use_badam", "use_llama_pro",
-         "use_mca", "mixture_of_depths", "num_virtual_tokens", "lora_parameter_freezing", "use_adam_mini", "use_kt"),
-        ForeignObjective(_OTHER_METHOD),
-    ),
-    "shift_attn": ForeignObjective(
-        _OTHER_METHOD, "Remove it to import the rest: the run then trains with full attention."
-    ),
-    "label_smoothing_factor": ForeignObjective(
-        "smooths the labels of the loss, and a recipe has no key for it.", _WITHOUT
-    ),
-}  # fmt: skip
-_OTHER_LOSS = re.compile(r"use_\w+_loss")  # use_dft_loss, use_asft_loss
-_SAME_LOSSES = ("nll", "chunked_nll")  # of SFTConfig: the cross-entropy of each trained token
+def convert_objective(work: Import) -> None:
+    """Replace the keys that choose the objective by `task` and `preference.loss_type`, or record why that fails."""
+    _refuse_other_objectives(work)
+    is_preference_file = _is_preference_file(work.data)
+    # SFTConfig and RewardConfig have a loss_type, too
+    if work.peer is tables.TRL and "loss_type" in work.data and not is_preference_file:
+        loss = work.take("loss_type", "task")
+        if loss not in SAME_LOSSES:
+            hint = _refusal_of("label_smoothing_factor")["hint"]
+            work.refuse("loss_type", f": {_shown_plain(loss)} is not a loss of ligertune.", hint)
+    apply_rules(work, "objective")
+    is_chosen = work.data.get("task") != work.source.get("task")  # by a rule
+    if is_preference_file and not is_chosen and "stage" not in work.data and "rl" not in work.source:
+        _convert_preferences(work)
+    apply_rules(work, "loss")
 
 
-def refuse_other_objectives(work: Import) -> None:
+def _refuse_other_objectives(work: Import) -> None:
     """Record all reasons to refuse a file that trains for something else, and remove these keys."""
-    for name, supported in OBJECTIVES.items():
+    for name, supported in tables.UNSUPPORTED["objectives"].items():
         value = work.data.get(name)
-        if value is not None and value is not False and value not in supported:
-            work.refuse(name, f": {shown_plain(value)} {_REWARDS}")
+        if value is not None and value is not False and value not in supported.split():
+            work.refuse(name, f": {_shown_plain(value)} {tables.UNSUPPORTED['no_rewards']}")
             work.take(name)
     for name, value in list(work.data.items()):
-        found = OTHER_TRAINING.get(name)
-        if found is None and _OTHER_LOSS.fullmatch(name):
-            found = ForeignObjective(_OTHER_METHOD, _WITHOUT)
-        if found is not None and not is_off(value) and value != 0:
-            work.refuse(name, f" {found.sentence}", found.hint)
+        # a key that is off or 0 chooses nothing
+        if _refusal_of(name) and not is_off(value) and value != 0:
+            _refuse(work, name, " ", name)
             work.take(name)
-    plugins = work.data.get("plugins") or ()
-    named = " ".join(map(str, plugins if isinstance(plugins, list) else [plugins])).lower()
-    for part, key in (("diffusion", "diffusion"), (".kd.", "kd_trainer")):
-        if part in named:
-            work.refuse("plugins", f": {part.strip('.')} {OTHER_TRAINING[key].sentence}", OTHER_TRAINING[key].hint)
-    _refuse_another_loss(work)
+    for part, key in FOREIGN_PLUGINS.items():
+        if part in str(work.data.get("plugins")).lower():
+            _refuse(work, "plugins", f": {part.strip('.')} ", key)
 
 
-def _refuse_another_loss(work: Import) -> None:
-    """Accept `loss_type` of SFTConfig if it is the cross-entropy; other trainers' losses are converted elsewhere."""
-    loss = work.data.get("loss_type")
-    if work.peer is not TRL or is_preference_file(work.data) or loss is None:
-        return
-    if loss not in _SAME_LOSSES:
-        work.refuse("loss_type", f": {shown_plain(loss)} is not a loss of ligertune.", _WITHOUT)
-    work.take("loss_type", "task")
+def _refuse(work: Import, name: str, start: str, key: str) -> None:
+    row = _refusal_of(key)
+    work.refuse(name, start + row["sentence"], row.get("hint", tables.KEEP_THE_TOOL))
 
 
-def shown_plain(value: Any) -> str:
+def _refusal_of(name: str) -> dict[str, str]:
+    rows = tables.UNSUPPORTED["refused"]
+    return next((row for row in rows if re.fullmatch(row["keys"].replace(" ", "|"), name)), {})
+
+
+def _shown_plain(value: Any) -> str:
     """Format a value shortly, a name without quotes."""
     return value[:60] if isinstance(value, str) else abbreviated(value)
 
 
-def nested(section: Any) -> Mapping[str, Any]:
-    """Return a section of another tool's file; one with another type counts as empty."""
-    return section if isinstance(section, Mapping) else {}
+def _is_preference_file(data: dict[str, Any]) -> bool:
+    """Report whether a file of TRL has keys of DPOConfig or KTOConfig, or names one of their losses."""
+    losses = data.get("loss_type")
+    named = losses if isinstance(losses, list) else [losses]
+    return any(name in data for name in PREFERENCE_SIGNS) or any(str(loss) in PREFERENCE_LOSSES for loss in named)
+
+
+def _convert_preferences(work: Import) -> None:
+    """Convert the loss of DPOConfig or KTOConfig. In a list of two, sft is the cross-entropy of the chosen answers."""
+    data = work.data
+    data.setdefault("learning_rate", PREFERENCE_RATE)
+    # the report names the key that says so: the loss, or else a key of these trainers alone
+    sign = next(name for name in ("loss_type", *PREFERENCE_SIGNS) if name in data)
+    named = next((name for name in ("pref_loss", "loss_type") if name in work.source), sign)
+    is_kto = "loss_type" not in data and "desirable_weight" in data
+    loss = work.take("loss_type", "preference.loss_type", default="kto" if is_kto else "sigmoid")
+    work.put("task", "dpo", sign)
+    if isinstance(loss, list) and len(loss) == 1:
+        loss = loss[0]
+    sft_weight = None
+    if isinstance(loss, list) and loss[1:] == ["sft"]:
+        weights = work.take("loss_weights", "preference.sft_weight")
+        weights = weights if isinstance(weights, list) else [1.0, 1.0]
+        # a recipe weighs the cross-entropy alone
+        if len(weights) == 2 and weights[0] == 1:
+            loss = loss[0]
+            sft_weight = weights[1]
+    # another loss stays as it is: the check of the recipe names the ones that exist
+    found = {"loss_type": loss, "sft_weight": sft_weight}
+    if loss == "sigmoid_norm":
+        found = {"loss_type": "sigmoid", "length_normalization": True, "sft_weight": sft_weight}
+    for key, value in found.items():
+        if value is not None:
+            work.put(f"preference.{key}", value, named)

@@ -12,45 +12,60 @@ from typing import Any
 from ligertune.errors import UserError
 from ligertune.files.checked_files import DamagedFileError, read_json_value
 from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
-from ligertune.recipe.importers.import_state import LEFT, Fate, Import, Left, leaves
-from ligertune.recipe.importers.peer_templates import TEMPLATES
-from ligertune.recipe.importers.peers import AXOLOTL, LLAMA_FACTORY, TRL
-from ligertune.recipe.importers.reasons import HARMLESS, TRAINING
+from ligertune.recipe.importers.import_state import Import, Left, leaves
+from ligertune.recipe.importers.import_tables import (
+    AXOLOTL,
+    HARMLESS,
+    KEYS,
+    LLAMA_FACTORY,
+    TEMPLATES,
+    Reason,
+    nested,
+    split_names,
+)
+from ligertune.recipe.read import read_document
 
-TRL_DATASETS = ("datasets", "dataset_mixture", "dataset_mixer", "dataset_name")  # the first one counts
 FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # instead of a path; `data_files` then names the files
-# column names of the tool -> column names of our formats
-AXOLOTL_COLUMNS = {
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "field_system": "system",
-    "field": "text",
-}
-LLAMA_FACTORY_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
-AXOLOTL_FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text", "pretraining": "text"}
-
-
-# key of a tool's data set -> our key, where both differ; a key that stays in a converted item has the same name here
-ITEM_KEYS = {
-    "type": "format",
-    "data_files": "path",
-    "ds_type": "path",
-    "field_messages": "columns",
-    "message_property_mappings": "format",
-    "message_field_role": "format",
-    "message_field_content": "format",
-    "id": "path",
-    "config": "name",
-    "fraction": "weight",
-    **dict.fromkeys(AXOLOTL_COLUMNS, "columns"),
-}
+# names of a message's fields that the formats messages and sharegpt have
+FIELD_KEYS = ("message_property_mappings", "message_field_role", "message_field_content")
+KNOWN_FIELDS = [(role, content) for role in ("role", None) for content in ("content", None)]
+KNOWN_FIELDS += [("from", content) for content in ("value", None)]
+# keys of Axolotl's custom formats that do not change a prompt which is the instruction alone
+PLAIN_FORMAT = {"format", "no_input_format", "field_instruction", "field_output", "system_prompt", "system_format"}
+OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
+UNCONVERTED = (*FIELD_KEYS, "roles", "type")
+# keys of LLaMA-Factory's new trainer
+V1_SIGNS = ("train_dataset", "peft_config", "dist_config", "quant_config", "kernel_config")
 
 
 def convert_datasets(work: Import) -> None:
     """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
-    convert = {AXOLOTL.name: _axolotl_datasets, LLAMA_FACTORY.name: _llama_factory_datasets, TRL.name: _trl_datasets}
-    convert[work.peer.name](work)
+    if any(work.source.get(name) is not None for name in V1_SIGNS):
+        for name, key in (("train_dataset", "data.datasets"), ("eval_dataset", "data.eval_datasets")):
+            if given := work.take(name, key):
+                work.put(key, _described(given, work.folder), name)
+    if work.peer is AXOLOTL:
+        _axolotl_datasets(work)
+    elif work.peer is LLAMA_FACTORY:
+        _llama_factory_datasets(work)
+    elif any(name in work.data for name in ("datasets", "dataset_mixture", "dataset_mixer")):
+        _trl_mixture(work)
+    elif "dataset_name" in work.data:
+        _one_trl_dataset(work)
+
+
+def _described(given: Any, folder: Path) -> list[Any]:
+    """Return the data sets of a YAML file that describes them, or the one that `given` is itself."""
+    path = folder / str(given)
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return [{"path": given}]
+    items = []
+    for entry in map(nested, read_document(path).data.values()):
+        item = {key: entry[name] for name, key in KEYS["llama_factory_item"].items() if entry.get(name) is not None}
+        if entry.get("converter") in ("alpaca", "sharegpt"):
+            item["format"] = entry["converter"]
+        items.append(item)
+    return items
 
 
 def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted: list[Any]) -> None:
@@ -58,25 +73,36 @@ def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted:
     section = work.data.setdefault("data", {})
     items = section.setdefault(which, []) if isinstance(section, dict) else []
     for new in converted:
+        # complaints name the line of the tool's item
         path = ("data", which, len(items))
-        place = Place("", work.line_of(source), work.document.file)
-        work.document.places[path] = place
+        work.document.places[path] = Place("", work.line_of(source), work.document.file)
         work.items[path] = source
         items.append(new)
-        if not isinstance(given, Mapping):
+        if not isinstance(given, Mapping):  # a path, or a weight of a mixer
             work.trace(source, dotted(path))
             continue
         for at, _ in leaves(given):
-            written = str(at[0])
-            kept = new if isinstance(new, Mapping) else {}
-            is_flattened = len(at) > 1 and ".".join(map(str, at)) in kept
-            if is_flattened or (written in kept and (written in UNCONVERTED or written not in OWN_KEYS)):
-                continue  # without a counterpart: the import reports it later
-            name = ITEM_KEYS.get(str(at[-1]), ITEM_KEYS.get(written, written))
-            if name in kept:
-                work.trace((*source, *at), f"{dotted(path)}.{name}")
-            elif name != written or name == "columns":  # pairs have no format, and a list of columns only selects them
-                work.trace((*source, *at), dotted(path))
+            into = _key_of(at, nested(new))
+            if into is not None:
+                work.trace((*source, *at), f"{dotted(path)}.{into}".rstrip("."))
+
+
+def _key_of(at: KeyPath, item: Mapping[str, Any]) -> str | None:
+    """Return the key of a converted item that a key of the tool's item became; "" for the item as a whole.
+
+    None for a key that stays in the item: the import reports it later.
+    """
+    written = str(at[0])
+    # fields of a custom format stay as "type.format"
+    is_flattened = len(at) > 1 and ".".join(map(str, at)) in item
+    if is_flattened or (written in item and (written in UNCONVERTED or written not in OWN_KEYS)):
+        return None
+    ours = KEYS["item_keys"]
+    name = ours.get(str(at[-1]), ours.get(written, written))
+    if name in item:
+        return name
+    # pairs have no format, and a list of columns only selects them
+    return "" if name != written or name == "columns" else None
 
 
 def _axolotl_datasets(work: Import) -> None:
@@ -86,85 +112,40 @@ def _axolotl_datasets(work: Import) -> None:
     for tool_name, which in names.items():
         given = data.get(tool_name)
         if tool_name == "pretraining_dataset" and given and which in data.get("data", {}):
-            work.leave((tool_name,), "datasets replaces it")
+            work.leave((tool_name,), Reason("datasets replaces it"))
             continue
         data.pop(tool_name, None)
-        is_list = isinstance(given, list)
-        for index, item in enumerate(given if is_list else [given] if given else []):
-            source = (tool_name, index) if is_list else (tool_name,)
-            plain = _pairs(item, data) if data.get("task") in ("dpo", "reward") else item
-            _add_items(work, which, source, item, axolotl(plain))
+        if not given:
+            continue
+        rows = {(tool_name, index): item for index, item in enumerate(given)} if isinstance(given, list) else None
+        for source, item in (rows or {(tool_name,): given}).items():
+            _add_items(work, which, source, item, _axolotl_items(item, data))
 
 
-def _llama_factory_datasets(work: Import) -> None:
-    data = work.data
-    folder = str(work.take("dataset_dir", "data.datasets") or "data")
-    for tool_name, which in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
-        given = data.get(tool_name)
-        if isinstance(given, list) and any(isinstance(item, dict) for item in given):
-            continue  # of the new trainer; validation reports what it does not know
-        if given := data.pop(tool_name, None):
-            try:
-                found, unknown = llama_factory(given, work.folder, folder)
-            except UserError as problem:
-                work.refusals.append((work.line_of((tool_name,)), problem))
-                continue
-            found = [as_raw_text(item) for item in found] if data.get("stage") == "pt" else found
-            work.put(f"data.{which}", found, tool_name)
-            why = f"{folder}/dataset_info.json does not describe it, so it is read as a file or a hub id"
-            line = work.line_of((tool_name,))
-            work.more_left += [
-                Left(line, tool_name, value, why, TRAINING, f"data.{which}") for value in unknown if "/" not in value
-            ]
-    most = data.get("max_samples")
-    if isinstance(most, int) and not isinstance(most, bool):
-        work.take("max_samples", "data.datasets")
-        for which in ("datasets", "eval_datasets"):  # the tool cuts each data set
-            for item in data.get("data", {}).get(which, []):
-                item.setdefault("max_samples", most)
-
-
-def _trl_datasets(work: Import) -> None:
-    written = next((name for name in TRL_DATASETS if name in work.data), None)
-    if written == "dataset_name":
-        _one_trl_dataset(work)
-    elif written is not None:
-        _trl_mixture(work)
-
-
-# names of a message's fields that the formats messages and sharegpt have
-FIELD_KEYS = ("message_property_mappings", "message_field_role", "message_field_content")
-KNOWN_FIELDS = [(role, content) for role in ("role", None) for content in ("content", None)]
-KNOWN_FIELDS += [("from", content) for content in ("value", None)]
-OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
-UNCONVERTED = (*FIELD_KEYS, "roles", "type")
-
-
-def _pairs(item: Any, data: dict[str, Any]) -> Any:
-    """Return a data set of pairs without its type, such as chatml.intel: its columns say the format."""
-    if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
-        return item
-    template = item["type"].partition(".")[0]
-    if template in TEMPLATES:
-        data.setdefault("chat_template", template)
-    return {name: value for name, value in item.items() if name != "type"}
-
-
-def axolotl(item: Any) -> list[Any]:
+def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
     """Convert one item of Axolotl's `datasets` or `test_datasets`; several `data_files` are as many data sets."""
     if not isinstance(item, Mapping):
         return [{"path": item} if isinstance(item, str) else item]
     item = dict(item)
     kind = item.pop("type", None)
+    if isinstance(kind, str) and data.get("task") in ("dpo", "reward"):
+        # of pairs, such as chatml.intel: their columns say the format
+        template = kind.partition(".")[0]
+        if template in TEMPLATES:
+            data.setdefault("chat_template", template)
+        kind = None
     if isinstance(kind, Mapping):  # a custom format, described field by field
         if plain := _without_a_prompt(kind):
             return [_with_columns(one, plain) for one in _per_file({**item, "format": "prompt_completion"})]
-        item |= {name if name in AXOLOTL_COLUMNS else f"type.{name}": value for name, value in kind.items()}
+        # its fields are columns; its prompt cannot be kept, and is reported under "type.format"
+        own_columns = KEYS["axolotl_columns"]
+        item |= {name if name in own_columns else f"type.{name}": value for name, value in kind.items()}
         kind = "alpaca"
     if isinstance(kind, str):
+        # alpaca:chat and chat_template.default are variants of a format
         plain = kind.replace(":", ".").split(".")[0]
-        item["format"] = AXOLOTL_FORMATS.get(plain, plain)
-    columns = {name: item.pop(tool_name) for tool_name, name in AXOLOTL_COLUMNS.items() if item.get(tool_name)}
+        item["format"] = KEYS["axolotl_formats"].get(plain, plain)
+    columns = {ours: item.pop(name) for name, ours in KEYS["axolotl_columns"].items() if item.get(name)}
     _conversation(item, columns, item.pop("field_messages", None), _role_key(item))
     return [_with_columns(one, columns) for one in _per_file(item)]
 
@@ -172,15 +153,9 @@ def axolotl(item: Any) -> list[Any]:
 def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the columns of a custom format whose prompt is the instruction alone, else None."""
     formats = [kind.get(name) for name in ("format", "no_input_format") if kind.get(name)]
-    others = kind.keys() - {
-        "format",
-        "no_input_format",
-        "field_instruction",
-        "field_output",
-        "system_prompt",
-        "system_format",
-    }
-    if not formats or any(text.strip() != "{instruction}" for text in formats) or others or kind.get("system_prompt"):
+    # another prompt is Stanford's with other words, which a recipe writes as a Jinja file
+    is_plain = formats and all(text.strip() == "{instruction}" for text in formats)
+    if not is_plain or kind.keys() - PLAIN_FORMAT or kind.get("system_prompt"):
         return None
     return {"prompt": kind.get("field_instruction", "instruction"), "completion": kind.get("field_output", "output")}
 
@@ -196,8 +171,7 @@ def _per_file(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _role_key(item: dict[str, Any]) -> str | None:
     """Remove the keys that describe messages, and return the field that holds a message's role."""
-    mapping = item.get("message_property_mappings")
-    mapping = dict(mapping) if isinstance(mapping, Mapping) else {}
+    mapping = dict(nested(item.get("message_property_mappings")))
     role = item.get("message_field_role") or mapping.pop("role", None)
     content = item.get("message_field_content") or mapping.pop("content", None)
     # only these pairs of names are formats here; other names stay in the item, and are reported
@@ -209,30 +183,56 @@ def _role_key(item: dict[str, Any]) -> str | None:
 
 def _conversation(item: dict[str, Any], columns: dict[str, str], messages: str | None, role_key: str | None) -> None:
     """Set the format of conversations: sharegpt if the role field is `from`, messages if it is `role`."""
-    if role_key == "from":
-        item["format"] = "sharegpt"
-    elif role_key == "role":
-        item["format"] = "messages"
+    if role_key in ("from", "role"):
+        item["format"] = "sharegpt" if role_key == "from" else "messages"
     if messages:
         expected = "conversations" if item.get("format") == "sharegpt" else "messages"
         columns[expected] = messages
 
 
 def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    # a column with the expected name needs no entry
     renamed = {expected: actual for expected, actual in columns.items() if expected != actual}
     return {**item, "columns": renamed} if renamed else item
 
 
-def llama_factory(names: Any, folder: Path, dataset_dir: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Look names up in dataset_info.json. Returns (data sets, names that the file does not hold)."""
-    named = names if isinstance(names, list) else [name.strip() for name in str(names).split(",")]
-    named = [str(name) for name in named]
-    info = _dataset_info(folder, dataset_dir)
-    found = [_registered(info[name], dataset_dir) if name in info else {"path": name} for name in named]
-    return found, [name for name in named if name not in info]
+def _llama_factory_datasets(work: Import) -> None:
+    data = work.data
+    folder = str(work.take("dataset_dir", "data.datasets") or "data")
+    for tool_name, which in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        given = data.get(tool_name)
+        if isinstance(given, list) and any(isinstance(item, dict) for item in given):
+            continue  # of the new trainer; validation reports what it does not know
+        if data.pop(tool_name, None):
+            _add_registered(work, tool_name, which, folder, given)
+    most = data.get("max_samples")
+    if isinstance(most, int) and not isinstance(most, bool):
+        work.take("max_samples", "data.datasets")
+        for which in ("datasets", "eval_datasets"):  # the tool cuts each data set
+            for item in data.get("data", {}).get(which, []):
+                item.setdefault("max_samples", most)
 
 
-def as_raw_text(item: dict[str, Any]) -> dict[str, Any]:
+def _add_registered(work: Import, tool_name: str, which: str, dataset_dir: str, given: Any) -> None:
+    """Add the data sets of these names, which dataset_info.json describes."""
+    names = [str(name) for name in given] if isinstance(given, list) else split_names(given)
+    line = work.line_of((tool_name,))
+    # LLaMA-Factory needs the file; without it a name may still be a path or a hub id here
+    try:
+        info = _dataset_info(work.folder, dataset_dir)
+    except UserError as problem:
+        work.refusals.append((line, problem))
+        return
+    items = [_registered(info[name], dataset_dir) if name in info else {"path": name} for name in names]
+    if work.data.get("stage") == "pt":
+        items = [_as_raw_text(item) for item in items]
+    work.put(f"data.{which}", items, tool_name)
+    why = f"{dataset_dir}/dataset_info.json does not describe it, so it is read as a file or a hub id"
+    unknown = [name for name in names if name not in info and "/" not in name]
+    work.more_left += [Left(line, tool_name, name, why, ours=f"data.{which}") for name in unknown]
+
+
+def _as_raw_text(item: dict[str, Any]) -> dict[str, Any]:
     """Return a data set of LLaMA-Factory's `stage: pt`, whose prompt column holds the texts."""
     column = item.get("columns", {}).get("instruction", "text")
     others = {name: value for name, value in item.items() if name != "columns"}
@@ -240,15 +240,15 @@ def as_raw_text(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
-    for place in (folder / dataset_dir, Path(dataset_dir)):
-        path = place / "dataset_info.json"
-        if path.is_file():
-            try:
-                info = read_json_value(path)
-            except DamagedFileError as problem:
-                raise UserError(f"{path} {problem}.") from None
-            return info if isinstance(info, Mapping) else {}
-    return {}
+    # as the tool: below the folder in which it runs, which is often that of the file
+    paths = [place / "dataset_info.json" for place in (folder / dataset_dir, Path(dataset_dir))]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return {}
+    try:
+        return nested(read_json_value(path))
+    except DamagedFileError as problem:
+        raise UserError(f"{path} {problem}.") from None
 
 
 def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
@@ -258,8 +258,9 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
         if entry.get(tool_name):
             item[name] = entry[tool_name]
     given = entry.get("columns") or {}
-    columns = {name: given[tool_name] for tool_name, name in LLAMA_FACTORY_COLUMNS.items() if given.get(tool_name)}
+    columns = {ours: given[name] for name, ours in KEYS["llama_factory_columns"].items() if given.get(name)}
     if entry.get("formatting", "alpaca") == "sharegpt":
+        # the tool's default is ShareGPT's field
         role_key = (entry.get("tags") or {}).get("role_tag", "from")
         _conversation(item, columns, given.get("messages", "conversations"), role_key)
     else:
@@ -275,38 +276,33 @@ def _one_trl_dataset(work: Import) -> None:
     data = work.data
     trained = "data.datasets[0]"
     tested = "data.eval_datasets[0]"
-    common = {"path": work.take("dataset_name", f"{trained}.path")}
+    place = work.place_of("dataset_name")
+    item = {"path": work.take("dataset_name", f"{trained}.path")}
     if data.get("dataset_config"):
-        common["name"] = work.take("dataset_config", f"{trained}.name")
+        item["name"] = work.take("dataset_config", f"{trained}.name")
     text = work.take("dataset_text_field", f"{trained}.format")
-    if text and text != "text":
-        common |= {"format": "text", "columns": {"text": text}}
+    if text and text != "text":  # a column text is found without a name
+        item |= {"format": "text", "columns": {"text": text}}
     split = work.take("dataset_train_split", f"{trained}.split")
-    _put_items(work, "datasets", "dataset_name", [{**common, **({"split": split} if split else {})}])
-    if evaluates(data):
+    work.document.put(("data", "datasets"), [item | ({"split": split} if split else {})], place)
+    # TRL's script reads the test split only if it evaluates
+    if _evaluates(data):
         split = work.take("dataset_test_split", f"{tested}.split", default="test")
-        _put_items(work, "eval_datasets", "dataset_name", [{**common, "split": split}])
+        work.document.put(("data", "eval_datasets"), [{**item, "split": split}], place)
     elif "dataset_test_split" in data:
-        work.leave(("dataset_test_split",), "the file evaluates nothing", HARMLESS)
+        work.leave(("dataset_test_split",), Reason("the file evaluates nothing", HARMLESS))
 
 
-def _put_items(work: Import, which: str, written: str, items: list[Any]) -> None:
-    place = Place("", work.line_of(work.path_of(written)), work.document.file)
-    work.document.put(("data", which), items, place)
-
-
-def evaluates(data: Mapping[str, Any]) -> bool:
+def _evaluates(data: Mapping[str, Any]) -> bool:
     """Report whether a file of TRL evaluates during training."""
-    return data.get("eval_strategy", data.get("evaluation_strategy", "no")) not in ("no", False, None)
+    return data.get("eval_strategy", "no") not in ("no", False)
 
 
 def _trl_mixture(work: Import) -> None:
     """Convert a mixture of data sets: TRL's `datasets`, or those of alignment-handbook."""
     data = work.data
-    work.hoist("dataset_mixture", ("datasets", "datasets"), ("test_split_size", "test_split_size"), ("seed", "seed"))
-    if "test_split_size" in data:
-        work.names["val_set_size"] = work.path_of("test_split_size")
-        data["val_set_size"] = data.pop("test_split_size")
+    work.hoist("dataset_mixture", {name: name for name in ("datasets", "test_split_size", "seed")})
+    work.rename("test_split_size", "val_set_size")
     given = data.pop("datasets", None)
     source = work.path_of("datasets")
     if isinstance(given, list):
@@ -314,7 +310,7 @@ def _trl_mixture(work: Import) -> None:
             _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])
         return
     if given is not None:
-        work.fates[source] = Fate(LEFT, (), "it is not a list of data sets", TRAINING)
+        work.lose(source, Reason("it is not a list of data sets"))
     mixer = data.get("dataset_mixer")
     if not isinstance(mixer, Mapping):
         return
@@ -323,23 +319,22 @@ def _trl_mixture(work: Import) -> None:
     configs = work.take("dataset_configs", "data.datasets")
     splits = [str(split) for split in splits] if isinstance(splits, list) else ["train", "test"]
     named = dict(zip(mixer, configs, strict=False)) if isinstance(configs, list) else {}
+    # alignment-handbook reads a test split as a whole
     for path, weight in mixer.items():
         for split in splits:
             is_test = "test" in split
-            if is_test and not evaluates(data):
+            if is_test and not _evaluates(data):
                 continue
-            name = {"name": named[path]} if path in named else {}
-            item = {"path": path, "split": split, **name, "weight": 1 if is_test else weight}
-            _add_items(work, "eval_datasets" if is_test else "datasets", ("dataset_mixer", path), weight,
-                       [_trl_item(item)])  # fmt: skip
+            item = {"path": path, "split": split, "name": named.get(path), "weight": 1 if is_test else weight}
+            which = "eval_datasets" if is_test else "datasets"
+            _add_items(work, which, ("dataset_mixer", path), weight, [_trl_item(item)])
 
 
 def _trl_item(item: Any) -> Any:
     """Convert one data set of a mixture. A list of columns only selects them."""
     if not isinstance(item, Mapping):
         return {"path": item} if isinstance(item, str) else item
-    names = {"id": "path", "config": "name", "fraction": "weight"}
-    found = {names.get(name, name): value for name, value in item.items() if value is not None}
+    found = {KEYS["trl_item"].get(name, name): value for name, value in item.items() if value is not None}
     if isinstance(found.get("columns"), list):
         del found["columns"]
     return found

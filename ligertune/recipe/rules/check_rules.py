@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from ligertune.recipe.document import Document, KeyPath, split
+from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.optimizer_table import OPTIMIZERS
-from ligertune.recipe.rules.rule import ADAPTER, ONE_OUT, Rule, each
-from ligertune.recipe.rules.task_rules import TASK_RULES
+from ligertune.recipe.rules.rule import ONE_OUT, Rule, each
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR, TrainSpec
 
@@ -130,14 +130,7 @@ RULES = (
     Rule("method.type: freeze, no method.trainable",
          "{0} is freeze, and no parameter is left to train. Give {1}, a list of regular expressions."),
     Rule("method.trainable, method.type: not freeze", "{0} works with method.type: freeze only, and {1} is {v[1]}."),
-    *(
-        Rule(f"no {key}, {ADAPTER}",
-             "{0} is false, and {1} is {v[1]}, which trains only the adapter. "
-             "Leave {0} out, and name other layers to train in method.lora_modules_to_save.")
-        for key in ("vision.freeze_vision_tower", "vision.freeze_projector")
-    ),
-    Rule(f"vision.freeze_language_model, {ADAPTER}",
-         f"{{0}} is true, and {{1}} is {{v[1]}}, whose adapter is part of the language model. {ONE_OUT}"),
+    *(rule for part in modality_parts() for rule in part.rules),
     *(
         Rule(f"{key}, task: medusa|distill",
              "{0} changes the vocabulary, and {1} is {v[1]}, which needs that of another model. "
@@ -162,7 +155,7 @@ RULES = (
          "stores weights that cannot be sharded, and {1} is {v[1]}. Write parallel.strategy: ddp."),
         ("parallel.cp_size: not 1", f"stores weights that cannot be sharded, which {{1}} needs. {ONE_OUT}"),
     ),
-    *TASK_RULES,
+    *(rule for part in feature_parts() for rule in part.rules),
     # ---- kernels
     Rule("kernels.attention: true, model.attn_implementation: not auto, kernels.enabled: not false",
          f"{{0}} is an attention implementation, and {{1}} names another. {ONE_OUT}"),
@@ -241,7 +234,6 @@ RULES = (
         ("model.dtype: float16", "needs bfloat16 or float32, and {1} is float16. Write model.dtype: bfloat16."),
         ("kernels.recompute",
          f"saves each layer's input in float8, and {{1}} recomputes it. {ONE_OUT}"),
-        ("vision.freeze_language_model", f"applies to the language model's layers, and {{1}} freezes them. {ONE_OUT}"),
     ),
     Rule("train.fp8: torchao, method.type: lora",
          "{0}: torchao speeds up the matrix products of weights that train, and {1} is lora. Write train.fp8: true."),

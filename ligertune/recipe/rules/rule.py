@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-from ligertune.recipe.schema import Recipe
+from ligertune.recipe.section import Section
 
 ADAPTER = "method.type: lora|qlora"
 # the end of messages about two keys that exclude each other
@@ -41,13 +41,13 @@ class Rule:
 
     when: str
     message: str
-    also: Callable[[Recipe], bool] = lambda recipe: True
+    also: Callable[[Any], bool] = lambda recipe: True
 
     @cached_property
     def conditions(self) -> list[tuple[str, Callable[[Any], bool]]]:
         return [_condition(text) for text in self.when.split(", ")]
 
-    def is_broken(self, recipe: Recipe) -> bool:
+    def is_broken(self, recipe: Section) -> bool:
         return all(holds(attrgetter(key)(recipe)) for key, holds in self.conditions) and self.also(recipe)
 
 

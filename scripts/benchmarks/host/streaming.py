@@ -22,7 +22,7 @@ from benchmarks import inputs, pages
 from ligertune.data.batching.order import StreamOrder
 from ligertune.data.examples import Preparation
 from ligertune.data.stream import ExampleStream, StreamedExamples
-from ligertune.planning.micro_batch import Batching
+from ligertune.planning.batch_layout import Batching
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 ALLOWED_GROWTH = 64  # MiB: fluctuations of the allocator

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
-from ligertune_kernels.ops.norms import _column_sums as column_sums
-from ligertune_kernels.ops.norms import _row_norm as row_norm
+from ligertune_kernels.ops.norms import kernels as norm_kernels
+from ligertune_kernels.ops.norms import tiles as norm_tiles
 
 from ligertune.bench.case import Case
 
@@ -76,7 +76,7 @@ X_LOADS = "* x_row_stride + cols[None, :], mask=mask, other=0.0"
 ONCE, GONE = ', eviction_policy="evict_first"', ', cache_modifier=".cs"'
 Y_STORES, DX_STORES = "y.to(y_ptr.dtype.element_ty), mask=mask", "dx.to(dx_ptr.dtype.element_ty), mask=mask"
 STREAMED_Y, STREAMED_DX = (Y_STORES, Y_STORES + GONE), (DX_STORES, DX_STORES + GONE)
-NO_SUMS = ((row_norm, "column_sums", lambda *tensors: None),)
+NO_SUMS = ((norm_kernels, "column_sums", lambda *tensors: None),)
 
 STREAMED = (
     fwd("stores streamed", "y is not read again: evicting it early leaves room in the cache", edits=(STREAMED_Y,)),
@@ -86,7 +86,7 @@ WITHOUT_SUMS = bwd("without the sums", "cost of column_sums, including its launc
 
 
 def sums_of(columns: int, why: str) -> Candidate:
-    return bwd(f"sums of {columns} columns", why, constants=((column_sums, "FEWEST_COLS", columns),))
+    return bwd(f"sums of {columns} columns", why, constants=((norm_tiles, "SUMS_MIN_COLS", columns),))
 
 
 # Registers are those of sm90 with triton 3.7. Not listed because they spill: backward with three programs of 4096
@@ -231,7 +231,7 @@ CANDIDATES_16384 = (
         fwd(
             f"swept by {block}",
             "few registers: many rows in flight, read again from L1 and L2",
-            constants=((row_norm, "WHOLE_ROW_BYTES", 0), (row_norm, "SWEEP_BLOCK", block)),
+            constants=((norm_tiles, "WHOLE_ROW_BYTES", 0), (norm_tiles, "SWEEP_BLOCK", block)),
         )
         for block in (2048, 4096)
     ),

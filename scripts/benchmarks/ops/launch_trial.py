@@ -13,9 +13,9 @@ from types import ModuleType
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.launcher import BoundLaunch, cached, chip_of
 from ligertune_kernels.ops.attention import rope
-from ligertune_kernels.ops.norms import _column_sums as column_sums
-from ligertune_kernels.ops.norms import _norm_kernels as norm_kernels
-from ligertune_kernels.ops.norms import _row_norm as row_norm
+from ligertune_kernels.ops.attention import tiles as attention_tiles
+from ligertune_kernels.ops.norms import kernels as norm_kernels
+from ligertune_kernels.ops.norms.tiles import NormCall
 
 from benchmarks.ops.launch_candidates import Candidate, Direction, Norm, Patch, Turn
 from ligertune.bench.case import Case
@@ -49,7 +49,7 @@ def _of_norm(choices: dict[Direction, Norm], decided: dict[str, str]) -> list[Pa
     """Plan norms through caches of their own, so that plans of candidates and of the code are kept apart."""
 
     def plans(direction: Direction, original: Callable) -> Callable:
-        def plan(call: row_norm.Call, *needs: tuple[bool, bool, bool]) -> row_norm.LaunchPlan:
+        def plan(call: NormCall, *needs: tuple[bool, bool, bool]) -> norm_kernels.LaunchPlan:
             found = original(call, *needs)
             if direction in choices:
                 found = _decided(found, choices[direction], chip_of(call.device))
@@ -59,12 +59,12 @@ def _of_norm(choices: dict[Direction, Norm], decided: dict[str, str]) -> list[Pa
         return cached(plan)
 
     planned = (("forward", "_plan_forward"), ("backward", "_plan_backward"))
-    patches = [(row_norm, name, plans(way, getattr(row_norm, name).__wrapped__)) for way, name in planned]
-    patches.append((column_sums, "_plan_sums", cached(column_sums._plan_sums.__wrapped__)))
+    patches = [(norm_kernels, name, plans(way, getattr(norm_kernels, name).__wrapped__)) for way, name in planned]
+    patches.append((norm_kernels, "_plan_sums", cached(norm_kernels._plan_sums.__wrapped__)))
     return patches + [patch for choice in choices.values() for patch in choice.constants]
 
 
-def _decided(plan: row_norm.LaunchPlan, choice: Norm, chip: Chip) -> row_norm.LaunchPlan:
+def _decided(plan: norm_kernels.LaunchPlan, choice: Norm, chip: Chip) -> norm_kernels.LaunchPlan:
     """Return the code's plan with the candidate's choices."""
     parts = choice.parts or plan.parts
     constants = dict(plan.launch.constants)
@@ -82,7 +82,7 @@ def _decided(plan: row_norm.LaunchPlan, choice: Norm, chip: Chip) -> row_norm.La
     return plan._replace(launch=launch, rows=rows, programs=max(1, programs // parts), parts=parts)
 
 
-def _words(plan: row_norm.LaunchPlan, chip: Chip) -> str:
+def _words(plan: norm_kernels.LaunchPlan, chip: Chip) -> str:
     constants, programs = plan.launch.constants, plan.programs * plan.parts
     each = f"{programs / chip.processors:.3g} programs a processor" if programs < 1 << 24 else "a program a tile"
     named = [f"{constants['num_warps']} warps", f"{constants.get('STAGES', 1)} stages", each, f"{plan.parts} parts"]
@@ -93,14 +93,14 @@ def _words(plan: row_norm.LaunchPlan, chip: Chip) -> str:
 
 def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
     def tile(n_heads: int, width: int) -> tuple[int, int]:
-        pairs = choice.pairs or rope.TILE
-        heads = min(rope._power_of_2(n_heads), choice.heads, max(1, 2 * pairs // width))
+        pairs = choice.pairs or attention_tiles.ROPE_PAIRS
+        heads = min(attention_tiles.power_of_2(n_heads), choice.heads, max(1, 2 * pairs // width))
         return max(1, pairs // (heads * width)), heads
 
     def chosen(elements: int, chip: Chip) -> dict[str, int | bool]:
         found = launch_options(elements, chip)
         found["num_warps"] = choice.warps or found["num_warps"]
-        tokens, heads = rope._tile(32, 64)
+        tokens, heads = rope.rope_tile(32, 64)
         words = f"{tokens} tokens of {heads} heads, {found['num_warps']} warps"
         decided["forward"] = decided["backward"] = words
         return found
@@ -108,7 +108,7 @@ def _of_rope(choice: Turn, decided: dict[str, str]) -> list[Patch]:
     # a separate cache, filled inside the context
     patches: list[Patch] = [(rope, "launch_options", chosen), (rope, "_launch", cached(rope._launch.__wrapped__))]
     if choice.pairs or choice.heads != 8:
-        patches.append((rope, "_tile", tile))
+        patches.append((rope, "rope_tile", tile))
     if choice.edits:
         patches.append((rope, "_rope_kernel", _edited(rope, choice.edits)._rope_kernel))
     return patches

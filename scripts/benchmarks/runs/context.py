@@ -159,7 +159,7 @@ def one(options: argparse.Namespace, row: Row) -> int:
     from ligertune.planning.memory.fit import longest_contexts
     from ligertune.planning.memory.tiled_bytes import TILE
     from ligertune.recipe import load_recipe
-    from ligertune.run import plan_for
+    from ligertune.training.resolve import plan_for
 
     options.steps = options.steps or (2 if row.method == "full" else 1)
     card, text = CARDS[row.card], write_text(options, 4096)

@@ -111,11 +111,11 @@ def build(side: str, stage: int, n_heads: int, device, *, small: bool, layers: i
 
     from ligertune.activations.checkpointing import checkpoint_layers
     from ligertune.attention.sdpa import prefer_flash
+    from ligertune.features.medusa.medusa_model import attach_heads
+    from ligertune.features.medusa.recipe import MedusaSpec
+    from ligertune.features.output_head import backbone_of
     from ligertune.patching.packed.packing_checks import install_packing_checks
     from ligertune.patching.patch import patch
-    from ligertune.planning.options import MedusaOptions
-    from ligertune.tasks.medusa.medusa_model import attach_heads
-    from ligertune.tasks.output_head import backbone_of
 
     prefer_flash()
     shape = dict(TINY if small else LLAMA_3_8B)
@@ -132,7 +132,7 @@ def build(side: str, stage: int, n_heads: int, device, *, small: bool, layers: i
     install_packing_checks(backbone_of(base))
     if stage == 2:
         checkpoint_layers(base)
-    return attach_heads(base, MedusaOptions(num_heads=n_heads, stage=stage), fused=side == "ours").train()
+    return attach_heads(base, MedusaSpec(num_heads=n_heads, stage=stage), fused=side == "ours").train()
 
 
 def batch_of(context: int, device, model) -> dict:

@@ -131,7 +131,8 @@ def measured(options: argparse.Namespace, name: str, model: str, method: str, ch
 
 def one(options: argparse.Namespace, folder: Path, name: str, wanted: dict[str, object]) -> dict:
     from ligertune.recipe import load_recipe
-    from ligertune.run import plan_for, run
+    from ligertune.run import run
+    from ligertune.training.resolve import plan_for
 
     recipe = inputs.write_recipe(folder / "recipe.json", wanted)
     if options.against:

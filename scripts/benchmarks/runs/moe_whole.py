@@ -149,7 +149,7 @@ def recipe_of(options: argparse.Namespace, side: str) -> Path:
 def measure(options: argparse.Namespace, side: str) -> int:
     """Measure a side in this process, and print its point."""
     from ligertune.recipe import load_recipe
-    from ligertune.run import plan_for
+    from ligertune.training.resolve import plan_for
 
     known = {"side": side, "bits": "4-bit" if side.endswith("4-bit") else "bf16"}
     job = plan_for(load_recipe(recipe_of(options, side)))

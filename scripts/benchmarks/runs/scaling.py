@@ -175,7 +175,7 @@ def uneven(folder: Path, n: int, steps: int) -> float:
     from ligertune.data.batching.order import DataOrder
     from ligertune.data.batching.packing import pack
     from ligertune.recipe import load_recipe
-    from ligertune.run import plan_for
+    from ligertune.training.resolve import plan_for
 
     elsewhere = [f"checkpoint.output_dir={folder / 'order'}"]
     job = plan_for(load_recipe(folder / "run" / "resolved_recipe.yaml", overrides=elsewhere))
@@ -273,12 +273,13 @@ def train_and_show_logits(path: Path) -> int:
     from ligertune.launcher.signals import StopRequest
     from ligertune.progress import Display, Phases
     from ligertune.recipe import load_recipe
-    from ligertune.run import begin_output, plan_for
-    from ligertune.train.checkpoint.final_model import save_final_model
-    from ligertune.train.distributed import reshard, start_accelerator
-    from ligertune.train.loop import fit
-    from ligertune.train.model_builder import trained_model
-    from ligertune.train.setup import Training
+    from ligertune.training.checkpoint.final_model import save_final_model
+    from ligertune.training.loop import fit
+    from ligertune.training.model_builder import trained_model
+    from ligertune.training.output_dir import begin_output
+    from ligertune.training.parallel.distributed import reshard, start_accelerator
+    from ligertune.training.resolve import plan_for
+    from ligertune.training.setup import Custom, start
 
     job = plan_for(load_recipe(path))
     prefer_flash()
@@ -288,7 +289,7 @@ def train_and_show_logits(path: Path) -> int:
     accelerator.wait_for_everyone()
     model, _ = trained_model(job.plan, job.config, accelerator)
     with StopRequest(enabled=False) as stop:
-        training = Training(job, accelerator, model, show=lambda line: None, display=Display())
+        training = start(job, accelerator, model, show=lambda line: None, display=Display(), custom=Custom())
         fitted = fit(training, stop=stop, phases=Phases())
     ids = torch.arange(5, 133)[None]
     with torch.no_grad():

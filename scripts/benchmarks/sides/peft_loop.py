@@ -12,7 +12,7 @@ def peak_now() -> dict[str, int]:
     """Return the peak bytes of this process: allocated and reserved by torch on a GPU, resident on a CPU."""
     import torch
 
-    from ligertune.train.meter import resident_peak_bytes
+    from ligertune.training.metrics.meter import resident_peak_bytes
 
     if not torch.cuda.is_available():
         return {"peak": resident_peak_bytes(), "reserved": resident_peak_bytes()}

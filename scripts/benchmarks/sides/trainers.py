@@ -28,17 +28,19 @@ from benchmarks import processes
 from ligertune.attention.choice import installed
 from ligertune.data.batching.order import DataOrder
 from ligertune.data.examples import Example
+from ligertune.features.distill.recipe import DistillSpec
+from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
-from ligertune.models.score_head import prepare_config
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.planning.options import SCORE_TASKS
+from ligertune.planning.feature_spec import feature_of
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
-from ligertune.train.meter import resident_peak_bytes
-from ligertune.train.setup import Job
+from ligertune.training.metrics.meter import resident_peak_bytes
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
 
+SCORE_TASKS = ("classification", "reward")
 Made = tuple[Any, str]  # a trainer, and what a reader must know about its settings
 
 
@@ -119,7 +121,7 @@ def model_of(job: Job, attention: str, *, patched: bool) -> PreTrainedModel:
     spec = build.model.model_copy(update={"attn_implementation": attention})
     config = read_config(spec)
     if build.task in SCORE_TASKS:
-        prepare_config(config, build)
+        feature_of(build.task).prepare_config(config, build)
     dtype = getattr(torch, job.plan.precision.weights)
     model = build_model(spec, config, dtype=dtype, device=device(), seed=build.seed)
     if build.task in SCORE_TASKS:
@@ -206,7 +208,7 @@ def preference(setup: Setup) -> Made:
     places = [int(example.source.split(":")[-1]) - 1 for step in examples_of_steps(job) for example in step]
     rows = Dataset.from_list([json.loads(lines[place]) for place in places])
     given = {**arguments_of(job), **setup.more, "padding_free": False, "max_length": job.plan.data_options.max_length}
-    given["beta"] = job.plan.build.preference.beta
+    given["beta"] = job.plan.build.section(PreferenceSpec).beta
     adapter = job.plan.build.method.type == "lora"
 
     def trainer(precompute: bool) -> Any:
@@ -231,7 +233,7 @@ def distillation(setup: Setup) -> Made:
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
     job = setup.job
-    spec = job.plan.build.distill
+    spec = job.plan.build.section(DistillSpec)
     dtype = getattr(torch, job.plan.precision.weights)
     teacher = AutoModelForCausalLM.from_pretrained(spec.teacher, dtype=dtype, attn_implementation=setup.attention)
     config = GKDConfig(

@@ -7,11 +7,11 @@ import pytest
 from support.data.row_files import write_rows
 from transformers import AutoTokenizer
 
-from ligertune.data.batching.order import WINDOW, ByImageCount, DataOrder, StreamOrder
+from ligertune.data.batching.order import WINDOW, ByFileCount, DataOrder, StreamOrder
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Preparation
 from ligertune.data.stream import ExampleStream, StreamedExamples
-from ligertune.planning.micro_batch import Batching
+from ligertune.planning.batch_layout import Batching
 from ligertune.planning.options import DataOptions, DatasetOptions
 
 LENGTHS = np.random.default_rng(0).integers(5, 30, 21)
@@ -109,7 +109,7 @@ def test_grouped_steps_begin_with_the_longest_and_are_not_sorted_through_the_epo
 def test_ranks_have_equally_many_micro_batches_of_equal_numbers_of_images():
     whole, n_images = order(4, 1, 2), np.arange(21) % 3
     for step in range(STEPS):
-        ranks = [ByImageCount(whole, n_images).micro_batches(step, rank) for rank in (0, 1)]
+        ranks = [ByFileCount(whole, n_images).micro_batches(step, rank) for rank in (0, 1)]
         assert len(ranks[0]) == len(ranks[1])
         assert all(len(set(n_images[examples(rows)])) == 1 for batches in ranks for rows in batches if rows)
         assert sorted(examples([row for batches in ranks for rows in batches for row in rows])) == sorted(

@@ -16,7 +16,8 @@ from support.data import containers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ligertune.data.prepare import PreparedData, prepare
-from ligertune.planning.options import ClassificationOptions, DataOptions, DatasetOptions
+from ligertune.features.scores.recipe import ClassificationSpec
+from ligertune.planning.options import DataOptions, DatasetOptions
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}:\n"
@@ -194,7 +195,7 @@ def read(tokenizer, tmp_path, monkeypatch) -> Callable[..., PreparedData]:
             datasets=sets, cache=False, num_proc=1, max_length=20_000, streaming=container == "hub stream",
             prompt_template="auto" if case.content == "texts" else "chat", **data
         )  # fmt: skip
-        return prepare(options, tokenizer, seed=0, rows=case.content, classification=ClassificationOptions())
+        return prepare(options, tokenizer, seed=0, rows=case.content, label_options=ClassificationSpec())
 
     return call
 

@@ -12,14 +12,15 @@ from support.quickstart_runs import RESUME, saves, train, unfinished
 from transformers import PreTrainedTokenizerFast
 
 from ligertune.errors import UserError
+from ligertune.features.preference.recipe import PreferenceSpec, reference_of
 from ligertune.models.adapters.initial_lora import initial_factors
 from ligertune.models.adapters.lora import merged_model
 from ligertune.models.save import write_model
 from ligertune.models.trainable import apply_method
-from ligertune.planning.options import MethodOptions, PreferenceOptions, reference_of
-from ligertune.train.checkpoint.export_check import check_export
-from ligertune.train.checkpoint.export_run import plan_export
-from ligertune.train.checkpoint.trained_weights import load_trained, save_weights, trained
+from ligertune.planning.options import MethodOptions
+from ligertune.training.checkpoint.export_check import check_export
+from ligertune.training.checkpoint.export_run import plan_export
+from ligertune.training.checkpoint.trained_weights import load_trained, save_weights, trained
 
 TARGETS = ["q_proj", "down_proj", "lm_head"]
 IDS = torch.arange(3, 40)[None]
@@ -94,8 +95,8 @@ def test_what_cannot_start_from_the_weights_is_refused():
     with pytest.raises(UserError, match=r"init_lora_weights: pissa is for linear layers, and Embedding is adapted"):
         adapted("pissa", lora_target_modules=["embed_tokens", "q_proj"])
     pissa = MethodOptions(type="lora", init_lora_weights="pissa")
-    assert reference_of(PreferenceOptions(), pissa) == "precompute"
-    assert reference_of(PreferenceOptions(), MethodOptions(type="lora")) == "adapter"
+    assert reference_of(PreferenceSpec(), pissa) == "precompute"
+    assert reference_of(PreferenceSpec(), MethodOptions(type="lora")) == "adapter"
 
 
 @pytest.mark.slow

@@ -23,6 +23,6 @@ def batch_of(prepared, reader, indices: Sequence[int], *, packed: bool = False, 
     """Return one micro-batch of these examples; packed examples form one row."""
     batcher = Batcher(
         prepared.train, packed=packed, multiple_of=multiple_of, pad_token_id=0, index_labels=False,
-        device=torch.device("cpu"), images=reader,
+        device=torch.device("cpu"), reader=reader,
     )  # fmt: skip
     return batcher([np.array(indices)] if packed else [np.array([index]) for index in indices])

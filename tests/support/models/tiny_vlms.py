@@ -10,8 +10,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from ligertune.planning.options import ModelOptions, VisionOptions
-from ligertune.vision.reader import ImageReader, load_reader
+from ligertune.data.modalities.image.reader import ImageReader, load_reader
+from ligertune.data.modalities.image.recipe import VisionSpec
+from ligertune.planning.options import ModelOptions
 from support.models.tiny_models import random_model
 
 QWEN_TEMPLATE = (
@@ -177,4 +178,4 @@ def reader_of(folder: Path, **vision) -> ImageReader:
     """Return the image reader of a saved model."""
     config = transformers.AutoConfig.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return load_reader(ModelOptions(model_name_or_path=str(folder)), VisionOptions(**vision), config, tokenizer)
+    return load_reader(ModelOptions(model_name_or_path=str(folder)), VisionSpec(**vision), config, tokenizer)

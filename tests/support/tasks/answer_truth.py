@@ -10,11 +10,11 @@ import torch
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
+from ligertune.features.task import Task
 from ligertune.patching.head_loss import let_head_losses_run
 from ligertune.patching.packed.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan
-from ligertune.tasks.task import Task
 from support.models.tiny_models import make
 from support.quickstart_runs import plan_run
 from support.tasks.preference_runs import pairs, settings

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
-from ligertune.run import plan_for, run
-from ligertune.train.setup import Job
+from ligertune.run import run
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
 from support.command_line import losses, overrides
 
 MEDUSA = bundled("medusa/stories260k.yaml")

@@ -13,7 +13,7 @@ with the keys of its first document, so that many short documents cost no more t
 
 The backward recomputes S and P twice, once for dQ and once for dK and dV. Each gradient is then summed by one program
 in one order and rounded once, without atomics and without copies per query head. Kernels:
-_document_attention_kernels.py; tiles: chips.ATTENTION_TILES. Long documents have other kernels on Hopper GPUs:
+kernels.py; tiles and the choice of kernels: tiles.py. Long documents have other kernels on Hopper GPUs:
 hopper_attention.py.
 """
 
@@ -26,14 +26,12 @@ import torch
 
 from ligertune_kernels.autocast import autocast_dtype, without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.chips import Chip, Tile, attention_tiles, padded_head_dim
-from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
-from ligertune_kernels.ops.attention import hopper_attention
-from ligertune_kernels.ops.attention._document_attention_kernels import (
-    attention_dkdv_kernel,
-    attention_dq_kernel,
-    attention_forward_kernel,
-)
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.launcher import Launcher, cached, chip_of
+from ligertune_kernels.ops.attention import hopper_attention, tiles
+from ligertune_kernels.ops.attention.hopper_attention import AttentionTerms, HopperInputs
+from ligertune_kernels.ops.attention.kernels import attention_dkdv_kernel, attention_dq_kernel, attention_forward_kernel
+from ligertune_kernels.ops.attention.tiles import Tile, attention_tiles, padded_head_dim
 
 
 def document_attention_reference(
@@ -108,7 +106,7 @@ class _Launchers(NamedTuple):
 def _launchers(
     heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, window: int, has_cap: bool, chip: Chip
 ) -> _Launchers:
-    tiles = attention_tiles(head_dim, dtype.itemsize, chip, has_cap=has_cap)
+    chosen = attention_tiles(head_dim, dtype.itemsize, chip, has_cap=has_cap)
     width = padded_head_dim(head_dim)
     shared = {
         "HEADS": heads, "GROUP": heads // key_heads, "WINDOW": window, "HAS_CAP": has_cap,
@@ -120,9 +118,9 @@ def _launchers(
         return Launcher(kernel, shared | sizes)
 
     return _Launchers(
-        (launcher(attention_forward_kernel, tiles.forward), tiles.forward.rows),
-        (launcher(attention_dq_kernel, tiles.dq), tiles.dq.rows),
-        (launcher(attention_dkdv_kernel, tiles.dkdv), tiles.dkdv.cols),
+        (launcher(attention_forward_kernel, chosen.forward), chosen.forward.rows),
+        (launcher(attention_dq_kernel, chosen.dq), chosen.dq.rows),
+        (launcher(attention_dkdv_kernel, chosen.dkdv), chosen.dkdv.cols),
     )
 
 
@@ -133,7 +131,8 @@ def _integers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, .
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, starts, ends, scale, window, softcap):
+    def forward(ctx, q, k, v, starts, ends, terms):
+        scale, window, softcap = terms
         n_tokens, heads, _ = q.shape
         key_heads, head_dim = k.shape[1:]
         has_cap = softcap is not None
@@ -152,7 +151,8 @@ class _Attention(torch.autograd.Function):
     @no_double_backward
     def backward(ctx, d_out):
         q, k, v, starts, ends, out, lse = ctx.saved_tensors
-        (n_tokens, heads, _), key_heads = q.shape, k.shape[1]
+        n_tokens, heads, _ = q.shape
+        key_heads = k.shape[1]
         d_out = d_out.contiguous()
         delta = torch.empty_like(lse)
         dq = q.new_empty(q.shape)
@@ -163,10 +163,11 @@ class _Attention(torch.autograd.Function):
         launch, rows = ctx.launchers.dq
         tensors = q, k, v, starts, out, d_out, lse, delta, dq
         launch((-(-n_tokens // rows) * heads, 1, 1), tensors, integers, *ctx.others)
+        # A program has a tile of keys of one key head, and adds up the query heads that share it.
         launch, cols = ctx.launchers.dkdv
         tensors = q, k, v, starts, ends, d_out, lse, delta, dk, dv
         launch((-(-n_tokens // cols) * key_heads, 1, 1), tensors, integers, *ctx.others)
-        return dq, dk, dv, *(None,) * 5
+        return dq, dk, dv, None, None, None
 
 
 class _HopperAttention(torch.autograd.Function):
@@ -180,8 +181,8 @@ class _HopperAttention(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx, d_out):
-        q, k, v, starts, ends, out, lse = ctx.saved_tensors
-        grads = hopper_attention.backward(q, k, v, starts, ends, out, d_out.contiguous(), lse, ctx.terms)
+        kept = HopperInputs(*ctx.saved_tensors)
+        grads = hopper_attention.backward(kept, d_out.contiguous(), ctx.terms)
         return *grads, None, None, None
 
 
@@ -212,31 +213,24 @@ def document_attention(
     if dtype is not None and query.dtype is not torch.float64:  # RoPE may leave float32 queries and keys
         query, key, value = (t.to(dtype) for t in (query, key, value))
     _check(query, key, value, starts, ends, scale, window, softcap)
-    if query.numel() == 0 or not _runs_kernels(query, softcap):
+    if query.numel() == 0 or not tiles.runs_kernels(query, has_cap=softcap is not None):
         with without_autocast(query.device):
             return document_attention_reference(
                 query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
             )
+    # Strides of tokens and heads are arguments of the kernels; columns are neighbours.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    if hopper_attention.runs_hopper_kernels(query, key, value, chip_of(query.device), documents):
-        terms = hopper_attention.Terms(scale, window, softcap)
-        return _HopperAttention.apply(query, key, value, starts, ends, terms)
-    return _Attention.apply(query, key, value, starts, ends, scale, window, softcap)
+    on_hopper = tiles.runs_hopper_kernels(query, key, value, chip_of(query.device), documents)
+    function = _HopperAttention if on_hopper else _Attention
+    return function.apply(query, key, value, starts, ends, AttentionTerms(scale, window, softcap))
 
 
 def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_dim: int) -> int:
     """Return the bytes of the temporary fp32 sums of dq in the backward of long documents on a Hopper GPU."""
-    if head_dim not in hopper_attention.WIDTHS:
+    if head_dim not in tiles.HOPPER_WIDTHS:
         return 0
-    size = hopper_attention.sums_bytes(n_tokens, heads, key_heads, head_dim)
-    return size if size <= hopper_attention.MOST_SUMS else 0
-
-
-def _runs_kernels(query: torch.Tensor, softcap: float | None) -> bool:
-    if not runs_triton(query):
-        return False
-    chip = chip_of(query.device)
-    return attention_tiles(query.shape[-1], query.dtype.itemsize, chip, has_cap=softcap is not None) is not None
+    size = tiles.sums_bytes(n_tokens, heads, key_heads, head_dim)
+    return size if size <= tiles.MAX_SUMS else 0
 
 
 def _check(

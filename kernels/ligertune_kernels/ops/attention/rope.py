@@ -18,15 +18,35 @@ Everything is computed in fp32 and rounded once. A program rotates a few heads o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
+from ligertune_kernels.ops.attention.tiles import ROPE_PAIRS, power_of_2, rope_tile
 
-# Pairs per program: 4 tokens of 8 heads of 128, 16 pairs per thread. On an H100 (32 and 8 heads, 16k tokens) it
-# reaches 94 % of a copy's rate. A program for all heads of a token, first of q and then of k, reaches 84 %.
-TILE = 2048
+
+class RopeLayout(NamedTuple):
+    """Which columns of a head are a pair, and how many are rotated."""
+
+    interleaved: bool
+    deinterleave: bool
+    rotary_dim: int
+
+
+class RopeCall(NamedTuple):
+    """Key of a launch."""
+
+    n_q_heads: int
+    n_k_heads: int
+    head_dim: int
+    layout: RopeLayout
+    batched: bool
+    has_positions: bool
+    column_per_pair: bool
+    backward: bool
 
 
 def apply_rope_reference(
@@ -48,7 +68,8 @@ def apply_rope_reference(
         sin = sin[position_ids]
     if cos.shape[-1] < rotary_dim:
         cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
-    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)  # (B or 1, 1, T, R)
+    cos = cos.to(wide).unsqueeze(1)  # (B or 1, 1, T, R)
+    sin = sin.to(wide).unsqueeze(1)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         rotated = x[..., :rotary_dim].to(wide)
@@ -207,43 +228,29 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-def _power_of_2(least: int) -> int:
-    """Return the next power of two. Comparisons settle a dynamic size for torch.compile; bit arithmetic does not."""
-    power = 1
-    while power < least:
-        power *= 2
-    return power
-
-
-def _tile(n_heads: int, width: int) -> tuple[int, int]:
-    """Return tokens and heads of a program, both powers of two; width: elements of half a head."""
-    heads = min(_power_of_2(n_heads), 8, max(1, 2 * TILE // width))
-    return max(1, TILE // (heads * width)), heads
-
-
 @cached
-def _launch(
-    n_q_heads: int, n_k_heads: int, head_dim: int, rotary_dim: int, batched: bool, has_positions: bool, backward: bool,
-    interleaved: bool, deinterleave: bool, column_per_pair: bool, chip: Chip,
-) -> tuple[Launcher, int, int]:  # fmt: skip
+def _launch(call: RopeCall, chip: Chip) -> tuple[Launcher, int, int]:
     """Return the launcher, the tokens of a group of programs, and the programs of a group."""
-    n_pairs = _power_of_2(rotary_dim // 2)
-    rest = _power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
+    interleaved, deinterleave, rotary_dim = call.layout
+    n_q_heads = call.n_q_heads
+    n_k_heads = call.n_k_heads
+    n_pairs = power_of_2(rotary_dim // 2)
+    rest = power_of_2(call.head_dim - rotary_dim) if rotary_dim < call.head_dim else 0
     width = max(n_pairs, rest // 2)
-    q_tokens, q_heads = _tile(n_q_heads or n_k_heads, width)  # without heads: as the other, for a group no larger
-    k_tokens, k_heads = _tile(n_k_heads or n_q_heads, width)
+    q_tokens, q_heads = rope_tile(n_q_heads or n_k_heads, width)  # without heads: as the other, for a group no larger
+    k_tokens, k_heads = rope_tile(n_k_heads or n_q_heads, width)
     group = max(q_tokens, k_tokens)
     tile = q_tokens * q_heads * width
     q_programs = -(-n_q_heads // q_heads) * (group // q_tokens)
     k_programs = -(-n_k_heads // k_heads) * (group // k_tokens)
     constants = {
-        "BATCHED": batched, "HAS_POSITIONS": has_positions, "BACKWARD": backward, "INTERLEAVED": interleaved,
-        "DEINTERLEAVE": deinterleave, "COLUMN_PER_PAIR": column_per_pair,
+        "BATCHED": call.batched, "HAS_POSITIONS": call.has_positions, "BACKWARD": call.backward,
+        "INTERLEAVED": interleaved, "DEINTERLEAVE": deinterleave, "COLUMN_PER_PAIR": call.column_per_pair,
         "ROTARY_DIM": rotary_dim, "PAIRS": n_pairs, "REST": rest, "GROUP": group,
         "N_Q_HEADS": n_q_heads, "N_K_HEADS": n_k_heads,
         "Q_TOKENS": q_tokens, "K_TOKENS": k_tokens, "Q_HEADS": q_heads, "K_HEADS": k_heads,
         # Half the warps of a tile of elements up to the usual size: 16 pairs per thread.
-        **launch_options(tile // 2 if tile <= 2 * TILE else tile, chip),
+        **launch_options(tile // 2 if tile <= 2 * ROPE_PAIRS else tile, chip),
     }  # fmt: skip
     return Launcher(_rope_kernel, constants), group, q_programs + k_programs
 
@@ -254,14 +261,12 @@ def _rotate(
     cos: torch.Tensor,
     sin: torch.Tensor,
     position_ids: torch.Tensor | None,
-    interleaved: bool,
-    deinterleave: bool,
-    rotary_dim: int,
+    layout: RopeLayout,
     *,
     backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q and k. Results keep the inputs' memory layout: a transposed projection (B, T, H, D) stays transposed."""
-    (batch, n_q_heads, n_tokens, head_dim), n_k_heads = q.shape, k.shape[1]
+    batch, n_q_heads, n_tokens, head_dim = q.shape
     q_out = torch.empty_like(q)
     k_out = torch.empty_like(k)
     if cos.stride() != sin.stride():
@@ -270,10 +275,9 @@ def _rotate(
     has_positions = position_ids is not None
     batched = batch > 1
     position_ids = position_ids.expand(batch, n_tokens).contiguous() if has_positions else cos  # not read
-    launch, group, programs = _launch(
-        n_q_heads, n_k_heads, head_dim, rotary_dim, batched, has_positions, backward, interleaved,
-        deinterleave, cos.shape[-1] < rotary_dim, chip_of(q.device),
-    )  # fmt: skip
+    column_per_pair = cos.shape[-1] < layout.rotary_dim
+    call = RopeCall(n_q_heads, k.shape[1], head_dim, layout, batched, has_positions, column_per_pair, backward)
+    launch, group, programs = _launch(call, chip_of(q.device))
     tensors = q, k, q_out, k_out
     # The batch stride grows with the sequence; 0 for a batch of one keeps Triton from specialising on it.
     strides = [stride if batched or i else 0 for t in tensors for i, stride in enumerate(t.stride())]
@@ -288,10 +292,10 @@ def _rotate(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, *layout):
+    def forward(ctx, q, k, cos, sin, position_ids, layout):
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.layout = layout  # interleaved, deinterleave, rotary_dim
-        return _rotate(q, k, cos, sin, position_ids, *layout)
+        ctx.layout = layout
+        return _rotate(q, k, cos, sin, position_ids, layout)
 
     @staticmethod
     @no_double_backward
@@ -301,8 +305,8 @@ class _Rope(torch.autograd.Function):
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq = dq if needs_dq else dq[:, :0]
         dk = dk if needs_dk else dk[:, :0]
-        dq, dk = _rotate(dq, dk, cos, sin, position_ids, *ctx.layout, backward=True)
-        return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 6
+        dq, dk = _rotate(dq, dk, cos, sin, position_ids, ctx.layout, backward=True)
+        return (dq if needs_dq else None), (dk if needs_dk else None), *(None,) * 4
 
 
 def apply_rope(
@@ -331,14 +335,14 @@ def apply_rope(
     _check(q, k, cos, sin, position_ids, rotary_dim)
     if deinterleave and not interleaved:
         raise ValueError("apply_rope: deinterleave=True needs interleaved=True")
-    layout = interleaved, deinterleave, rotary_dim
+    layout = RopeLayout(interleaved, deinterleave, rotary_dim)
     if q.numel() == 0 or rotary_dim == 0 or not (runs_triton(q) and runs_triton(k)):
         options = {"interleaved": interleaved, "deinterleave": deinterleave, "rotary_dim": rotary_dim}
         rotated = apply_rope_reference(q, k, cos, sin, position_ids, **options)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        rotated = _Rope.apply(q, k, cos, sin, position_ids, *layout)
+        rotated = _Rope.apply(q, k, cos, sin, position_ids, layout)
     else:
-        rotated = _rotate(q, k, cos, sin, position_ids, *layout)
+        rotated = _rotate(q, k, cos, sin, position_ids, layout)
     return (rotated[0], None) if alone else rotated
 
 

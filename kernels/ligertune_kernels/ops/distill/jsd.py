@@ -6,7 +6,7 @@ With P the student and Q the teacher, each row adds
 
 and at the ends, where this is 0, what TRL's GKDTrainer uses there: β = 0 forward KL(Q ‖ P), β = 1 reverse KL(P ‖ Q).
 GKDTrainer's temperature divides logits, so it is applied before this op: input = log_softmax(logits / temperature). The
-loss is not multiplied by its square. _divergence.py has the summands, their derivatives and the kernel.
+loss is not multiplied by its square. kernels.py has the summands, their derivatives and the kernel.
 
 For mean and sum the gradient is computed together with the loss, while both tensors are in registers, and kept for the
 upstream gradient: 3 NV elements are moved instead of 5. For reduction="none" the backward runs the pass again. Kernels
@@ -19,8 +19,8 @@ import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
-from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, form_of, summands
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, Reduction, check_reduction, divisor_of
+from ligertune_kernels.ops.distill.kernels import DivergenceTerms, blocks_of, divergence_pass, form_of, summands
+from ligertune_kernels.ops.losses.cross_entropy import LossFunction, LossModule, Reduction, check_reduction, divisor_of
 
 
 def jsd_reference(
@@ -44,10 +44,15 @@ def jsd_reference(
     return losses.sum() / n
 
 
+def _terms(options: dict[str, float], labels: torch.Tensor | None) -> DivergenceTerms:
+    beta = options["beta"]
+    return DivergenceTerms(form_of(beta), beta, labels, options["ignore_index"])
+
+
 def _losses(x: torch.Tensor, t: torch.Tensor, labels: torch.Tensor | None, options: dict, **gradient) -> torch.Tensor:
     """Return the losses (N,) of rows x and t; write the gradient times scale into dx."""
     losses = torch.empty((len(x), blocks_of(x.shape[1])), dtype=torch.float32, device=x.device)
-    divergence_pass(x, t, form_of(options["beta"]), losses=losses, labels=labels, **options, **gradient)
+    divergence_pass(x, t, _terms(options, labels), losses=losses, **gradient)
     return losses.sum(dim=1)
 
 
@@ -77,7 +82,7 @@ class _JSDRows(torch.autograd.Function):
     def backward(ctx, d_losses):
         x, t, labels = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        divergence_pass(x, t, form_of(ctx.options["beta"]), labels=labels, dx=dx, scale=d_losses, **ctx.options)
+        divergence_pass(x, t, _terms(ctx.options, labels), dx=dx, scale=d_losses)
         return dx, None, None, None
 
 

@@ -1,6 +1,6 @@
 r"""Kullback-Leibler divergence of log-probabilities, as torch.nn.functional.kl_div: y = q (log q - input).
 
-q is the target, or exp(target) with log_target. _divergence.py has the kernel, which computes in fp32.
+q is the target, or exp(target) with log_target. kernels.py has the kernel, which computes in fp32.
 
     d_input = -q        d_target = log q + 1 - input, or with log_target q (target - input + 1)
 
@@ -19,8 +19,8 @@ import torch
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
-from ligertune_kernels.ops.distill._divergence import blocks_of, divergence_pass, weighted
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule
+from ligertune_kernels.ops.distill.kernels import DivergenceTerms, blocks_of, divergence_pass, weighted
+from ligertune_kernels.ops.losses.cross_entropy import LossFunction, LossModule
 
 KLReduction = Literal["none", "sum", "mean", "batchmean"]
 
@@ -56,7 +56,7 @@ class _KLDiv(LossFunction):
             torch.empty(source.shape, dtype=source.dtype, device=source.device) if needed else None
             for source, needed in zip((x, t), ctx.needs_input_grad[:2], strict=True)
         )
-        divergence_pass(x, t, form, losses=losses, dx=dx, dt=dt, scale=scale)
+        divergence_pass(x, t, DivergenceTerms(form), losses=losses, dx=dx, dt=dt, scale=scale)
         LossFunction.keep(ctx, "kl_div", [x, t], [dx, dt])
         return losses.sum() / divisor
 
@@ -67,7 +67,7 @@ class _KLDivElements(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, t, form):
         losses = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        divergence_pass(x, t, form, losses=losses, by_element=True)
+        divergence_pass(x, t, DivergenceTerms(form, by_element=True), losses=losses)
         # Only the target's gradient depends on x. Without it, t takes x's place and the compiler drops the load.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, t)
         ctx.form = form
@@ -81,7 +81,8 @@ class _KLDivElements(torch.autograd.Function):
         needs_dx, needs_dt = ctx.needs_input_grad[:2]
         dx = torch.empty(t.shape, dtype=ctx.x_dtype, device=t.device) if needs_dx else None
         dt = torch.empty(t.shape, dtype=t.dtype, device=t.device) if needs_dt else None
-        divergence_pass(t if x is None else x, t, ctx.form, dx=dx, dt=dt, scale=d_losses, by_element=True)
+        terms = DivergenceTerms(ctx.form, by_element=True)
+        divergence_pass(t if x is None else x, t, terms, dx=dx, dt=dt, scale=d_losses)
         return dx, dt, None
 
 

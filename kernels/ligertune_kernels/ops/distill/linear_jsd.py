@@ -2,7 +2,7 @@ r"""Generalised JSD of a student's linear layer from a teacher's, without storin
 
 Student X (N, E) and W (V, E), teacher X' (N, E') and W' (V, E'):
 
-    Z = X Wᵀ + b        Z' = X' W'ᵀ + b'        G = dloss/dZ as in _jsd_row_pass.py        dX = G W        dW = Gᵀ X
+    Z = X Wᵀ + b        Z' = X' W'ᵀ + b'        G = dloss/dZ as in kernels.py        dX = G W        dW = Gᵀ X
 
 Rows are taken in chunks as in linear_cross_entropy; its notes on chunk sizes, rounding of dW and float16's scale hold
 here too. The student's logits are written into slots of one reused buffer, the teacher's into another of one slot. One
@@ -14,26 +14,19 @@ computed. The teacher is a constant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.launcher import runs_triton
-from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass
 from ligertune_kernels.ops.distill.jsd import check_beta, jsd_reference
-from ligertune_kernels.ops.losses._linear_chunks import ChunkedLoss, Gradients
-from ligertune_kernels.ops.losses._linear_inputs import SLOT_ROWS_TORCH, Head, check_linear, empty_loss, rows_to_take
-from ligertune_kernels.ops.losses._reduction import LossFunction, LossModule, divisor_of
-from ligertune_kernels.ops.losses._schedule import Chunks, chunks_of, rest_stride
-
-CHUNK_BYTES = 1 << 30  # of both buffers: 2048 rows of a 128k vocabulary in bf16, so 4096 tokens in two flushes
-SLOT_ROWS = 1024  # cuBLAS reaches 763 TFLOP/s there on an H100 and gains 2 % with twice as many
-# A dW of at most this many elements is summed in fp32 and rounded at the end: 128 tiles of 128 x 256, about one per
-# processor of an H100. For few results cuBLAS may split the sums, and it adds the parts of bfloat16 in bfloat16
-# (torch's allow_bf16_reduced_precision_reduction, on by default): 131 x 24 of 11 aligned rows had an error of 3.6e-3
-# where one rounding has 2.0e-3.
-SMALL_WEIGHT = 1 << 22
+from ligertune_kernels.ops.distill.kernels import JSDOptions, jsd_row_pass
+from ligertune_kernels.ops.distill.tiles import JSD_CHUNK_BYTES, jsd_chunks, jsd_sums_wide
+from ligertune_kernels.ops.losses.cross_entropy import LossFunction, LossModule, divisor_of
+from ligertune_kernels.ops.losses.labelled_rows import rows_to_take
+from ligertune_kernels.ops.losses.linear_chunks import ChunkedLoss, Gradients, Head, check_linear, empty_loss
+from ligertune_kernels.ops.losses.tiles import rest_stride
 
 
 def linear_jsd_reference(
@@ -58,7 +51,7 @@ def _log_probs(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Te
     return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(dim=-1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TeacherLogits:
     """The teacher, whose logits of a chunk of rows are computed next to the student's."""
 
@@ -80,25 +73,15 @@ class TeacherLogits:
         )  # fmt: skip
 
 
-def _chunks(n_rows: int, row_bytes: int, chunk_bytes: int, *, on_gpu: bool, needs_dw: bool) -> Chunks:
-    slot_rows = SLOT_ROWS if on_gpu else SLOT_ROWS_TORCH
-    return chunks_of(n_rows, row_bytes, chunk_bytes, slot_rows, needs_dw=needs_dw)
-
-
 def divergence_workspace(
     n_rows: int, hidden: int, vocab_size: int, dtype: torch.dtype, teacher_dtype: torch.dtype, *, needs_dw: bool
 ) -> int:
     """Return the bytes that `linear_jsd` allocates on a GPU besides its inputs and the gradients in their dtype."""
     width = rest_stride(vocab_size)
     row_bytes = vocab_size * (dtype.itemsize + teacher_dtype.itemsize)
-    chunks = _chunks(n_rows, row_bytes, CHUNK_BYTES, on_gpu=True, needs_dw=needs_dw)
-    sums = 4 * vocab_size * hidden if needs_dw and _sums_wide(dtype, chunks.flushes, vocab_size * hidden) else 0
+    chunks = jsd_chunks(n_rows, row_bytes, JSD_CHUNK_BYTES, on_gpu=True, needs_dw=needs_dw)
+    sums = 4 * vocab_size * hidden if needs_dw and jsd_sums_wide(dtype, chunks.flushes, vocab_size * hidden) else 0
     return width * (chunks.buffer * dtype.itemsize + chunks.slot * teacher_dtype.itemsize) + sums
-
-
-def _sums_wide(dtype: torch.dtype, flushes: int, weight_elements: int) -> bool:
-    """Return whether dW is accumulated in fp32."""
-    return dtype is torch.float16 or (dtype is torch.bfloat16 and (flushes > 2 or weight_elements <= SMALL_WEIGHT))
 
 
 def _run_chunks(
@@ -108,11 +91,11 @@ def _run_chunks(
     vocab_size = len(head.weight)
     dtype = rows.dtype
     row_bytes = vocab_size * (rows.element_size() + teacher.hidden.element_size())
-    chunks = _chunks(len(rows), row_bytes, chunk_bytes, on_gpu=runs_triton(rows), needs_dw=needs[1])
+    chunks = jsd_chunks(len(rows), row_bytes, chunk_bytes, on_gpu=runs_triton(rows), needs_dw=needs[1])
     # Rows are aligned for cuBLAS and for the pass. torch.compile does not support out= tensors whose rows have a gap.
     width = vocab_size if torch.compiler.is_compiling() else rest_stride(vocab_size)
-    teacher.buffer = teacher.hidden.new_empty((chunks.slot, width))
-    sums_wide = _sums_wide(dtype, chunks.flushes, head.weight.numel())
+    teacher = replace(teacher, buffer=teacher.hidden.new_empty((chunks.slot, width)))
+    sums_wide = jsd_sums_wide(dtype, chunks.flushes, head.weight.numel())
     loss = ChunkedLoss(rows, head, teacher.row_losses, (*needs, False, False), sums_wide=sums_wide)
     loss.run_fast(chunks.slot, chunks.buffer, width)
     losses, gradients = loss.result()
@@ -123,9 +106,8 @@ class _LinearJSD(LossFunction):
     """The sum over rows divided by `n`; gradients are computed in the forward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, teacher_rows, teacher_weight, teacher_bias, labels, n, options, chunk_bytes):
-        scale = LossFunction.scale(ctx, n, rows.dtype)
-        teacher = TeacherLogits(teacher_rows, Head(teacher_weight, teacher_bias), labels, options, scale)
+    def forward(ctx, rows, weight, bias, teacher, n, chunk_bytes):
+        teacher = replace(teacher, scale=LossFunction.scale(ctx, n, rows.dtype))
         losses, gradients = _run_chunks(rows, Head(weight, bias), teacher, chunk_bytes, ctx.needs_input_grad[:3])
         LossFunction.keep(ctx, "linear_jsd", (rows, weight, bias), gradients)
         return losses.sum() / n
@@ -145,7 +127,7 @@ def linear_jsd(
     teacher_bias: torch.Tensor | None = None,  # (V,)
     num_items_in_batch: int | torch.Tensor | None = None,
     skip_ignored: bool = True,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = JSD_CHUNK_BYTES,
 ) -> torch.Tensor:  # (), float32
     """Generalised JSD of softmax(student logits / temperature) from softmax(teacher logits / temperature).
 
@@ -178,10 +160,10 @@ def linear_jsd(
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, *head.tensors))
     with without_autocast(rows.device):
         n = divisor_of(rows, flat, "mean", ignore_index=ignore_index, num_items_in_batch=num_items_in_batch)
+        teacher = TeacherLogits(taught, teacher_head, flat, options)
         if needs_grad:
-            teacher = taught, teacher_head.weight, teacher_head.bias
-            return _LinearJSD.apply(rows, head.weight, head.bias, *teacher, flat, n, options, chunk_bytes)
-        return _run_chunks(rows, head, TeacherLogits(taught, teacher_head, flat, options), chunk_bytes)[0].sum() / n
+            return _LinearJSD.apply(rows, head.weight, head.bias, teacher, n, chunk_bytes)
+        return _run_chunks(rows, head, teacher, chunk_bytes)[0].sum() / n
 
 
 def _rows_that_count(

@@ -16,8 +16,7 @@ import torch
 
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
-
-BLOCK = 2048
+from ligertune_kernels.ops.extra.tiles import STEP_BLOCK
 
 
 def adamw_step_reference(
@@ -69,7 +68,7 @@ def _adamw_kernel(
 
 @cached
 def _launch(has_scale: bool, chip: Chip) -> Launcher:
-    return Launcher(_adamw_kernel, {"HAS_SCALE": has_scale, "BLOCK": BLOCK, **launch_options(BLOCK, chip)})
+    return Launcher(_adamw_kernel, {"HAS_SCALE": has_scale, "BLOCK": STEP_BLOCK, **launch_options(STEP_BLOCK, chip)})
 
 
 def adamw_step(
@@ -99,7 +98,7 @@ def adamw_step(
     elif param.numel():
         decay, size, correction = _numbers(step, lr, betas, weight_decay)
         _launch(grad_scale is not None, chip_of(param.device))(
-            (-(-param.numel() // BLOCK), 1, 1), (*tensors, param if grad_scale is None else grad_scale),
+            (-(-param.numel() // STEP_BLOCK), 1, 1), (*tensors, param if grad_scale is None else grad_scale),
             (param.numel(),), decay, size, correction, *map(float, betas), float(eps),
         )  # fmt: skip
 

@@ -18,10 +18,7 @@ from torch.nn import functional as F
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
-
-TILE = 4096  # elements that a forward program copies
-CHUNK = 16  # sorted indices per backward program, processed one by one
-BACKWARD_BLOCK = 1024  # columns per backward program
+from ligertune_kernels.ops.extra.tiles import COPY_TILE, GRADIENT_BLOCK, SORTED_CHUNK
 
 
 def embedding_reference(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
@@ -116,10 +113,10 @@ def _crossing_kernel(
 @cached
 def _plan_forward(n_cols: int, chip: Chip) -> tuple[Launcher, int, int]:
     """Return the launcher, the rows per program, and the programs per row."""
-    block = min(TILE, triton.next_power_of_2(n_cols))
-    rows = TILE // block
+    block = min(COPY_TILE, triton.next_power_of_2(n_cols))
+    rows = COPY_TILE // block
     return (
-        Launcher(_forward_kernel, {"ROWS": rows, "BLOCK": block, **launch_options(TILE, chip)}),
+        Launcher(_forward_kernel, {"ROWS": rows, "BLOCK": block, **launch_options(COPY_TILE, chip)}),
         rows,
         -(-n_cols // block),
     )
@@ -128,8 +125,8 @@ def _plan_forward(n_cols: int, chip: Chip) -> tuple[Launcher, int, int]:
 @cached
 def _plan_backward(n_cols: int, chip: Chip) -> tuple[Launcher, Launcher, int]:
     """Return both launchers, and the programs per row."""
-    block = min(BACKWARD_BLOCK, triton.next_power_of_2(n_cols))
-    constants = {"CHUNK": CHUNK, "BLOCK": block, **launch_options(block, chip)}
+    block = min(GRADIENT_BLOCK, triton.next_power_of_2(n_cols))
+    constants = {"CHUNK": SORTED_CHUNK, "BLOCK": block, **launch_options(block, chip)}
     return Launcher(_chunk_kernel, constants), Launcher(_crossing_kernel, constants), -(-n_cols // block)
 
 
@@ -156,7 +153,7 @@ def _backward(
     n_rows = rows.shape[0]
     ordered, order = torch.sort(indices.reshape(-1), stable=True)
     dw = torch.zeros((vocab_size, n_cols), dtype=dtype, device=dy.device)
-    chunks = -(-n_rows // CHUNK)
+    chunks = -(-n_rows // SORTED_CHUNK)
     pieces = torch.empty((chunks, 2, n_cols), dtype=torch.float32, device=dy.device)
     sum_chunks, add_pieces, blocks = _plan_backward(n_cols, chip_of(dy.device))
     others = n_rows, vocab_size, padding_idx

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.chips import int2_matmul_tile, launch_options, unpacks_int2_weight
+from ligertune_kernels.chips import ROW_TILE_GROUP, launch_options
 from ligertune_kernels.launcher import as_rows, chip_of, on_device, runs_triton, tl, triton
-
-GROUP = 8  # row tiles that reuse the same columns of w from the L2 cache
-UNPACK_BLOCK = (
-    1024  # bytes of a packed row per program; an H200 takes 10.4 us for 4096 x 4096, 15.2 with 2048, 24 with 4096
+from ligertune_kernels.ops.extra.tiles import (
+    SCALED_BLOCK,
+    UNPACK_BLOCK,
+    UNPACK_WARPS,
+    int2_matmul_tile,
+    unpacks_int2_weight,
 )
-SCALE_BLOCK = 2048  # columns of the product per program
 
 
 def pack_int2(w: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,8 @@ def _fused(
     x: torch.Tensor, w_packed: torch.Tensor, x_scale: torch.Tensor | None, weight_scale: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the scaled product (M, N) of x (M, K), computed by one kernel that unpacks tiles of the weight."""
-    (n_rows, _), (n_cols, n_bytes) = x.shape, w_packed.shape
+    n_rows = x.shape[0]
+    n_cols, n_bytes = w_packed.shape
     scaled = x_scale is not None or weight_scale is not None
     y = torch.empty((n_rows, n_cols), dtype=torch.float32 if scaled else torch.int32, device=x.device)
     chip = chip_of(x.device)
@@ -179,7 +181,7 @@ def _fused(
         x, w_packed, y, y if x_scale is None else x_scale, y if weight_scale is None else weight_scale,
         x.stride(0), w_packed.stride(0), 0 if weight_scale is None else weight_scale.dim(), n_rows, n_cols, n_bytes,
         HAS_X_SCALE=x_scale is not None, HAS_WEIGHT_SCALE=weight_scale is not None,
-        GROUP=GROUP, BLOCK_M=tile.rows, BLOCK_N=tile.cols, BLOCK_BYTES=tile.packed_bytes, **launch,
+        GROUP=ROW_TILE_GROUP, BLOCK_M=tile.rows, BLOCK_N=tile.cols, BLOCK_BYTES=tile.packed_bytes, **launch,
     )  # fmt: skip
     return y
 
@@ -194,7 +196,8 @@ def _unpacked(
     if x_scale is None and weight_scale is None:
         return y
     y = y.view(torch.float32)
-    (n_rows, n_cols), block = y.shape, SCALE_BLOCK
+    n_rows, n_cols = y.shape
+    block = SCALED_BLOCK
     _scale_kernel[(n_rows, triton.cdiv(n_cols, block))](
         y, weight_scale if x_scale is None else x_scale, x_scale if weight_scale is None else weight_scale,
         0 if weight_scale is None else weight_scale.dim(), n_cols,
@@ -209,7 +212,7 @@ def _unpack(w_packed: torch.Tensor) -> torch.Tensor:
     n_cols, n_bytes = w_packed.shape
     out = torch.empty((n_cols, 4 * n_bytes), dtype=torch.int8, device=w_packed.device)
     grid = (n_cols, triton.cdiv(n_bytes, UNPACK_BLOCK))
-    launch = {**launch_options(UNPACK_BLOCK, chip_of(out.device)), "num_warps": 4}
+    launch = {**launch_options(UNPACK_BLOCK, chip_of(out.device)), "num_warps": UNPACK_WARPS}
     _unpack_kernel[grid](w_packed, out, w_packed.stride(0), n_bytes, BLOCK=UNPACK_BLOCK, **launch)
     return out
 

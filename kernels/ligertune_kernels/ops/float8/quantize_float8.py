@@ -18,15 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.chips import Chip, applies
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, as_rows, cached, chip_of, runs_triton, tl, triton
+from ligertune_kernels.ops.float8.tiles import FLOAT8_CONVERSION, PARTS, QUANTIZE
 
 ALIGNMENT = 16  # torch._scaled_mm: bytes of a row of an operand
-PARTS = 1024  # running maxima, one per program: 8 programs for each of an H100's 132 processors
-# 128 bytes per row in memory, of x and of both copies but one
-BLOCK_ROWS = 128
-BLOCK_COLS = 64
-NUM_WARPS = 8
 MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
@@ -198,15 +194,15 @@ def _launch(dtype: torch.dtype, rows: bool, columns: bool, amax: bool, chip: Chi
     constants = {
         "MANTISSA_BITS": MANTISSA_BITS[dtype],
         "LARGEST": torch.finfo(dtype).max,
-        "HARDWARE": applies("float8_conversion", chip),  # elsewhere integer operations round: the same bits,
+        "HARDWARE": FLOAT8_CONVERSION.holds(chip),  # elsewhere integer operations round: the same bits,
         "HAS_ROWS": rows,
         "HAS_COLUMNS": columns,
         "HAS_AMAX": amax,
         "ALIGNMENT": ALIGNMENT,
-        "BLOCK_ROWS": BLOCK_ROWS,
-        "BLOCK_COLS": BLOCK_COLS,
+        "BLOCK_ROWS": QUANTIZE.rows,
+        "BLOCK_COLS": QUANTIZE.cols,
     }
-    return Launcher(_quantize_float8_kernel, {**constants, "num_warps": NUM_WARPS, "num_stages": 2})
+    return Launcher(_quantize_float8_kernel, {**constants, "num_warps": QUANTIZE.num_warps, "num_stages": 2})
 
 
 def quantize_float8(
@@ -237,7 +233,7 @@ def quantize_float8(
     outputs = as_integers((by_rows,), (by_columns,), instead=scale)
     rows_stride = by_rows.stride(0) if isinstance(rows, torch.Tensor) else n_cols
     columns_stride = 0 if by_columns is None else by_columns.stride(0) // ALIGNMENT
-    tiles = -(-n_rows // BLOCK_ROWS) * -(-n_cols // BLOCK_COLS)
+    tiles = -(-n_rows // QUANTIZE.rows) * -(-n_cols // QUANTIZE.cols)
     _launch(dtype, by_rows is not None, by_columns is not None, amax is not None, chip_of(x.device))(
         (min(tiles, PARTS), 1, 1), (matrix, scale, *outputs, scale if amax is None else amax),
         (n_cols, matrix.stride(0), rows_stride), n_rows, columns_stride,

@@ -19,13 +19,12 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.chips import Chip, applies
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.jit.device_functions import silu, silu_grad
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.float8.quantize_float8 import (
     ALIGNMENT,
     MANTISSA_BITS,
-    PARTS,
     Float8Copies,
     add_maximum,
     as_integers,
@@ -35,22 +34,11 @@ from ligertune_kernels.ops.float8.quantize_float8 import (
     quantize_float8_reference,
     store_by_columns,
 )
-from ligertune_kernels.ops.mlp.swiglu import swiglu_reference
+from ligertune_kernels.ops.float8.tiles import FLOAT8_CONVERSION, PARTS, SWIGLU, SWIGLU_BACKWARD, Float8Tile
+from ligertune_kernels.ops.mlp.gated_mlp import swiglu_reference
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-
-
-class Launch(NamedTuple):
-    """Tile and warps of a kernel's program."""
-
-    rows: int
-    cols: int
-    num_warps: int
-
-
-FORWARD = Launch(16, 256, 16)
-BACKWARD = {2: Launch(128, 64, 16), 4: Launch(32, 64, 8)}  # by the bytes of an element
 
 
 class SwigluFloat8Gradients(NamedTuple):
@@ -183,9 +171,9 @@ def _swiglu_float8_backward_kernel(
         add_maximum(up_amax_ptr, up_largest)
 
 
-def _options(launch: Launch, chip: Chip) -> dict[str, int | bool]:
+def _options(launch: Float8Tile, chip: Chip) -> dict[str, int | bool]:
     """Return the constants of both kernels: the float8 conversion, the tile, and Triton's options."""
-    hardware = applies("float8_conversion", chip)  # elsewhere integer operations round: the same bits
+    hardware = FLOAT8_CONVERSION.holds(chip)  # elsewhere integer operations round: the same bits
     # Products and sums are fused as in `swiglu`, for the same bits.
     options = {"num_warps": launch.num_warps, "num_stages": 1, "enable_fp_fusion": True}
     return {"HARDWARE": hardware, "BLOCK_ROWS": launch.rows, "BLOCK_COLS": launch.cols, **options}
@@ -194,11 +182,11 @@ def _options(launch: Launch, chip: Chip) -> dict[str, int | bool]:
 @cached
 def _plan_forward(amax: bool, chip: Chip) -> Launcher:
     rounding = {"MANTISSA_BITS": MANTISSA_BITS[E4M3], "LARGEST": torch.finfo(E4M3).max}
-    return Launcher(_swiglu_float8_kernel, {**rounding, "HAS_AMAX": amax, **_options(FORWARD, chip)})
+    return Launcher(_swiglu_float8_kernel, {**rounding, "HAS_AMAX": amax, **_options(SWIGLU, chip)})
 
 
 @cached
-def _plan_backward(launch: Launch, columns: bool, amax: bool, chip: Chip) -> Launcher:
+def _plan_backward(launch: Float8Tile, columns: bool, amax: bool, chip: Chip) -> Launcher:
     constants = {
         "Y_MANTISSA_BITS": MANTISSA_BITS[E4M3],
         "Y_LARGEST": torch.finfo(E4M3).max,
@@ -211,7 +199,7 @@ def _plan_backward(launch: Launch, columns: bool, amax: bool, chip: Chip) -> Lau
     return Launcher(_swiglu_float8_backward_kernel, {**constants, **_options(launch, chip)})
 
 
-def _programs(n_rows: int, n_cols: int, launch: Launch) -> int:
+def _programs(n_rows: int, n_cols: int, launch: Float8Tile) -> int:
     return min(PARTS, -(-n_rows // launch.rows) * -(-n_cols // launch.cols))
 
 
@@ -234,7 +222,7 @@ def swiglu_float8(
     n_rows = gate.numel() // n_cols
     y = torch.empty(gate.shape, dtype=E4M3, device=gate.device)
     _plan_forward(amax is not None, chip_of(gate.device))(
-        (_programs(n_rows, n_cols, FORWARD), 1, 1),
+        (_programs(n_rows, n_cols, SWIGLU), 1, 1),
         (gate.contiguous(), up.contiguous(), scale, y.view(torch.uint8), scale if amax is None else amax),
         (n_cols,), n_rows,
     )  # fmt: skip
@@ -270,7 +258,7 @@ def swiglu_float8_backward(
         torch.empty(shape, dtype=dtype, device=gate.device) if columns else None for dtype in (E5M2, E5M2, E4M3)
     ]
     outputs = as_integers(by_rows, by_columns, instead=scale)
-    launch = BACKWARD[gate.dtype.itemsize]
+    launch = SWIGLU_BACKWARD[gate.dtype.itemsize]
     _plan_backward(launch, columns, amax is not None, chip_of(gate.device))(
         (_programs(n_rows, n_cols, launch), 1, 1),
         (*inputs, scale, gate_scale, up_scale, *outputs, *(scale if amax is None else each for each in maxima)),

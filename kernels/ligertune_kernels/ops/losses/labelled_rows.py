@@ -20,11 +20,7 @@ import torch
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import launch_options
 from ligertune_kernels.launcher import chip_of, on_device, runs_triton, tl, triton
-
-MULTIPLE_OF = 16  # rows: suits matrix products, and fewer distinct sizes need fewer plans
-# Below this product of rows, vocabulary and hidden size the loss takes less than about 1 ms on an H100.
-MIN_PRODUCTS = 1 << 36
-BLOCK = 2048  # 4096 spill on AMD
+from ligertune_kernels.ops.losses.tiles import MIN_PRODUCTS, MULTIPLE_OF, SEARCH_BLOCK
 
 
 def labelled_rows(
@@ -118,7 +114,7 @@ def find_rows(
     with on_device(labels):
         find_rows_kernel[(1,)](
             labels, rows, count, len(rows), labels.shape[-1], shift, ignore_index,
-            MULTIPLE_OF=multiple_of, BLOCK=BLOCK, **launch_options(BLOCK, chip_of(labels.device)),
+            MULTIPLE_OF=multiple_of, BLOCK=SEARCH_BLOCK, **launch_options(SEARCH_BLOCK, chip_of(labels.device)),
         )  # fmt: skip
     return rows, count
 
@@ -186,3 +182,31 @@ def take_rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def scatter_rows(values: torch.Tensor, rows: torch.Tensor, n: int) -> torch.Tensor:
     """Return values (M, ...) at their rows of (n, ...), with zeros elsewhere."""
     return values.new_zeros(n, *values.shape[1:]).index_copy(0, rows, values)
+
+
+def rows_to_take(
+    hidden: torch.Tensor,  # (..., E)
+    labels: torch.Tensor,  # (...)
+    index: torch.Tensor | None,  # (M,)
+    ignore_index: int,
+    *,
+    skip_ignored: bool = True,
+    vocab_size: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return rows (M, E), their labels (M,) on the same device, and their index among all rows; None if all.
+
+    Without an index, rows without a label are looked for as `can_skip_rows` says, unless skip_ignored is False.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    flat = labels.reshape(-1)
+    if index is None and skip_ignored and can_skip_rows(flat, rows.numel() * vocab_size):
+        index = PendingRows(flat, ignore_index=ignore_index).wait()
+    if index is None or len(index) == len(flat):
+        return rows.contiguous(), flat.to(rows.device, non_blocking=True).contiguous(), None
+    if index.device == flat.device:
+        flat = flat[index].to(rows.device, non_blocking=True)
+        index = index.to(rows.device, non_blocking=True)
+    else:
+        index = index.to(rows.device, non_blocking=True)
+        flat = flat.to(rows.device, non_blocking=True)[index]
+    return take_rows(rows, index), flat, index

@@ -1,8 +1,8 @@
 r"""Cross entropy of a linear layer's output, hidden X (N, E) and weight W (V, E), without storing the logits (N, V).
 
-    Z = X Wᵀ + b        loss_i and G = dloss/dZ as in _row_pass.py      dX = G W        dW = Gᵀ X        db = sum_i G_i
+    Z = X Wᵀ + b        loss_i and G = dloss/dZ as in kernels.py        dX = G W        dW = Gᵀ X        db = sum_i G_i
 
-Rows are taken in chunks (_linear_chunks.py) as a schedule says (_schedule.py): the logits of a chunk are written into
+Rows are taken in chunks (linear_chunks.py) as a schedule says (tiles.py): the logits of a chunk are written into
 one reused buffer, one pass over its rows turns them into G in place and returns the losses, and G is multiplied into
 the gradients. So the gradients exist when the forward returns, and one that is not needed is not computed: 6 NEV
 operations, 4 NEV with a frozen weight. Rows without a label are not computed (labelled_rows.py).
@@ -28,21 +28,27 @@ import torch
 
 from ligertune_kernels.autocast import without_autocast
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.ops.losses._linear_chunks import Gradients, Targets, run_chunks
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, choose_schedule, empty_loss, rows_to_take
-from ligertune_kernels.ops.losses._reduction import (
+from ligertune_kernels.ops.losses.cross_entropy import (
     LossFunction,
     LossModule,
     Reduction,
     check_reduction,
+    cross_entropy_reference,
     divisor_of,
     weights_and_divisor,
 )
-from ligertune_kernels.ops.losses._row_pass import LossOptions
-from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES, Schedule
-from ligertune_kernels.ops.losses._statistics_pass import RowStatistics, empty_statistics
-from ligertune_kernels.ops.losses.cross_entropy import cross_entropy_reference
-from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, scatter_rows
+from ligertune_kernels.ops.losses.kernels import LossOptions, RowStatistics, empty_statistics
+from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, rows_to_take, scatter_rows
+from ligertune_kernels.ops.losses.linear_chunks import (
+    Gradients,
+    Head,
+    Targets,
+    check_linear,
+    choose_schedule,
+    empty_loss,
+    run_chunks,
+)
+from ligertune_kernels.ops.losses.tiles import CHUNK_BYTES, Schedule
 
 
 def linear_cross_entropy_reference(
@@ -164,6 +170,15 @@ def linear_chunks(
     return found[0], RowStatistics(*found[1:n_first]) if targets.statistics is not None else None, gradients
 
 
+@dataclass(frozen=True)
+class LinearJob:
+    """What a loss of a linear layer computes, besides the tensors that may get a gradient."""
+
+    targets: Targets
+    lora_scale: float
+    schedule: Schedule | ChunkOptions
+
+
 class _LinearCrossEntropy(LossFunction):
     """The losses of rows, each divided by its denominator, () or (N,), and summed; the losses without gradient.
 
@@ -171,13 +186,10 @@ class _LinearCrossEntropy(LossFunction):
     """
 
     @staticmethod
-    def forward(
-        ctx, rows, weight, bias, lora_a, lora_b, labels, class_weight, denominator, lora_scale, options, schedule
-    ):
-        head = Head(weight, bias, lora_a, lora_b, lora_scale)
-        scale = LossFunction.scale(ctx, denominator, rows.dtype)
-        targets = Targets(labels, options, class_weight, scale)
-        losses, _, gradients = linear_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, denominator, job):
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        targets = replace(job.targets, scale=LossFunction.scale(ctx, denominator, rows.dtype))
+        losses, _, gradients = linear_chunks(rows, head, targets, job.schedule, ctx.needs_input_grad[:5])
         LossFunction.keep(ctx, "linear_cross_entropy", (rows, *head.tensors), gradients)
         ctx.mark_non_differentiable(losses)
         return (losses / denominator).sum(), losses
@@ -187,11 +199,12 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
     """One loss per row; the backward computes the chunks again, scaled by the upstream gradient of each row."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, labels, class_weight, lora_scale, options, schedule):
-        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, labels, class_weight)
-        ctx.arguments = lora_scale, options, schedule
-        head = Head(weight, bias, lora_a, lora_b, lora_scale)
-        return linear_chunks(rows, head, Targets(labels, options, class_weight), schedule)[0]
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, job):
+        targets = job.targets
+        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, targets.labels, targets.class_weight)
+        ctx.arguments = job.lora_scale, targets.options, job.schedule
+        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
+        return linear_chunks(rows, head, targets, job.schedule)[0]
 
     @staticmethod
     @no_double_backward
@@ -203,7 +216,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         with without_autocast(rows.device):
             *_, found = linear_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
-        return *gradients, None, None, None, None, None
+        return *gradients, None
 
 
 def linear_cross_entropy(
@@ -278,9 +291,8 @@ def summed_losses(
     """Return the sum of the losses, each divided by its denominator, and the losses without gradient."""
     if _needs_grad(rows, head):
         return _LinearCrossEntropy.apply(
-            rows, *head.tensors, targets.labels, targets.class_weight, denominator, head.lora_scale, targets.options,
-            schedule,
-        )  # fmt: skip
+            rows, *head.tensors, denominator, LinearJob(targets, head.lora_scale, schedule)
+        )
     losses, *_ = linear_chunks(rows, head, targets, schedule)
     return (losses / denominator).sum(), losses
 
@@ -289,9 +301,7 @@ def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Sche
     """Return the losses (N,) of rows (N, E), differentiable one by one."""
     if not _needs_grad(rows, head):
         return linear_chunks(rows, head, targets, schedule)[0]
-    return _LinearCrossEntropyRows.apply(
-        rows, *head.tensors, targets.labels, targets.class_weight, head.lora_scale, targets.options, schedule
-    )
+    return _LinearCrossEntropyRows.apply(rows, *head.tensors, LinearJob(targets, head.lora_scale, schedule))
 
 
 def _needs_grad(rows: torch.Tensor, head: Head) -> bool:

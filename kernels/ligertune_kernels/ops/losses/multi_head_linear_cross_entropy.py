@@ -15,17 +15,16 @@ from typing import NamedTuple
 import torch
 
 from ligertune_kernels.autocast import without_autocast
-from ligertune_kernels.ops.losses._linear_chunks import Targets
-from ligertune_kernels.ops.losses._linear_inputs import Head, check_linear, empty_loss, rows_to_take
-from ligertune_kernels.ops.losses._row_pass import LossOptions
-from ligertune_kernels.ops.losses._schedule import CHUNK_BYTES
-from ligertune_kernels.ops.losses.labelled_rows import scatter_rows
+from ligertune_kernels.ops.losses.kernels import LossOptions
+from ligertune_kernels.ops.losses.labelled_rows import rows_to_take, scatter_rows
+from ligertune_kernels.ops.losses.linear_chunks import Head, Targets, check_linear, empty_loss
 from ligertune_kernels.ops.losses.linear_cross_entropy import (
     ChunkOptions,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     summed_losses,
 )
+from ligertune_kernels.ops.losses.tiles import CHUNK_BYTES
 
 NAME = "multi_head_linear_cross_entropy"
 Heads = torch.Tensor | Sequence[torch.Tensor]

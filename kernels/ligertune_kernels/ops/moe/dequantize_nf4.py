@@ -17,11 +17,10 @@ from torch.nn import functional
 
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
+from ligertune_kernels.ops.moe.tiles import DEQUANTISED_BLOCKS, QUANTISED_CHUNK
 
 BLOCK = 64  # weights that share a scale
 SCALE_BLOCK = 256  # scales that share a float32 scale
-CHUNK = 1 << 24  # weights that are quantised at once
-BLOCKS = 64  # blocks that a program dequantises
 
 TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -72,14 +71,14 @@ def _nearest(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_nf4(weight: torch.Tensor) -> Nf4:  # (X, ...) floating point
-    """Quantise each expert by itself, where the weight is. Temporaries: 30 bytes for each of CHUNK weights.
+    """Quantise each expert by itself, where the weight is. Temporaries: 30 bytes for each of QUANTISED_CHUNK weights.
 
     Raises ValueError for a weight that is not in floating point.
     """
     if not weight.is_floating_point():
         raise ValueError(f"quantize_nf4: weight is {weight.dtype}: expected a floating-point dtype")
     flat = weight.detach().flatten(1)
-    columns = max(1, CHUNK // max(1, len(flat)) // BLOCK) * BLOCK
+    columns = max(1, QUANTISED_CHUNK // max(1, len(flat)) // BLOCK) * BLOCK
     parts = [_packed_blocks(chunk) for chunk in flat.split(columns, 1)]
     packed, absmax = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     offset = absmax.mean(1, dtype=torch.float64).float()  # the same bits on every device, whatever the order of the sum
@@ -153,8 +152,10 @@ def _dequantize_kernel(
 @cached
 def _launch(chip: Chip) -> Launcher:
     # Without fused multiply-add the scales are rounded as bitsandbytes and the reference round them.
-    options = {**launch_options(BLOCKS * BLOCK, chip), "enable_fp_fusion": False}
-    return Launcher(_dequantize_kernel, {"BLOCK": BLOCK, "SCALE_BLOCK": SCALE_BLOCK, "BLOCKS": BLOCKS, **options})
+    options = {**launch_options(DEQUANTISED_BLOCKS * BLOCK, chip), "enable_fp_fusion": False}
+    return Launcher(
+        _dequantize_kernel, {"BLOCK": BLOCK, "SCALE_BLOCK": SCALE_BLOCK, "BLOCKS": DEQUANTISED_BLOCKS, **options}
+    )
 
 
 def dequantize_nf4(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # (X, ...)
@@ -177,7 +178,7 @@ def _dequantize(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
         return dequantize_nf4_reference(nf4, shape, dtype)
     out = torch.empty(shape, dtype=dtype, device=nf4.packed.device)
     _launch(chip_of(out.device))(
-        (-(-n_blocks // BLOCKS), shape[0], 1), (*nf4, *_constants(out.device), out),
+        (-(-n_blocks // DEQUANTISED_BLOCKS), shape[0], 1), (*nf4, *_constants(out.device), out),
         (n_blocks, nf4.block_scales.shape[1], out[0].numel()),
     )  # fmt: skip
     return out

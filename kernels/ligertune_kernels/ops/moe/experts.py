@@ -6,16 +6,18 @@ p are the router's weights; they are multiplied into a, because the down project
 and up of every expert, W2 (X, E, F) its down projection; LoRA adds scale · (x Aᵀ) Bᵀ to a projection. The backward, for
 dy given by token:
 
-    da = dy W2     dz, dp from da, z and p (_gated_rows.py)     dx = sum over the token's experts of dz W1
+    da = dy W2     dz, dp from da, z and p (kernels.py)     dx = sum over the token's experts of dz W1
     dW2 = dyᵀ a    dW1 = dzᵀ x     db1 = sum of dz     db2 = sum of p dy
 
 The S = N·K pairs of token and expert are sorted by expert, so that each product is one product per group of rows
-(_grouped_product.py). For the backward the op keeps x, z, p, the order, and with LoRA the products with Aᵀ (S, R); a
+(grouped_product.py). For the backward the op keeps x, z, p, the order, and with LoRA the products with Aᵀ (S, R); a
 and the gathered rows of x are computed again. Sums over experts and rows are in fp32 and in a fixed order, without
 atomics.
 """
 
 from __future__ import annotations
+
+from typing import get_args
 
 import torch
 from torch.nn import functional
@@ -23,20 +25,21 @@ from torch.nn import functional
 from ligertune_kernels.autocast import autocast_dtype, without_autocast
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
-from ligertune_kernels.ops.moe._expert_checks import check_experts
-from ligertune_kernels.ops.moe._expert_options import (
+from ligertune_kernels.ops.moe.expert_passes import (
     ExpertLayout,
     ExpertLora,
     ExpertOptions,
     ExpertParameters,
     ExpertTensors,
-    GatedActivation,
-    Products,
+    Kept,
+    Needs,
     Weight,
     parameters_of,
+    run_backward,
+    run_forward,
 )
-from ligertune_kernels.ops.moe._expert_passes import Kept, Needs, run_backward, run_forward
-from ligertune_kernels.ops.moe._routing import Routing
+from ligertune_kernels.ops.moe.kernels import GATE_FUNCTIONS, GatedActivation, Routing
+from ligertune_kernels.ops.moe.tiles import Products
 
 
 def experts_reference(
@@ -170,7 +173,7 @@ def experts(
     """
     options = ExpertOptions(activation, layout, products)
     parameters = parameters_of(gate_up, down, (gate_up_bias, down_bias), (gate_up_lora, down_lora), options)
-    check_experts(hidden, expert_index, expert_weights, parameters)
+    _check(hidden, expert_index, expert_weights, parameters)
     dtype = autocast_dtype(hidden.device) or hidden.dtype
     n_tokens = hidden.shape[:-1].numel()
     rows, index, weights = (t.reshape(n_tokens, t.shape[-1]) for t in (hidden, expert_index, expert_weights))
@@ -194,3 +197,71 @@ def _no_pairs(hidden: torch.Tensor, weights: torch.Tensor, parameters: ExpertPar
     """Return zeros (N, E) that give every tensor a gradient of zeros."""
     tensors = (t for t in (hidden, weights, *parameters.tensors) if t is not None)
     return torch.zeros_like(hidden) + sum(t.flatten()[:0].sum().to(hidden.dtype) for t in tensors)
+
+
+def _check(
+    hidden: torch.Tensor,  # (..., E)
+    expert_index: torch.Tensor,  # (..., K)
+    expert_weights: torch.Tensor,  # (..., K)
+    parameters: ExpertParameters,
+) -> None:
+    """Raise ValueError if shapes do not fit each other, or for unknown options.
+
+    Weights that functions make are checked when they are made.
+    """
+    if expert_index.shape != expert_weights.shape or expert_index.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"experts: hidden is {tuple(hidden.shape)}, expert_index {tuple(expert_index.shape)} and expert_weights "
+            f"{tuple(expert_weights.shape)}: expected (..., E), (..., K) and (..., K)"
+        )
+    if expert_index.is_floating_point() or expert_index.is_complex():
+        raise ValueError(f"experts: expert_index is {expert_index.dtype}; expected integers")
+    _check_options(parameters)
+    _check_shapes(hidden.shape[-1], parameters)
+
+
+def _check_options(parameters: ExpertParameters) -> None:
+    activation = parameters.options.activation
+    products = parameters.options.products
+    if activation.function not in GATE_FUNCTIONS:
+        raise ValueError(f"experts: the activation is {activation.function!r}; expected one of {GATE_FUNCTIONS}")
+    if activation.limit is not None and not activation.limit > 0:
+        raise ValueError(f"experts: the activation's limit is {activation.limit}; expected a positive number or None")
+    if activation.alpha != 1.0 and activation.function != "silu":
+        raise ValueError(f"experts: alpha is {activation.alpha}, but {activation.function} has none")
+    if products is not None and products not in get_args(Products):
+        raise ValueError(f"experts: products is {products!r}; expected one of {get_args(Products)} or None")
+
+
+def _check_shapes(n_hidden: int, parameters: ExpertParameters) -> None:
+    """Compare every tensor with the number and width of the experts, which the first of them with these sizes gives."""
+    tensors = parameters.tensors
+    transposed = parameters.options.layout.transposed
+    given = {name: tuple(t.shape) for name, t in tensors._asdict().items() if t is not None}
+    expected = {
+        "gate_up": ("X", n_hidden, "2F") if transposed else ("X", "2F", n_hidden),
+        "down": ("X", "F", n_hidden) if transposed else ("X", n_hidden, "F"),
+        "gate_up_bias": ("X", "2F"), "down_bias": ("X", n_hidden),
+        "gate_up_a": ("X", "R1", n_hidden), "gate_up_b": ("X", "2F", "R1"),
+        "down_a": ("X", "R2", "F"), "down_b": ("X", n_hidden, "R2"),
+    }  # fmt: skip
+    sizes: dict[str | int, int] = {}
+    for name, shape in given.items():
+        letters = expected[name]
+        if len(shape) == len(letters):
+            for letter, size in zip(letters, shape, strict=True):
+                if letter == "2F" and size % 2 == 0:
+                    sizes.setdefault("F", size // 2)
+                sizes.setdefault(letter, size)
+                if letter == "F":
+                    sizes.setdefault("2F", 2 * size)
+        wanted = tuple(letter if isinstance(letter, int) else sizes.get(letter, letter) for letter in letters)
+        if shape != wanted or sizes.get("2F", 0) % 2:
+            raise ValueError(
+                f"experts: {name} is {shape}; expected {_written(letters)} = {_written(wanted)}, "
+                f"{n_hidden} being the size of hidden{', for transposed weights' if transposed else ''}"
+            )
+
+
+def _written(shape: tuple[int | str, ...]) -> str:
+    return f"({', '.join(map(str, shape))})"

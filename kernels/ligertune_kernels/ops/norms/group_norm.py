@@ -23,17 +23,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ligertune_kernels.autograd import no_double_backward
-from ligertune_kernels.chips import Chip, applies, launch_options
+from ligertune_kernels.chips import Chip
 from ligertune_kernels.jit.device_functions import fp32
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
-from ligertune_kernels.ops.norms._column_sums import column_sums
-
-# Elements of a step: 8192 by eight warps, and 16384 by all warps for groups of more than 32768 elements. On an H100,
-# forward and backward of 128 and 512 channels of 64 x 64 in 32 groups, batch 16, take 39 and 181 us this way, 59 and
-# 215 us with the tiles swapped, and 54 and 195 us in torch.compile.
-TILE = 8192
-TILE_WARPS = 8
-LARGE_TILE = 16384
+from ligertune_kernels.ops.norms.kernels import column_sums
+from ligertune_kernels.ops.norms.tiles import group_constants
 
 
 def group_norm_reference(
@@ -168,7 +162,9 @@ def _backward_kernel(
 
 @cached
 def _plan_forward(n_channels: int, length: int, weight: bool, bias: bool, chip: Chip) -> Launcher:
-    return Launcher(_forward_kernel, {"HAS_WEIGHT": weight, "HAS_BIAS": bias, **_tile(n_channels, length, chip)})
+    return Launcher(
+        _forward_kernel, {"HAS_WEIGHT": weight, "HAS_BIAS": bias, **group_constants(n_channels, length, chip)}
+    )
 
 
 @cached
@@ -176,18 +172,7 @@ def _plan_backward(
     n_channels: int, length: int, weight: bool, needs_dx: bool, needs_sums: bool, chip: Chip
 ) -> Launcher:
     flags = {"HAS_WEIGHT": weight, "NEEDS_DX": needs_dx, "NEEDS_SUMS": needs_sums}
-    return Launcher(_backward_kernel, {**flags, **_tile(n_channels, length, chip)})
-
-
-def _tile(n_channels: int, length: int, chip: Chip) -> dict[str, int | bool]:
-    """Return the constants for groups of n_channels × length."""
-    large = n_channels * length > 4 * TILE and not applies("group_norm_8192_elements", chip)
-    tile = LARGE_TILE if large else TILE
-    cols = min(tile, triton.next_power_of_2(length))
-    channels = min(tile // cols, triton.next_power_of_2(n_channels))
-    constants = {"CHANNELS": channels, "LENGTH": cols, **launch_options(tile, chip)}
-    # 64-wide warps keep the general rule, which gives them eight warps here as well.
-    return constants if large or chip.warp_size == 64 else constants | {"num_warps": TILE_WARPS}
+    return Launcher(_backward_kernel, {**flags, **group_constants(n_channels, length, chip)})
 
 
 def _forward(

@@ -1,7 +1,7 @@
 """Layer norm over the last dimension: x (..., E), optional weight and bias (E,).
 
-Mathematics of both directions and kernels: _norm_kernels.py; launch plans: _row_norm.py. Everything is computed in fp32
-and rounded once to x's dtype. The variance is the mean of (x - m)², because mean(x²) - m² cancels.
+Mathematics of both directions, kernels and launches: kernels.py. Everything is computed in fp32 and rounded once to
+x's dtype. The variance is the mean of (x - m)², because mean(x²) - m² cancels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
-from ligertune_kernels.ops.norms._row_norm import norm_backward, norm_forward
+from ligertune_kernels.ops.norms.kernels import NormOptions, norm_backward, norm_forward
 
 
 def layer_norm_reference(
@@ -32,20 +32,18 @@ def layer_norm_reference(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, inplace):
-        y, _, stats = norm_forward(x, None, weight, bias, eps, centred=True)
+    def forward(ctx, x, weight, bias, options):
+        y, _, stats = norm_forward(x, None, weight, bias, options)
         ctx.save_for_backward(x, weight, bias, stats)
-        ctx.inplace = inplace
+        ctx.options = options
         return y
 
     @staticmethod
     @no_double_backward
     def backward(ctx, dy):
         x, weight, bias, stats = ctx.saved_tensors
-        grads = norm_backward(
-            dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], centred=True, inplace=ctx.inplace
-        )
-        return *grads, None, None
+        grads = norm_backward(dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], ctx.options)
+        return *grads, None
 
 
 def layer_norm(
@@ -75,9 +73,10 @@ def layer_norm(
     given = [t for t in (x, weight, bias) if t is not None]
     if x.numel() == 0 or not all(runs_triton(t) for t in given):
         return layer_norm_reference(x, weight, bias, eps)
+    options = NormOptions(eps, centred=True, inplace=inplace)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _LayerNorm.apply(x, weight, bias, eps, inplace)
-    return norm_forward(x, None, weight, bias, eps, centred=True)[0]
+        return _LayerNorm.apply(x, weight, bias, options)
+    return norm_forward(x, None, weight, bias, options)[0]
 
 
 class LayerNorm(nn.LayerNorm):

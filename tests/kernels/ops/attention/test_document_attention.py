@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 from ligertune_kernels import document_attention, document_attention_reference
-from ligertune_kernels.chips import INTERPRETER, Chip, attention_tiles
+from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.launcher import INTERPRETED
+from ligertune_kernels.ops.attention.tiles import attention_tiles
 from support.covering import every_pair
 from support.kernels.attention_runs import places
 from support.kernels.judge import OF_A_ROW, judge

@@ -7,7 +7,7 @@ import torch
 from ligertune_kernels import document_attention_memory
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import TensorDescriptor
-from ligertune_kernels.ops.attention.hopper_attention import WIDTHS, runs_hopper_kernels
+from ligertune_kernels.ops.attention.tiles import HOPPER_WIDTHS, runs_hopper_kernels
 
 HOPPER = Chip("nvidia", "sm90", 32, 132, 50 << 20, 232448)
 BF16 = torch.bfloat16
@@ -19,9 +19,9 @@ def heads(n_tokens: int, width: int, dtype: torch.dtype = BF16) -> list[torch.Te
 
 
 @pytest.mark.skipif(TensorDescriptor is None, reason="needs triton")
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", HOPPER_WIDTHS)
 def test_long_documents_run_them(width) -> None:
-    long = WIDTHS[width].long
+    long = HOPPER_WIDTHS[width].long
     assert runs_hopper_kernels(*heads(2 * long, width), HOPPER, 2)
     assert runs_hopper_kernels(*heads(2 * long, width, torch.float16), HOPPER, 2)
     assert not runs_hopper_kernels(*heads(2 * long - 1, width), HOPPER, 2)

@@ -5,11 +5,11 @@ from types import ModuleType
 import pytest
 import torch
 from ligertune_kernels import document_attention_reference
+from ligertune_kernels.ops.attention import tiles
 from support.kernels.gluon_emulator import Function, emulated
 
 PACKAGE = "ligertune_kernels.ops.attention"
-KERNELS = ("_hopper_backward_kernel", "_hopper_backward_loads", "_hopper_dq_kernels", "_hopper_forward_kernel",
-           "_hopper_wide_dk_dv_kernel", "_hopper_wide_dq_kernel")  # fmt: skip
+KERNELS = ("kernels", "hopper_kernels", "hopper_wide_kernels")
 CASES = [
     # width, heads of queries and keys, documents, window, soft cap
     pytest.param(64, (2, 1), (400, 1, 90), None, None, id="64"),
@@ -31,7 +31,7 @@ def hopper() -> ModuleType:
 @pytest.mark.parametrize("width, heads, lengths, window, softcap", CASES)
 def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengths, window, softcap) -> None:
     """In three random orders of the warps, which give the same bits."""
-    monkeypatch.setattr(hopper, "GROUPED_FROM", 0)  # some heads at a time, as for large tensors
+    monkeypatch.setattr(tiles, "GROUPED_FROM", 0)  # some heads at a time, as for large tensors
     generator = torch.Generator().manual_seed(0)
     sizes = ((sum(lengths), n, width) for n in (heads[0], heads[1], heads[1], heads[0]))
     q, k, v, d_out = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
@@ -40,16 +40,17 @@ def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengt
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     expected = document_attention_reference(*leaves, starts, ends, window=window, softcap=softcap)
     gradients = torch.autograd.grad(expected, leaves, d_out.double())
-    terms, runs = hopper.Terms(width**-0.5, window, softcap), []
+    terms, runs = hopper.AttentionTerms(width**-0.5, window, softcap), []
     for seed in range(3):
         monkeypatch.setattr(Function, "seed", seed)
         out, lse = hopper.forward(q, k, v, starts, terms)
-        runs.append([out, *hopper.backward(q, k, v, starts, ends, out, d_out, lse, terms)])
+        kept = hopper.HopperInputs(q, k, v, starts, ends, out, lse)
+        runs.append([out, *hopper.backward(kept, d_out, terms)])
     for found, wanted in zip(runs[0], [expected, *gradients], strict=True):
         assert torch.linalg.vector_norm(found.double() - wanted) < 4e-3 * torch.linalg.vector_norm(wanted)
     assert all(torch.equal(one, other) for again in runs[1:] for one, other in zip(runs[0], again, strict=True))
 
 
 def test_key_heads_in_several_launches_have_the_same_gradients(hopper, monkeypatch) -> None:
-    monkeypatch.setattr(hopper, "SUMS_AT_ONCE", 2 * hopper.sums_bytes(191, 2, 1, 64))  # of two key heads of three
+    monkeypatch.setattr(tiles, "SUMS_AT_ONCE", 2 * tiles.sums_bytes(191, 2, 1, 64))  # of two key heads of three
     test_the_kernels_agree_with_float64(hopper, monkeypatch, 64, (6, 3), (100, 1, 90), None, None)

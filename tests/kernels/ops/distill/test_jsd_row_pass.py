@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ligertune_kernels.ops.distill._jsd_row_pass import JSDOptions, jsd_row_pass
+from ligertune_kernels.ops.distill.kernels import JSDOptions, jsd_row_pass
 
 BETAS = (0.0, 0.1, 0.5, 1.0)
 VOCAB, WIDTH = 700, 704  # with columns past the vocabulary

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ligertune_kernels import Embedding, embedding, embedding_reference
-from ligertune_kernels.ops.extra.embedding import CHUNK
+from ligertune_kernels.ops.extra.tiles import SORTED_CHUNK as CHUNK
 from support.covering import every_pair
 from support.kernels.judge import DTYPES, judge
 

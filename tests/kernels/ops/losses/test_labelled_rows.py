@@ -12,8 +12,8 @@ from ligertune_kernels import (
     linear_log_probs,
 )
 from ligertune_kernels.ops.losses import labelled_rows as labelled_rows_module
-from ligertune_kernels.ops.losses._linear_inputs import rows_to_take
-from ligertune_kernels.ops.losses.labelled_rows import BLOCK, PendingRows, can_skip_rows
+from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, rows_to_take
+from ligertune_kernels.ops.losses.tiles import SEARCH_BLOCK
 from support.kernels.judge import judge
 
 ROWS, HIDDEN, VOCAB = 45, 16, 67  # 45 rows fill no multiple of 16
@@ -105,7 +105,7 @@ def test_no_label_at_all(reduction, device) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
 def test_the_device_finds_the_rows_that_the_host_finds(share, device) -> None:
     """The last two have more rows than one block of the kernel, and than two, in several sequences."""
-    for shape in ((1,), (15,), (16,), (3, 15), (BLOCK + 1,), (2, BLOCK + 7)):
+    for shape in ((1,), (15,), (16,), (3, 15), (SEARCH_BLOCK + 1,), (2, SEARCH_BLOCK + 7)):
         labels = torch.randint(VOCAB, shape, dtype=torch.int32 if shape[0] == 3 else torch.int64)
         labels[torch.rand(shape) >= share] = -5
         for shift, multiple_of in ((0, 16), (1, 1), (20, 128)):

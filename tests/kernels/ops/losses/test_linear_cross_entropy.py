@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ligertune_kernels import launcher, linear_cross_entropy, linear_cross_entropy_reference
-from ligertune_kernels.ops.losses._schedule import Schedule
+from ligertune_kernels.ops.losses.tiles import Schedule
 from support.covering import every_pair
 from support.kernels.judge import DTYPES, judge
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ligertune_kernels import schedule_of
-from ligertune_kernels.ops.losses._schedule import Chunks, chunks_of, rest_stride
+from ligertune_kernels.ops.losses.tiles import ChunkProducts, Chunks, chunks_of, rest_stride
 
 GIB = 1 << 30
 LLAMA = (8192, 4096, 128256)
@@ -48,7 +48,7 @@ def test_fast_by_default_lean_with_little_memory(sizes, default, lean_gib, group
     assert few.extra_bytes <= lean_gib * GIB and few.slot >= 2048 and (few.groups, few.kept) == (groups, columns)
     slot = few.slot * rest_stride(vocab_size - groups * columns)
     assert slot + groups * n_rows * columns <= vocab_size * hidden_size, "kept columns and a slot fit in dW's memory"
-    apart = schedule_of(*sizes, torch.bfloat16, chunk_bytes=GIB >> 4, wide_products=False)
+    apart = schedule_of(*sizes, torch.bfloat16, chunk_bytes=GIB >> 4, products=ChunkProducts(wide_products=False))
     assert apart.plan == "lean" and apart.groups == 0, "no groups where dX cannot be summed over them"
 
 
@@ -64,7 +64,7 @@ def test_frozen_weights_need_half_a_gigabyte_and_dw_is_rounded_once(sizes, defau
     assert frozen.flushes == 0 and frozen.slot >= 640
     assert frozen.extra_bytes + sizes[0] * sizes[1] * 2 <= 0.5 * GIB
     for wide_products in (True, False):
-        schedule = schedule_of(*sizes, torch.bfloat16, wide_products=wide_products)
+        schedule = schedule_of(*sizes, torch.bfloat16, products=ChunkProducts(wide_products=wide_products))
         assert schedule.flushes == 1 or (wide_products and schedule.sums_wide(torch.bfloat16))
 
 

@@ -116,5 +116,5 @@ def test_a_shape_that_does_not_fit_is_refused():
 
 def test_chunks_give_the_same_bytes(monkeypatch):
     whole = quantize_nf4(weights((2, 96, 160)))
-    monkeypatch.setattr(nf4_module, "CHUNK", 2 * 100 * BLOCK)  # the third chunk is smaller
+    monkeypatch.setattr(nf4_module, "QUANTISED_CHUNK", 2 * 100 * BLOCK)  # the third chunk is smaller
     assert all(torch.equal(a, b) for a, b in zip(whole, quantize_nf4(weights((2, 96, 160))), strict=True))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ligertune_kernels import ExpertLayout, ExpertLora, GatedActivation, experts, experts_reference
 from ligertune_kernels.chips import INTERPRETER, Chip
-from ligertune_kernels.ops.moe._grouped_product import loop_pays, product_for
+from ligertune_kernels.ops.moe.tiles import loop_pays, product_for
 from support.covering import every_pair
 from support.kernels.judge import DTYPES, judge
 from torch.autograd.graph import saved_tensors_hooks

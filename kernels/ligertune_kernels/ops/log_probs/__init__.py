@@ -1,1 +1,0 @@
-"""Log-probabilities of tokens, without stored logits."""

@@ -1,0 +1,1 @@
+"""Decoding with Medusa heads: candidates in a tree, their acceptance, answers."""

@@ -1,0 +1,99 @@
+"""Reference log-probabilities on disk: in the data cache, for other runs, and in the run's folder, for a resume."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ligertune.data.cache import cache_home
+from ligertune.features.preference.recipe import PreferenceSpec
+from ligertune.features.stored_arrays import map_array
+from ligertune.files.checked_files import DamagedFileError
+from ligertune.files.model_files import ENDINGS, digest_of, hub_snapshot
+from ligertune.files.storage import write_bytes
+from ligertune.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from ligertune.data.examples import Examples
+
+FOLDER = "reference"  # in output_dir
+
+
+class StoredLogProbs:
+    """The log-probabilities of some examples under the initial model of a plan, in files named by their key.
+
+    The key contains what the numbers depend on: the model's files, how it computes, the examples, and which tokens
+    count. All ranks call `load` and `save`; the main rank reads and writes.
+    """
+
+    def __init__(self, plan: Plan, examples: Examples) -> None:
+        self.name = f"reference-{log_probs_key(plan, examples)}.npy"
+        # KTO has single answers, the other losses have pairs.
+        self._shape = (len(examples), 1 if plan.build.section(PreferenceSpec).loss_type == "kto" else 2)
+        self._places = [plan.output_dir / FOLDER / self.name, cache_home() / self.name]
+
+    def load(self) -> np.ndarray | None:
+        """Return the stored array on all ranks; None if no place has it."""
+        found = [next(filter(None, map(self._read, self._places)), None) if _is_main() else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        return None if found[0] is None else found[0][0]
+
+    def save(self, values: np.ndarray) -> None:
+        """Write the array wherever it is missing."""
+        if not _is_main():
+            return
+        for path in self._places:
+            if self._read(path) is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                content = io.BytesIO()
+                np.save(content, values)
+                write_bytes(path, content.getvalue())
+
+    def _read(self, path: Path) -> tuple[np.ndarray] | None:
+        """Return the array of a file in a tuple; None if it is missing, damaged or of another size."""
+        try:
+            values = np.array(map_array(path, np.float32, self._shape))
+        except (OSError, DamagedFileError):
+            return None
+        return (values,) if np.isfinite(values).all() else None
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def log_probs_key(plan: Plan, examples: Examples) -> str:
+    """Return the SHA-256 of everything that the reference log-probabilities of these examples depend on."""
+    build = plan.build
+    quantised = "int8" if build.method.load_in_8bit else build.method.type == "qlora"
+    parts: dict[str, Any] = {
+        "model": _model_identity(plan),
+        "precision": [plan.precision.weights, plan.precision.autocast, quantised],
+        "examples": examples.fingerprint,
+        "ld_alpha": build.section(PreferenceSpec).ld_alpha,
+        "torch": torch.__version__,
+    }
+    if build.method.init_changes_weights:  # an adapter made from the weights, and what is left of them, are rounded
+        parts["adapter"] = [build.method.init_lora_weights, build.method.lora_r, build.seed]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _model_identity(plan: Plan) -> list[Any]:
+    """Return what identifies the initial weights: samples of the files or a commit, and the seed of random weights."""
+    model = plan.build.model
+    folder = Path(model.model_name_or_path).expanduser()
+    seed = plan.build.seed if model.init == "random" else None
+    if not folder.is_dir():
+        snapshot = hub_snapshot(model.model_name_or_path, model.revision)
+        return [model.model_name_or_path, snapshot and snapshot.name, model.num_hidden_layers, seed]
+    endings = (".json",) if seed is not None else (".json", *ENDINGS)
+    files = sorted(file for file in folder.iterdir() if file.suffix in endings and file.is_file())
+    return [[(file.name, digest_of(file)) for file in files], model.num_hidden_layers, seed]

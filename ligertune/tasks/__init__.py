@@ -1,1 +1,0 @@
-"""Training tasks: what the loss divides by, and Medusa heads."""

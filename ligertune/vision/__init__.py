@@ -1,1 +1,0 @@
-"""Vision-language models: supported families, reading images, image inputs of a batch, and freezing parts."""
