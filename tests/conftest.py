@@ -13,7 +13,7 @@ CORPUS = Path(os.environ.get("LIGERTUNE_TEST_DATA", ROOT.parent / "shared" / "da
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from quick_interpreter import quicken
+    from support.quick_interpreter import quicken
 
     quicken()
 

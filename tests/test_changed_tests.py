@@ -1,13 +1,13 @@
-"""scripts/changed_tests.py finds the tests of a change."""
+"""scripts/setup/changed_tests.py finds the tests of a change."""
 
 import pytest
-from command_line import ROOT
-from script_modules import load_script
+from support.command_line import ROOT
+from support.script_modules import script_module
 
 
 @pytest.fixture(scope="module")
 def script():
-    return load_script("changed_tests.py")
+    return script_module("setup.changed_tests")
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def tree(tmp_path):
         "tests/data/test_cache.py": "",
         "tests/data/batching/test_order.py": "",
         "tests/training/conftest.py": "from ligertune.run import run\n",
-        "tests/training/test_loop.py": "def test():\n    import batches\n",
+        "tests/training/test_loop.py": "def test():\n    from support.batches import rows\n",
         "tests/kernels/ops/norms/test_rms_norm.py": "",
         "tests/test_scripts.py": "PATH = 'scripts/bench_it'\n",
     }

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, environment, run_here
+from support.command_line import ROOT, environment, run_here
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 MODEL = ROOT / "configs" / "quickstart" / "stories260K"

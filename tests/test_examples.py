@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import ROOT
+from support.command_line import ROOT
 
 EXAMPLES = ROOT / "docs" / "examples"
 TOLERANCE = 2e-2 if torch.cuda.is_available() else 2e-4  # bfloat16; float32, and losses logged with 4 digits

@@ -1,4 +1,4 @@
-"""The text of the Dockerfiles, which scripts/check_images builds: the same steps for both vendors, every file."""
+"""The text of the Dockerfiles, which scripts/check_wheel --images builds: the same steps for both vendors."""
 
 import re
 import shutil

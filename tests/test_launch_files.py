@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import RECIPE, ROOT, environment, losses, overrides, run_here
+from support.command_line import RECIPE, ROOT, environment, losses, overrides, run_here
 from torch.distributed.run import get_args_parser
 
 LAUNCH = ROOT / "docs" / "examples" / "launch"

@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from command_line import ROOT
+from support.command_line import ROOT
 
 
 @pytest.mark.slow

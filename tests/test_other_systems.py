@@ -4,7 +4,7 @@ import ast
 import sys
 
 import pytest
-from command_line import ROOT, run
+from support.command_line import ROOT, run
 
 UNIX_ONLY = {"fcntl", "grp", "posix", "pwd", "pty", "resource", "termios"}
 EVERYTHING = """

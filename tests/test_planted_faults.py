@@ -1,7 +1,7 @@
 """scripts/plant_faults: its faults fit the code, and it distinguishes caught from missed faults."""
 
 import pytest
-from script_modules import load_script
+from support.script_modules import load_script
 
 
 @pytest.fixture(scope="module")

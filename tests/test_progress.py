@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
-from command_line import environment
+from support.command_line import environment
 
 from ligertune.progress import UNUSED, Phases, importing
 

@@ -5,8 +5,8 @@ import importlib.resources
 
 import pytest
 import torch
-from command_line import ROOT
-from quickstart_runs import SHORT, train
+from support.command_line import ROOT
+from support.quickstart_runs import SHORT, train
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 

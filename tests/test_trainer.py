@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from command_line import ROOT
+from support.command_line import ROOT
 from torch import nn
 from transformers import TrainerCallback
 

@@ -22,7 +22,7 @@ from ligertune.planning.precision import Precision
 DOCUMENT_ATTENTION = "document_attention"  # kernels.attention chooses it
 FLASH_4 = "flash_attention_4"  # `auto` may choose it with kernels.attention: auto
 # Chips on which it takes less time than torch's attention in each row of
-# `scripts/bench_kernels --only document_attention`.
+# `scripts/bench kernels --only document_attention`.
 FASTER_ON = ("sm90",)
 VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rotary embeddings that depend on the highest position of a row

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KEY = "data.padding_free"
 # Tokens of a micro-batch from which our attention pays even where no padding is saved. A step of Llama-3-8B layers took
 # 1.2 % less time with it on 32 rows of 512, and 0.3 % more on 4 rows (H100,
-# `scripts/bench_e2e --only llama --baselines with-attention`).
+# `scripts/bench llama --sides with,with-attention`).
 ENOUGH_TOKENS = 8192
 
 

@@ -57,7 +57,7 @@ MAX_REPEATS = 100
 # Attention that handles all documents of a row in one launch, independent of where they begin.
 ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # Host seconds per layer for forward and backward, a low guess: a step of Llama-3.2-1B on 128 tokens took 4.7 ms per
-# layer on an H100 (scripts/bench_e2e --only tiny), most of it host time.
+# layer on an H100 (scripts/bench tiny), most of it host time.
 HOST_SECONDS_PER_LAYER = 2e-3
 REACHED_SHARE_OF_PEAK = 0.5  # FLOP/s of a whole step over the device's peak
 

@@ -3,8 +3,8 @@
 import gc
 
 import pytest
-import tiny_models
 import torch
+from support.models import tiny_models
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates, require_gates

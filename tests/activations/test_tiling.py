@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-import tiny_models
 import torch
-from storages import MadeStorages
+from support.models import tiny_models
+from support.storages import MadeStorages
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.activations.checkpointing import checkpoint_layers
@@ -268,7 +268,7 @@ def test_the_last_layer_has_no_gradient_of_a_head_that_was_updated_before(tile, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [None, LORA], ids=str)
 def test_the_predicted_peak_is_within_3_percent_on_a_gpu(method, tmp_path):
-    from quickstart_runs import plan_run
+    from support.quickstart_runs import plan_run
 
     from ligertune.run import run
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from structure import measure
+from support.structure import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"ligertune": ROOT / "ligertune", "ligertune_kernels": ROOT / "kernels" / "ligertune_kernels"}
@@ -240,7 +240,7 @@ def test_names_that_scripts_import_exist():
     """Many are imported inside functions that run on a GPU only."""
     files = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
     files = [path for path in files if "python" in path.read_text(encoding="utf-8").partition("\n")[0]]
-    files += (ROOT / "scripts").glob("*.py")
+    files += (ROOT / "scripts").rglob("*.py")
     assert len(files) > 20
     own = [(path.name, *one) for path in files for one in imports_in(path) if one[0].split(".")[0] in PACKAGES]
     missing = [(file, module) for file, module, _ in own if module not in modules()]

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import tiny_models
 import transformers
+from support.models import tiny_models
 
 from ligertune.attention.choice import check_shared_rows, choose_attention, installed
 from ligertune.errors import UserError

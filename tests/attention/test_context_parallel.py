@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
-import packed_rows
 import pytest
-import tiny_models
 import torch
 import torch.distributed as dist
-from forked_ranks import on_ranks
+from support.forked_ranks import on_ranks
+from support.models import tiny_models
+from support.tasks import packed_rows
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

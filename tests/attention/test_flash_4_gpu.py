@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from command_line import RECIPE, losses
 from ligertune_kernels import document_attention_reference
-from quickstart_runs import train
+from support.command_line import RECIPE, losses
+from support.quickstart_runs import train
 from test_flash_4 import row_of
 
 from ligertune.attention import flash_4

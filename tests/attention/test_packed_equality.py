@@ -1,9 +1,9 @@
 """Packed training has the loss and the gradients of its documents one by one."""
 
 import pytest
-import tiny_models
 import torch
-from packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
+from support.models import tiny_models
+from support.tasks.packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
 
 from ligertune.attention import packed_documents
 from ligertune.patching.packed.packing_checks import install_packing_checks

@@ -3,10 +3,10 @@
 import warnings
 
 import pytest
-import tiny_models
 import torch
 from ligertune_kernels import labelled_rows
-from packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separate
+from support.models import tiny_models
+from support.tasks.packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separate
 
 from ligertune.attention.document_isolation import document_leak
 from ligertune.attention.sdpa import deterministic_backward, prefer_flash

@@ -1,10 +1,10 @@
 """Documents of a row do not attend to each other; each way in which they could is found or refused."""
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from packed_rows import FAMILIES, LENGTHS, documents, make, packed
+from support.models import tiny_models
+from support.tasks.packed_rows import FAMILIES, LENGTHS, documents, make, packed
 from transformers import AutoModelForCausalLM
 
 from ligertune.attention.document_isolation import check_document_isolation, document_leak

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packed_rows import make, packed
+from support.tasks.packed_rows import make, packed
 from transformers import masking_utils
 
 from ligertune.patching.packed.packing_checks import install_packing_checks, prepare_masks

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-import tiny_models
 import transformers
+from support.models import tiny_models
 from test_attention_choice import B200, BF16, CPU, FP32, H100, MI300
 
 from ligertune.attention.padding_free import choose_batch_layout

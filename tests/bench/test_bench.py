@@ -16,7 +16,7 @@ import ligertune_kernels
 import pytest
 import torch
 from ligertune_kernels.table import OPS
-from script_modules import load_script
+from support.script_modules import script_module
 from typer.testing import CliRunner
 
 from ligertune.bench import accuracy
@@ -237,29 +237,27 @@ def test_plots_without_matplotlib_are_refused_before_measuring(monkeypatch, tmp_
 def test_the_script_prints_its_table(tmp_path, monkeypatch, capsys):
     chosen = ["--only", "swiglu,rms_norm", "--without", "torch.compile"]
     writes = ["--out", str(tmp_path), "--page", str(tmp_path / "pages"), "--commit", "1234567"]
-    monkeypatch.setattr(sys, "argv", ["bench_kernels", "--small", *writes, *chosen])
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    load_script("bench_kernels").main()
+    monkeypatch.setattr(sys, "argv", ["bench", "kernels", "--small", *writes, *chosen])
+    script_module("benchmarks.ops.kernels").main()
     said = capsys.readouterr().out
     assert "| `swiglu` 64x300 |" in said
     assert "Host time of one forward + backward of `rms_norm`" in said
     rows = json.loads((tmp_path / "bench_kernels.json").read_text(encoding="utf-8"))["rows"]
     assert {"ours", "eager"} <= {row["provider"] for row in rows}
     (page,) = (json.loads(line) for line in said.splitlines() if line.startswith('{"page": '))
-    assert page["command"] == shlex.join(["scripts/bench_kernels", "--small", *chosen])  # no path of this machine
+    assert page["command"] == shlex.join(["scripts/bench", "kernels", "--small", *chosen])  # no path of this machine
     assert [row["op"] for row in page["rows"]] == ["`rms_norm`", "`swiglu`"] and page["commit"] == "1234567"
     assert {column[0] for column in page["columns"]} >= {"op", "size", "ligertune", "eager"}
     assert len(list((tmp_path / "pages").glob("kernels_small_*.md"))) == 1
 
 
 @pytest.fixture
-def kernel_forms(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return load_script("kernel_forms.py")
+def kernel_forms():
+    return script_module("benchmarks.tables.kernel_forms")
 
 
 def test_every_option_of_the_ops_that_models_use_in_several_forms_is_measured(kernel_forms):
-    usual = {"inplace"}  # timed by the rows of bench_kernels without --forms
+    usual = {"inplace"}  # timed by the rows of the kernels benchmark without --forms
     for op in kernel_forms.KINDS:
         kernel, forms = getattr(ligertune_kernels, op), [form for form in kernel_forms.FORMS if form.op == op]
         hints, given = get_type_hints(kernel), {name for form in forms for name in form.options}
@@ -276,15 +274,15 @@ def test_every_option_of_the_ops_that_models_use_in_several_forms_is_measured(ke
 @pytest.mark.slow
 def test_the_script_measures_all_forms(kernel_forms, tmp_path, monkeypatch, capsys):
     writes = ["--out", str(tmp_path), "--page", str(tmp_path / "pages")]
-    monkeypatch.setattr(sys, "argv", ["bench_kernels", "--small", "--forms", "--without", "torch.compile", *writes])
-    assert load_script("bench_kernels").main() == 0
+    monkeypatch.setattr(sys, "argv", ["bench", "kernels", "--small", "--forms", "--without", "torch.compile", *writes])
+    assert script_module("benchmarks.ops.kernels").main() == 0
     said = capsys.readouterr().out.splitlines()
     labels = [form.label for form in kernel_forms.FORMS]
     assert len(set(labels)) == len(labels)
     assert said[-1].startswith(f"{len(labels)} forms: ") and said[-1].endswith(" 0 failed, 0 not run")
     assert [line.split(" | ")[0].removeprefix("| ") for line in said[-1 - len(labels) : -1]] == labels
     (page,) = (json.loads(line) for line in said if line.startswith('{"page": '))
-    assert page["command"] == "scripts/bench_kernels --small --forms --without torch.compile"
+    assert page["command"] == "scripts/bench kernels --small --forms --without torch.compile"
     assert all(row["ms"] > 0 and row["eager"] > 0 for row in page["rows"])
     rows = json.loads((tmp_path / "bench_kernels.json").read_text(encoding="utf-8"))["rows"]
     assert {(row["op"], row["provider"]) for row in rows} == set(itertools.product(labels, ("ours", "eager")))
@@ -292,7 +290,7 @@ def test_the_script_measures_all_forms(kernel_forms, tmp_path, monkeypatch, caps
 
 
 def test_a_form_with_a_wrong_result_has_failed_and_no_time(kernel_forms, cpu, capsys):
-    bench_forms = load_script("bench_forms.py")
+    bench_forms = script_module("benchmarks.ops.kernel_forms")
     norm = kernel_forms.Form("rms_norm", "wrong", ("x", "weight"), {"offset": 1e-3}, kernel_forms.t5_norm)
     options = SimpleNamespace(small=True, without=["torch.compile"])
     found = bench_forms.measure([norm, dataclasses.replace(norm, options={})], cpu, options, math.inf)

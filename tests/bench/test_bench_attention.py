@@ -1,22 +1,21 @@
-"""scripts/bench_attention: equal results of its sides, the fastest other side of a row, and why rows are missing."""
+"""scripts/bench attention: equal results of its sides, the fastest other side of a row, and why rows are missing."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-from command_line import ROOT
-from script_modules import load_script
+from support.command_line import ROOT
+from support.script_modules import script_module
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return load_script("bench_attention")
+def script():
+    return script_module("benchmarks.ops.attention")
 
 
 def options_of(script, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["bench_attention", *arguments])
+    monkeypatch.setattr(sys, "argv", ["bench", "attention", *arguments])
     return script.parse()
 
 
@@ -107,7 +106,7 @@ def test_joined_runs_keep_comparisons_whole_and_name_missing_rows(script):
 @pytest.mark.slow
 def test_the_small_run_has_a_page_and_a_chart(tmp_path):
     pytest.importorskip("matplotlib")
-    command = [sys.executable, ROOT / "scripts" / "bench_attention", "--small", "--page", tmp_path]
+    command = [sys.executable, ROOT / "scripts" / "bench", "attention", "--small", "--page", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (page,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page": '))

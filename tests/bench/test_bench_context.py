@@ -1,19 +1,17 @@
-"""scripts/bench_context: the tokens of a row, the document that it trains on, and a whole run on a CPU."""
+"""scripts/bench context: the tokens of a row, the document that it trains on, and a whole run on a CPU."""
 
 import json
 import sys
 from argparse import Namespace
 
 import pytest
-from command_line import ROOT
-from quickstart_runs import plan_run
-from script_modules import load_script
+from support.quickstart_runs import plan_run
+from support.script_modules import script_module
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return load_script("bench_context")
+def script():
+    return script_module("benchmarks.runs.context")
 
 
 def test_a_row_has_the_tokens_that_memory_host_and_time_have_room_for(script, tmp_path):
@@ -47,7 +45,7 @@ def test_rows_of_several_runs_make_one_page(script, monkeypatch, tmp_path):
             "left_out": ["Without a row: lora-80."], "columns": script.COLUMNS}  # fmt: skip
     printed = ["qlora-80: ...", *(json.dumps({**page, "rows": [row], "command": f"run {row['row']}"}) for row in rows)]
     (tmp_path / "out.txt").write_text("\n".join(printed), encoding="utf-8")
-    arguments = ["bench_context", "--from", str(tmp_path / "out.txt"), "--page", str(tmp_path), "--commit", "abc"]
+    arguments = ["bench", "context", "--from", str(tmp_path / "out.txt"), "--page", str(tmp_path), "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="0"):
         script.main()
@@ -73,7 +71,7 @@ def test_the_peak_of_a_first_step_has_no_optimizer_states(script, changed: dict,
 @pytest.mark.slow
 def test_it_trains_its_rows_on_a_cpu(script, monkeypatch, tmp_path, capsys):
     arguments = ["--small", "--only", "lora-24,full", "--layers", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["bench_context", *arguments])
+    monkeypatch.setattr(sys, "argv", ["bench", "context", *arguments])
     assert script.main() == 0
     (page,) = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"page": '))
     assert [(row["row"], row["tokens"], row["layers"]) for row in page["rows"]] == [
@@ -87,7 +85,7 @@ def test_it_trains_its_rows_on_a_cpu(script, monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_an_error_of_a_row_is_one_sentence(script, monkeypatch, tmp_path, capsys):
     arguments = ["--small", "--only", "lora-24", "--layers", "9", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["bench_context", *arguments])
+    monkeypatch.setattr(sys, "argv", ["bench", "context", *arguments])
     assert script.main() == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "Error: model.num_hidden_layers: 9, but the model has 3 layers. Write fewer."

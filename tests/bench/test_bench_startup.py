@@ -1,16 +1,14 @@
-"""scripts/bench_startup: time and imports of a command, and of training to its first step."""
+"""scripts/bench startup: time and imports of a command, and of training to its first step."""
 
 import sys
 
 import pytest
-from command_line import ROOT
-from script_modules import load_script
+from support.script_modules import script_module
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return load_script("bench_startup")
+def script():
+    return script_module("benchmarks.host.startup")
 
 
 def test_imports_are_a_part_of_the_time_of_a_command(script, tmp_path):
@@ -45,7 +43,7 @@ def test_a_command_that_fails_ends_the_benchmark_with_its_error(script, tmp_path
 
 @pytest.mark.slow
 def test_training_is_measured_to_its_first_step(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_startup", "--small", "--repeats", "1", "--only", "train"])
+    monkeypatch.setattr(sys, "argv", ["bench", "startup", "--small", "--repeats", "1", "--only", "train"])
     assert script.main() == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line[:14].strip(): [float(word) for word in line[14:].split()] for line in lines[2:4]}

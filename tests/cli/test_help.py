@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import typer
-from command_line import run_here
+from support.command_line import run_here
 from typer.testing import CliRunner
 
 from ligertune.cli.app import app

@@ -7,7 +7,7 @@ import json
 import sys
 
 import pytest
-from command_line import RECIPE, run
+from support.command_line import RECIPE, run
 
 FORBIDDEN = {
     # packages that only some runs need

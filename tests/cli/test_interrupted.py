@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, environment, overrides, run_here, start, train_command, wait_until
+from support.command_line import ROOT, environment, overrides, run_here, start, train_command, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from command_line import RECIPE, overrides, run_here
+from support.command_line import RECIPE, overrides, run_here
 
 from ligertune.cli.render import console
 from ligertune.errors import UserError

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
-from command_line import RECIPE, overrides, run_here
+from support.command_line import RECIPE, overrides, run_here
 
 from ligertune.cli.render import console
 from ligertune.cli.render.run_display import RemainingTime, RunDisplay

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import yaml
-from command_line import ROOT, run_here
 from safetensors.torch import load_file, save_file
+from support.command_line import ROOT, run_here
 
 from ligertune.cli.render import console
 from ligertune.errors import UserError, printable

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from row_files import write_rows
+from support.data.row_files import write_rows
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ligertune.data.prepare import PreparedData, prepare

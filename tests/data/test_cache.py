@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from row_files import flip_a_bit, write_rows
+from support.data.row_files import flip_a_bit, write_rows
 from transformers import AutoTokenizer
 
 from ligertune.data.cache import cache_home

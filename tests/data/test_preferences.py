@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from row_files import write_rows
+from support.data.row_files import write_rows
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack

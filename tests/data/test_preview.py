@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from rich.console import Console
-from row_files import write_rows
+from support.data.row_files import write_rows
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from row_files import write_rows
+from support.data.row_files import write_rows
 
 from ligertune.data.examples import Preparation
 from ligertune.data.prepare import PreparedData, prepare

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from command_line import run_here
 from huggingface_hub import constants
+from support.command_line import run_here
 from transformers import AutoTokenizer
 
 from ligertune.decode.chat import Chat

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from command_line import ROOT
 from packaging.requirements import Requirement
+from support.command_line import ROOT
 from typer.testing import CliRunner
 
 from ligertune.bench.case import function

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, run_here
+from support.command_line import RECIPE, run_here
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, run
+from support.command_line import RECIPE, run
 
 REQUIRED = "model: {model_name_or_path: MODEL}\ndata: {datasets: [{path: DATA}]}\ncheckpoint: {output_dir: runs/one}\n"
 TRAIN, SHOW = ("train", "r.yaml"), ("data", "r.yaml")

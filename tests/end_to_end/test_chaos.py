@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from command_line import ROOT, run
+from support.command_line import ROOT, run
 
 pytestmark = pytest.mark.slow
 

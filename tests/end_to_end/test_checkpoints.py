@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from command_line import RECIPE, losses, overrides, run_here, weights
-from quickstart_runs import RESUME, SHORT, plan_run, saves, train, unfinished
-from row_files import flip_a_bit
 from safetensors.torch import save_file
+from support.command_line import RECIPE, losses, overrides, run_here, weights
+from support.data.row_files import flip_a_bit
+from support.quickstart_runs import RESUME, SHORT, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ligertune.data.batching.collate import Batcher

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Done, environment, overrides
+from support.command_line import ROOT, Done, environment, overrides
 
 SHORT = ["--steps", "2", "--repeats", "1", "--json"]
 SMALL = overrides(

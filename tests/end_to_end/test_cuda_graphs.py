@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from command_line import losses
-from quickstart_runs import recipe_for, train
+from support.command_line import losses
+from support.quickstart_runs import recipe_for, train
 
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import ModalityFacts

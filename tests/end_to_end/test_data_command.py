@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from command_line import RECIPE, losses, overrides, weights
-from quickstart_runs import RESUME, plan_run, saves, train
+from support.command_line import RECIPE, losses, overrides, weights
+from support.quickstart_runs import RESUME, plan_run, saves, train
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import run_report

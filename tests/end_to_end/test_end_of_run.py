@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, Background, overrides, start, train_command, wait_until, weights
-from quickstart_runs import RESUME, plan_run, train
+from support.command_line import RECIPE, Background, overrides, start, train_command, wait_until, weights
+from support.quickstart_runs import RESUME, plan_run, train
 
 from ligertune.planning.preflight import check_output_dir
 from ligertune.recipe.train_sections import CheckpointSpec

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import metrics, weights
-from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from safetensors.torch import load_file
+from support.command_line import metrics, weights
+from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
 from ligertune.cli.render.run_report import show_report

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import RECIPE, losses
 from peft import PeftModel
-from quickstart_runs import plan_run, saves, train, train_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.command_line import RECIPE, losses
+from support.quickstart_runs import plan_run, saves, train, train_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 SIZES = {

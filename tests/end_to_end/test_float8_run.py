@@ -4,8 +4,8 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from command_line import losses, weights
-from quickstart_runs import recipe_for, saves, train, train_ranks
+from support.command_line import losses, weights
+from support.quickstart_runs import recipe_for, saves, train, train_ranks
 
 from ligertune.training.resolve import plan_for
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, Done, metrics, overrides, run_here
-from quickstart_runs import RESUME, SHORT, saves, train, unfinished
+from support.command_line import RECIPE, Done, metrics, overrides, run_here
+from support.quickstart_runs import RESUME, SHORT, saves, train, unfinished
 
 SETTINGS = {"train.max_steps": 4, **saves(2), "checkpoint.save_total_limit": 3}
 OUT = {"checkpoint.output_dir": "run", "train.num_train_epochs": "null"}

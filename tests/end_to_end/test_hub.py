@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from command_line import RECIPE, Done, Worker, overrides, run, train_command
-from hub_server import Hub, serving
+from support.command_line import RECIPE, Done, Worker, overrides, run, train_command
+from support.data.hub_server import Hub, serving
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import losses, metrics
-from quickstart_runs import plan_run
 from safetensors.torch import load_file
+from support.command_line import losses, metrics
+from support.quickstart_runs import plan_run
 
 from ligertune.errors import UserError
 from ligertune.recipe import recipe_schema

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quickstart_runs import train_ranks
 from safetensors.torch import load_file
+from support.quickstart_runs import train_ranks
 
 LORA, DDP, FSDP = {"method.type": "lora"}, {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
 WAYS = {

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from command_line import losses
-from quickstart_runs import plan_run, recipe_for, saves, train
+from support.command_line import losses
+from support.quickstart_runs import plan_run, recipe_for, saves, train
 
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError, pip_install

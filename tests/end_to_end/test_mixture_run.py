@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from command_line import RECIPE
-from quickstart_runs import train, train_ranks
+from support.command_line import RECIPE
+from support.quickstart_runs import train, train_ranks
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from command_line import losses
-from quickstart_runs import RESUME, plan_run, saves, unfinished
+from support.command_line import losses
+from support.quickstart_runs import RESUME, plan_run, saves, unfinished
 
 from ligertune.attention.choice import FASTER_ON
 from ligertune.compare.summary import TOLERANCES

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from command_line import overrides, run
-from quickstart_runs import recipe_for, train
+from support.command_line import overrides, run
+from support.quickstart_runs import recipe_for, train
 
 from ligertune.compare.trial import Failure, failure_of
 from ligertune.errors import UserError

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import RECIPE, losses
-from quickstart_runs import saves, train, train_ranks
 from safetensors import safe_open
+from support.command_line import RECIPE, losses
+from support.quickstart_runs import saves, train, train_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
 
 from ligertune.models.load import whole_model

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from command_line import RECIPE, losses, overrides, run, weights
-from quickstart_runs import RESUME, saves, train_ranks, unfinished
+from support.command_line import RECIPE, losses, overrides, run, weights
+from support.quickstart_runs import RESUME, saves, train_ranks, unfinished
 
 STEPS = 5
 SETTINGS = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import losses, weights
-from forked_ranks import on_ranks
-from quickstart_runs import RESUME, detach_loss, plan_run, recipe_for, saves, train_ranks, unfinished
 from safetensors.torch import load_file
+from support.command_line import losses, weights
+from support.forked_ranks import on_ranks
+from support.quickstart_runs import RESUME, detach_loss, plan_run, recipe_for, saves, train_ranks, unfinished
 
 from ligertune.errors import UserError
 from ligertune.run import run

@@ -7,7 +7,7 @@ import time
 from random import SystemRandom
 
 import pytest
-from command_line import RECIPE, Background, losses, overrides, start, wait_until, weights
+from support.command_line import RECIPE, Background, losses, overrides, start, wait_until, weights
 
 from ligertune.cli.render.run_report import resumed
 

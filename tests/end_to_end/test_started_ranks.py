@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from command_line import Done, losses, run, start, train_command, wait_until
+from support.command_line import Done, losses, run, start, train_command, wait_until
 
 SETTINGS = {
     "parallel.num_processes": 2,

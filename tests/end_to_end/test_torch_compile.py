@@ -4,8 +4,8 @@ from functools import partialmethod
 
 import pytest
 import torch
-from command_line import losses
-from quickstart_runs import plan_run
+from support.command_line import losses
+from support.quickstart_runs import plan_run
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 

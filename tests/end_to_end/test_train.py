@@ -5,8 +5,8 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from command_line import RECIPE, losses, overrides, run_here
-from quickstart_runs import plan_run, train
+from support.command_line import RECIPE, losses, overrides, run_here
+from support.quickstart_runs import plan_run, train
 
 from ligertune.training.metrics.metrics_logger import run_name
 

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from command_line import losses, metrics
-from quickstart_runs import plan_run, saves, train
+from support.command_line import losses, metrics
+from support.quickstart_runs import plan_run, saves, train
 
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.run import run

@@ -12,8 +12,8 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from command_line import RECIPE, overrides, run_here
 from huggingface_hub import constants
+from support.command_line import RECIPE, overrides, run_here
 
 from ligertune.errors import UserError
 from ligertune.planning import hub

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import make
+from support.models.tiny_models import make
 from torch import nn
 
 from ligertune.errors import UserError

@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from preference_runs import pairs, settings
-from quickstart_runs import plan_run
+from support.quickstart_runs import plan_run
+from support.tasks.preference_runs import pairs, settings
 
 from ligertune.features.preference.stored_log_probs import FOLDER, StoredLogProbs
 from ligertune.features.stored_arrays import RowWriter, map_array

@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 
-import fuzz_cases
 import pytest
-from command_line import ROOT, environment
+from support.command_line import ROOT, environment
+from support.fuzz import fuzz_cases
 
 CASES = 60
 

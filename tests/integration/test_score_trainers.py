@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import ROOT
 from datasets import Dataset
-from quickstart_runs import plan_run
-from tiny_models import config_of, random_model
+from support.command_line import ROOT
+from support.models.tiny_models import config_of, random_model
+from support.quickstart_runs import plan_run
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from command_line import ROOT
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from support.command_line import ROOT
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from distill_runs import TEACHER, distill_settings, save_student
-from quickstart_runs import plan_run
+from support.quickstart_runs import plan_run
+from support.tasks.distill_runs import TEACHER, distill_settings, save_student
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ligertune.features.distill.divergence import Divergence

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from published_templates import add_special_tokens, published
+from support.data.published_templates import add_special_tokens, published
 from transformers import AutoTokenizer
 
 from ligertune.data.rows.formats import recognise_format

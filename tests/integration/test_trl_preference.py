@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import ROOT
 from datasets import Dataset
-from quickstart_runs import plan_run
+from support.command_line import ROOT
+from support.quickstart_runs import plan_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ligertune.data.batching.order import DataOrder

@@ -24,10 +24,10 @@ pytest.importorskip("triton", reason="needs triton: nothing is compiled without 
 
 import triton
 import triton.language as tl
-from ahead_of_time_cases import CASES, Part, compile_op
-from ahead_of_time_results import PACKAGE, CommittedResults, code_of, files_of, key_of
 from ligertune_kernels.table import OPS
-from pretend_gpu import TARGETS, Compiled, compile_for
+from support.kernels.ahead_of_time_cases import CASES, Part, compile_op
+from support.kernels.ahead_of_time_results import PACKAGE, CommittedResults, code_of, files_of, key_of
+from support.kernels.pretend_gpu import TARGETS, Compiled, compile_for
 
 ARCHES = tuple(TARGETS)
 OP_NAMES = [op.name for op in OPS]

@@ -3,7 +3,7 @@
 import ligertune_kernels as kernels
 import pytest
 import torch
-from judge import LOW, assert_close, judge_op
+from support.kernels.judge import LOW, assert_close, judge_op
 
 pytestmark = pytest.mark.gpu
 

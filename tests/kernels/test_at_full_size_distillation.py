@@ -5,7 +5,7 @@ from functools import partial
 import ligertune_kernels as kernels
 import pytest
 import torch
-from judge import DTYPES, LOW, judge, judge_loss, judge_op
+from support.kernels.judge import DTYPES, LOW, judge, judge_loss, judge_op
 
 pytestmark = pytest.mark.gpu
 

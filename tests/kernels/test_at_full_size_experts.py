@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from judge import judge
 from ligertune_kernels import ExpertLayout, ExpertLora, GatedActivation, experts, experts_reference
+from support.kernels.judge import judge
 
 pytestmark = pytest.mark.gpu
 

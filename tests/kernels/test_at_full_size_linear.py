@@ -5,8 +5,8 @@ from functools import partial
 import ligertune_kernels as kernels
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge, judge_loss, judge_op
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge, judge_loss, judge_op
 
 pytestmark = pytest.mark.gpu
 

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from attention_runs import places, run
-from judge import LOW, OF_A_ROW, judge, judge_op
 from ligertune_kernels import document_attention
 from ligertune_kernels.ops.attention import tiles
+from support.kernels.attention_runs import places, run
+from support.kernels.judge import LOW, OF_A_ROW, judge, judge_op
 
 pytestmark = pytest.mark.gpu
 

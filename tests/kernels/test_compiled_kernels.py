@@ -20,8 +20,8 @@ from torch._higher_order_ops import triton_kernel_wrap
 
 if not TRITON_INSTALLED:
     pytest.skip("there is no kernel to trace", allow_module_level=True)
-from pretend_gpu import TARGETS
-from traced_kernels import traced_for
+from support.kernels.pretend_gpu import TARGETS
+from support.kernels.traced_kernels import traced_for
 
 HIDDEN, VOCAB = 64, 96
 CHANGES = torch.ops.higher_order.triton_kernel_wrapper_functional

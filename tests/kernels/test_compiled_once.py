@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton: there is nothing to compile 
 import ligertune_kernels as kernels
 from ligertune_kernels import launcher
 from ligertune_kernels.ops.losses.tiles import schedule_of
-from pretend_gpu import TARGETS, compile_for
+from support.kernels.pretend_gpu import TARGETS, compile_for
 
 pytestmark = pytest.mark.skipif(launcher.INTERPRETED, reason="the interpreter compiles nothing")
 

@@ -15,7 +15,7 @@ from ligertune_kernels.launcher import BoundLaunch, tl, triton
 from ligertune_kernels.ops.attention import rope
 from ligertune_kernels.ops.mlp import kernels as gated
 from ligertune_kernels.ops.norms.kernels import NormOptions, norm_forward
-from pretend_gpu import TARGETS, PretendDriver, compile_for
+from support.kernels.pretend_gpu import TARGETS, PretendDriver, compile_for
 from triton import knobs
 
 pytestmark = pytest.mark.skipif(launcher.INTERPRETED, reason="the interpreter compiles nothing")

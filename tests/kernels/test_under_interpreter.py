@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rerun_interpreted import rerun_interpreted
+from support.rerun_interpreted import rerun_interpreted
 
 
 def test_the_kernels_agree_with_float64_under_the_interpreter() -> None:

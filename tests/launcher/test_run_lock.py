@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, run_here
-from quickstart_runs import plan_run
+from support.command_line import RECIPE, run_here
+from support.quickstart_runs import plan_run
 
 from ligertune.errors import UserError
 from ligertune.launcher import run_lock

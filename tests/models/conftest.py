@@ -4,7 +4,7 @@ import logging
 import shutil
 
 import pytest
-from hostile_folders import RECIPE
+from support.models.hostile_folders import RECIPE
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from command_line import losses
-from quickstart_runs import RESUME, plan_run, recipe_for, saves, train, unfinished
+from support.command_line import losses
+from support.quickstart_runs import RESUME, plan_run, recipe_for, saves, train, unfinished
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ligertune.errors import UserError

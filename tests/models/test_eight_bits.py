@@ -6,10 +6,10 @@ import warnings
 
 import peft
 import pytest
-import tiny_models
 import torch
-from command_line import losses
-from quickstart_runs import RESUME, bare_recipe, plan_run, recipe_for, saves, train, unfinished
+from support.command_line import losses
+from support.models import tiny_models
+from support.quickstart_runs import RESUME, bare_recipe, plan_run, recipe_for, saves, train, unfinished
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ligertune.errors import UserError

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 import transformers
-from quickstart_runs import bare_recipe
-from tiny_families import CONFIG_MAPPING, tiny_config
+from support.models.tiny_families import CONFIG_MAPPING, tiny_config
+from support.quickstart_runs import bare_recipe
 
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.errors import UserError

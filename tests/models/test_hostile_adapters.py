@@ -7,11 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny_vlms
 import torch
-from command_line import run_here
-from hostile_folders import CODE, CONFIG, TOKENIZER, Hostile, change_json, indexed, own_code, refused, weights, write
 from safetensors.torch import load_file
+from support.command_line import run_here
+from support.models import tiny_vlms
+from support.models.hostile_folders import (
+    CODE,
+    CONFIG,
+    TOKENIZER,
+    Hostile,
+    change_json,
+    indexed,
+    own_code,
+    refused,
+    weights,
+    write,
+)
 
 # ---- adapters
 

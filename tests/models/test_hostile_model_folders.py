@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
-from command_line import run_here
-from hostile_folders import (
+from support.command_line import run_here
+from support.models.hostile_folders import (
     CONFIG,
     INDEX,
     LOADING,

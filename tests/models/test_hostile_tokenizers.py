@@ -6,8 +6,8 @@ import shutil
 import struct
 
 import pytest
-from command_line import run_here
-from hostile_folders import RECIPE, refused
+from support.command_line import run_here
+from support.models.hostile_folders import RECIPE, refused
 
 from ligertune.data.templates.tokenizer_limits import check_tokenizer_file
 from ligertune.errors import UserError

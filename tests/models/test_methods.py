@@ -5,9 +5,9 @@ import warnings
 
 import peft
 import pytest
-import tiny_models
 import torch
-from same_training import assert_same_training
+from support.models import tiny_models
+from support.same_training import assert_same_training
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.errors import UserError

@@ -5,10 +5,10 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from support.models import tiny_models
 
 from ligertune.data.modalities.image.families import family_of
 from ligertune.errors import UserError

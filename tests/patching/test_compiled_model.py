@@ -4,8 +4,8 @@ import copy
 import threading
 
 import pytest
-import tiny_models
 import torch
+from support.models import tiny_models
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ligertune.patching.patch import patch

@@ -6,9 +6,9 @@ import threading
 import warnings
 
 import pytest
-import tiny_models
 import torch
-from same_training import assert_same_training
+from support.models import tiny_models
+from support.same_training import assert_same_training
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForCausalLM, LlamaForCausalLM

@@ -2,14 +2,13 @@
 
 import re
 
-import family_check
 import pytest
-import tiny_models
 import transformers
-from command_line import ROOT
-from family_check import FamilyResult, LayerState, check_family, layer_states
-from script_modules import load_script
-from tiny_families import MAPPINGS
+from support.command_line import ROOT
+from support.models import family_check, tiny_models
+from support.models.family_check import FamilyResult, LayerState, check_family, layer_states
+from support.models.tiny_families import MAPPINGS
+from support.script_modules import script_module
 
 from ligertune.patching.patch import PatchReport
 from ligertune.planning.plan import KernelLine
@@ -62,7 +61,7 @@ def state(left=0, present=True, **applied):
 
 
 def test_the_script_counts_dense_causal_families_that_lack_a_kernel():
-    script = load_script("check_families")
+    script = script_module("generated_pages.families_page")
     whole = {
         "norm": state(rms_norm=5), "rope": state(apply_rope=2), "MLP": state(swiglu=2),
         "loss": state(linear_cross_entropy=1),

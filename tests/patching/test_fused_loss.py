@@ -3,11 +3,11 @@
 import copy
 
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
 from ligertune_kernels import labelled_rows
-from same_training import assert_same_training
+from support.models import tiny_models
+from support.same_training import assert_same_training
 
 from ligertune.patching.deferred_logits import loss_counts, loss_only
 from ligertune.patching.fused_loss import chunk_loss

@@ -4,10 +4,10 @@ import copy
 import warnings
 
 import pytest
-import tiny_models
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
-from same_training import assert_same_training
+from support.models import tiny_models
+from support.same_training import assert_same_training
 from torch import nn
 from torch.nn.utils import parametrize
 

@@ -4,9 +4,9 @@ import copy
 import pickle
 
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
+from support.models import tiny_models
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import peft
 import pytest
-import tiny_models
-from rerun_interpreted import DEVICE
-from same_training import assert_same_training
+from support.models import tiny_models
+from support.rerun_interpreted import DEVICE
+from support.same_training import assert_same_training
 from torch import nn
 
 from ligertune.patching.mlps import kernel_mlps as patch_module

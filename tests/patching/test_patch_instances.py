@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from support.models import tiny_models
 from transformers.models.llama import modeling_llama
 
 from ligertune.patching.auto_classes import AutoModelForCausalLM
@@ -170,7 +170,7 @@ def test_pickle_comes_back_patched_in_another_process(patched, tmp_path):
     stored = tmp_path / "model.pkl"
     stored.write_bytes(pickle.dumps((patched, loss_of(patched).item())))
     code = (
-        "import pickle, sys; sys.path.insert(0, 'tests/support'); import tiny_models\n"
+        "import pickle, sys; sys.path.insert(0, 'tests'); from support.models import tiny_models\n"
         f"model, loss = pickle.load(open({str(stored)!r}, 'rb'))\n"
         "from ligertune.patching.patch import patch\n"
         "assert model(**tiny_models.batch()).loss.item() == loss\n"

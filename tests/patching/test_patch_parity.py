@@ -4,9 +4,9 @@ import copy
 from itertools import product
 
 import pytest
-import tiny_models
 import torch
-from same_training import FP32, assert_same_training, losses_and_gradients, relative_error
+from support.models import tiny_models
+from support.same_training import FP32, assert_same_training, losses_and_gradients, relative_error
 
 from ligertune.patching.patch import patch
 

@@ -4,10 +4,10 @@ import copy
 import functools
 
 import pytest
-import tiny_models
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation
-from same_training import assert_same_training
+from support.models import tiny_models
+from support.same_training import assert_same_training
 from torch import nn
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm

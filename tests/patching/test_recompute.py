@@ -9,11 +9,11 @@ import pickle
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from rerun_interpreted import DEVICE, RUNS_TRITON, rerun_interpreted
-from storages import MadeStorages
+from support.models import tiny_models
+from support.rerun_interpreted import DEVICE, RUNS_TRITON, rerun_interpreted
+from support.storages import MadeStorages
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers

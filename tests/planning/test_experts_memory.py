@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from quickstart_runs import bare_recipe
-from rerun_interpreted import RUNS_TRITON, rerun_interpreted
-from tiny_families import tiny_family
+from support.models.tiny_families import tiny_family
+from support.quickstart_runs import bare_recipe
+from support.rerun_interpreted import RUNS_TRITON, rerun_interpreted
 
 from ligertune.models.experts.experts_shape import expert_stacks, read_experts
 from ligertune.models.shape import read_shape, text_layers

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from quickstart_runs import plan_run
+from support.quickstart_runs import plan_run
 
 TASKS = {
     "sft": {"instruction": "Name a colour.", "output": "Blue."},

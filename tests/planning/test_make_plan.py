@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from quickstart_runs import recipe_for, saves
+from support.quickstart_runs import recipe_for, saves
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
-from quickstart_runs import bare_recipe
+from support.quickstart_runs import bare_recipe
 
 from ligertune.errors import UserError
 from ligertune.models.shape import copied_shape, read_frozen_shape, read_shape

@@ -1,7 +1,7 @@
 """Intervals, rates and decays of the plan against numbers by hand."""
 
 import pytest
-from quickstart_runs import bare_recipe
+from support.quickstart_runs import bare_recipe
 
 from ligertune.planning.optimization import LoraPlus, LrGroup, interval, make_optimizer
 

@@ -5,8 +5,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from command_line import ROOT, overrides, run_here
-from quickstart_runs import recipe_for
+from support.command_line import ROOT, overrides, run_here
+from support.quickstart_runs import recipe_for
 
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import Batching, Rows, choose_batching

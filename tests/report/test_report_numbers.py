@@ -7,8 +7,8 @@ import signal
 from dataclasses import replace
 
 import pytest
-from command_line import metrics
-from quickstart_runs import plan_run, saves, train
+from support.command_line import metrics
+from support.quickstart_runs import plan_run, saves, train
 
 from ligertune.report.make_report import throughput
 from ligertune.report.svg_chart import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH, Series, line_chart

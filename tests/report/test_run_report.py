@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 
 import pytest
 import torch
-from quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM
 
 from ligertune.cli.render.run_report import show_report

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import RECIPE, losses, overrides, train_command
-from command_line import run as run_command
-from forked_ranks import on_ranks
 
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.report import Report
 from ligertune.run import run
 from ligertune.training.resolve import plan_for
 from ligertune.training.setup import Job
+from support.command_line import RECIPE, losses, overrides, train_command
+from support.command_line import run as run_command
+from support.forked_ranks import on_ranks
 
 SHORT = {
     "data.datasets.0.max_samples": 40,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import metrics
-from quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from safetensors.torch import load_file
+from support.command_line import metrics
+from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
 
 from ligertune.files.storage import MetricsFile, read_metrics
 from ligertune.run import run

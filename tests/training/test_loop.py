@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from quickstart_runs import plan_run
 from safetensors.torch import load_file
+from support.quickstart_runs import plan_run
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 

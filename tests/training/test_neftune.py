@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from command_line import losses, weights
-from quickstart_runs import RESUME, saves, train, unfinished
+from support.command_line import losses, weights
+from support.quickstart_runs import RESUME, saves, train, unfinished
 from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from command_line import run, train_command
-from quickstart_runs import plan_run
+from support.command_line import run, train_command
+from support.quickstart_runs import plan_run
 
 from ligertune.errors import UserError
 from ligertune.launcher.run_lock import locked_folder

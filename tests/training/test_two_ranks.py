@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked_ranks import on_ranks
-from quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from support.forked_ranks import on_ranks
+from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
 
 from ligertune.errors import UserError
 from ligertune.training.checkpoint.checkpoint_files import save_checkpoint

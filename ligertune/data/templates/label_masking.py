@@ -64,7 +64,7 @@ class Encoder:
         self._control = ControlTokens(tokenizer)
         self._words = word_tokenizer(tokenizer)
         # Without a pre-tokenizer (Llama 2) BPE caches whole texts, which do not repeat: 126 MiB more in
-        # scripts/bench_streaming. `_resize_cache` is a private method of tokenizers.
+        # scripts/bench streaming. `_resize_cache` is a private method of tokenizers.
         resize = getattr(self._backend.model, "_resize_cache", None)
         if resize is not None and self._backend.pre_tokenizer is None:
             resize(0)

@@ -19,9 +19,9 @@ Under FSDP2 the embedding and the head are gathered from the forward to the end 
 at a time: the one that computes and the next one, which is prefetched. The gradient of a layer, of the embedding and of
 the head is whole before it is reduced and scattered.
 
-Tiled layers (`train.tiled_mlp`). All layers are checkpointed, and all but attention and the residual stream is computed
-a tile of tokens at a time (`ligertune.activations.tiling`). What exists for the whole row, in elements per token, with E hidden, Q and K the
-widths of queries and keys:
+Tiled layers (`train.tiled_mlp`). All layers are checkpointed, and all but attention and the residual stream is
+computed a tile of tokens at a time (`ligertune.activations.tiling`). What exists for the whole row, in elements per
+token, with E hidden, Q and K the widths of queries and keys:
 
     forward    embedding, layer's input, norm's output; queries, keys and values; attention's and o_proj's outputs
     MLP        layer's input, queries, keys, values, attention's output, MLP block's input; its gradient and output's

@@ -1,9 +1,10 @@
 """Memory of special layers, by formula: mixtures of experts, float8 layers, FlashAttention-4.
 
 Experts. N tokens are sent to K experts each, so that S = N·K rows go through an expert. Our op
-(`ligertune_kernels.experts`) saves the layer's input x (N, E), the pre-activations z (S, 2F), the router's weights, the
-order of the rows, and with LoRA the products with A (S, R). It gathers x again and recomputes the activation a (S, F) in the backward.
-transformers' `grouped_mm` saves the gathered tokens (S, E), z, a and the experts' outputs (S, E).
+(`ligertune_kernels.experts`) saves the layer's input x (N, E), the pre-activations z (S, 2F), the router's weights,
+the order of the rows, and with LoRA the products with A (S, R). It gathers x again and recomputes the activation a
+(S, F) in the backward. transformers' `grouped_mm` saves the gathered tokens (S, E), z, a and the experts' outputs (S,
+E).
 
 All buffers have S rows. How the rows are distributed over the experts changes which rows belong to which expert, and
 no size: there is no capacity and no padding, so the worst imbalance needs the same memory as a perfect balance.

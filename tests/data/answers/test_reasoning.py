@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from published_templates import add_special_tokens, published
+from support.data.published_templates import add_special_tokens, published
 from transformers import AutoTokenizer
 
 from ligertune.bad_rows import BadRow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from row_files import write_rows
+from support.data.row_files import write_rows
 from transformers import AutoTokenizer
 
 from ligertune.data.batching.order import WINDOW, ByFileCount, DataOrder, StreamOrder

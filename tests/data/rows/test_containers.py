@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-import containers
 import datasets
 import pyarrow
 import pytest
+from support.data import containers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ligertune.data.prepare import PreparedData, prepare

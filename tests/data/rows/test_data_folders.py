@@ -5,7 +5,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from row_files import write_rows
+from support.data.row_files import write_rows
 
 from ligertune.data.rows.sources import RecordStream, find_files
 from ligertune.errors import UserError

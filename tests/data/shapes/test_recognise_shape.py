@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from row_files import write_rows
+from support.data.row_files import write_rows
 
 from ligertune.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from family_templates import FAMILIES
+from support.data.family_templates import FAMILIES
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from family_templates import FAMILIES
+from support.data.family_templates import FAMILIES
 from transformers import AutoTokenizer
 
 from ligertune.bad_rows import BadRow

@@ -7,7 +7,7 @@ import json
 from functools import cache
 
 import pytest
-from published_templates import CALLING, PARALLEL, TOOLS, WITH_TOOLS, add_special_tokens, published
+from support.data.published_templates import CALLING, PARALLEL, TOOLS, WITH_TOOLS, add_special_tokens, published
 from transformers import AutoTokenizer
 
 from ligertune.bad_rows import BadRow

@@ -1,7 +1,7 @@
 """Distillation on a GPU: kernels in bfloat16, padding-free rows and a teacher of another dtype or place."""
 
 import pytest
-from distill_runs import distil, save_student, values
+from support.tasks.distill_runs import distil, save_student, values
 
 pytestmark = pytest.mark.gpu
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from distill_runs import TEACHER, distill_settings, save_student
-from forked_ranks import on_ranks
-from quickstart_runs import plan_run
+from support.forked_ranks import on_ranks
+from support.models import tiny_models
+from support.quickstart_runs import plan_run
+from support.tasks.distill_runs import TEACHER, distill_settings, save_student
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.batching.collate import Batcher

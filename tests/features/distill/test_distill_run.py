@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from command_line import metrics
-from distill_runs import TEACHER, distil, distill_settings, save_student, values
-from forked_ranks import on_ranks
-from quickstart_runs import RESUME, plan_run, saves, train, unfinished
-from rerun_interpreted import rerun_interpreted
-from tiny_models import config_of, random_model
+from support.command_line import metrics
+from support.forked_ranks import on_ranks
+from support.models.tiny_models import config_of, random_model
+from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from support.rerun_interpreted import rerun_interpreted
+from support.tasks.distill_runs import TEACHER, distil, distill_settings, save_student, values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ligertune.features.distill.teacher import teacher_options

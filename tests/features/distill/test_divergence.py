@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from rerun_interpreted import rerun_interpreted
+from support.rerun_interpreted import rerun_interpreted
 
 from ligertune.features.distill import divergence
 from ligertune.features.distill.divergence import DistillLoss, Divergence, TeacherHead

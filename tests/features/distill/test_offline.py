@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from command_line import RECIPE, metrics, overrides, run_here
-from distill_runs import TEACHER, distil, distill_settings, save_student, values
-from forked_ranks import on_ranks
-from quickstart_runs import SHORT, plan_run
+from support.command_line import RECIPE, metrics, overrides, run_here
+from support.forked_ranks import on_ranks
+from support.quickstart_runs import SHORT, plan_run
+from support.tasks.distill_runs import TEACHER, distil, distill_settings, save_student, values
 
 from ligertune.errors import UserError
 from ligertune.features.distill.divergence import Divergence

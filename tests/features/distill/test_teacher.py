@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
-from command_line import run_here
-from distill_runs import TEACHER, distil, distill_settings, save_student
-from quickstart_runs import plan_run
+from support.command_line import run_here
+from support.quickstart_runs import plan_run
+from support.tasks.distill_runs import TEACHER, distil, distill_settings, save_student
 from transformers import AutoModelForCausalLM
 
 from ligertune.errors import UserError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import RECIPE, overrides, run_here
-from distill_runs import TEACHER, distill_settings
-from quickstart_runs import SHORT
+from support.command_line import RECIPE, overrides, run_here
+from support.quickstart_runs import SHORT
+from support.tasks.distill_runs import TEACHER, distill_settings
 
 K, VOCABULARY = 4, 512
 SETTINGS = {**SHORT, **distill_settings(TEACHER), "distill.loss": "forward_kl", "distill.top_k": K}

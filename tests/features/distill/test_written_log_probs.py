@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from distill_runs import TEACHER, distill_settings, save_student
-from quickstart_runs import plan_run
+from support.quickstart_runs import plan_run
+from support.tasks.distill_runs import TEACHER, distill_settings, save_student
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ligertune.errors import UserError

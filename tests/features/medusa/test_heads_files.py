@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make
+from support.models.tiny_models import make
 from transformers import AutoTokenizer
 
 from ligertune.errors import UserError

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from command_line import overrides, run_here
-from medusa_runs import MEDUSA, WEIGHTS, train_medusa
 from safetensors.torch import load_file
+from support.command_line import overrides, run_here
+from support.tasks.medusa_runs import MEDUSA, WEIGHTS, train_medusa
 
 from ligertune.cli.train import medusa
 from ligertune.decode.generate import Decoding, generate_answer, load_model

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from medusa_runs import plan_medusa, train_medusa
+from support.tasks.medusa_runs import plan_medusa, train_medusa
 from transformers import AutoModelForCausalLM
 
 from ligertune.features.medusa.decode.candidate_tree import CandidateTree

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from medusa_runs import WEIGHTS, train_medusa
 from safetensors.torch import load_file
+from support.tasks.medusa_runs import WEIGHTS, train_medusa
 
 from ligertune.features.medusa.medusa_run import report_on
 from ligertune.planning.options import RunOptions

@@ -5,7 +5,7 @@ import pytest
 import torch
 from ligertune_kernels import labelled_rows
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCAB, batch, make
+from support.models.tiny_models import VOCAB, batch, make
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 from ligertune_kernels import labelled_rows
-from medusa_runs import MEDUSA
-from quickstart_runs import bare_recipe
-from storages import MadeStorages
-from tiny_models import batch, make
+from support.models.tiny_models import batch, make
+from support.quickstart_runs import bare_recipe
+from support.storages import MadeStorages
+from support.tasks.medusa_runs import MEDUSA
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligertune.errors import UserError
@@ -66,7 +66,7 @@ def test_memory_of_stage_1_is_what_the_plan_says(sizes, medusa, name):
     assert found.peak == pytest.approx(planned[name] + picked, rel=0.05)
 
 
-MEASURED = {  # (stage, heads, tokens): GiB on an H100 80GB HBM3, scripts/bench_medusa, 2026-11-22 and 23
+MEASURED = {  # (stage, heads, tokens): GiB on an H100 80GB HBM3, scripts/bench medusa, 2026-11-22 and 23
     (1, 5, 8192): 16.61, (1, 5, 131072): 30.06,
     (1, 3, 16384): 17.1, (1, 3, 131072): 29.9, (2, 5, 4096): 60.6, (2, 5, 32768): 64.6, (2, 3, 4096): 60.4,
     (2, 3, 32768): 64.4,

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from command_line import losses
-from forked_ranks import on_ranks
-from medusa_runs import WEIGHTS, train_medusa
 from safetensors.torch import load_file
+from support.command_line import losses
+from support.forked_ranks import on_ranks
+from support.tasks.medusa_runs import WEIGHTS, train_medusa
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tiny_models import VOCAB, make
+from support.models.tiny_models import VOCAB, make
 
 from ligertune.data.examples import Example
 from ligertune.features.medusa.medusa_model import attach_heads

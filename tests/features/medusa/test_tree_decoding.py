@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import make
+from support.models.tiny_models import make
 
 from ligertune.features.medusa.decode.acceptance import Typical
 from ligertune.features.medusa.decode.candidate_tree import CandidateTree, best_paths, chain

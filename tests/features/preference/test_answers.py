@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import make
+from support.models.tiny_models import make
 
 from ligertune.features.output_head import adapted_model
 from ligertune.features.preference.answers import answer_fields, answer_log_probs, train_on_chosen_prompts

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from answer_truth import answer, batcher_of, computing, plan_of, tiny, tokens_of
-from forked_ranks import on_ranks
+from support.forked_ranks import on_ranks
+from support.tasks.answer_truth import answer, batcher_of, computing, plan_of, tiny, tokens_of
 
 from ligertune.data.examples import Example, Examples
 from ligertune.features.preference.kto_task import KtoTask, mismatched_examples

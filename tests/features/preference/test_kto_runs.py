@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked_ranks import on_ranks
-from preference_runs import pairs, train_pairs
+from support.forked_ranks import on_ranks
+from support.tasks.preference_runs import pairs, train_pairs
 
 from ligertune.data.examples import Example, Examples
 from ligertune.features.preference.kto_task import mismatched_examples

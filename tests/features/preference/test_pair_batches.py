@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from answer_truth import X, answer, batcher_of, computing, pair, tiny, tokens_of
+from support.tasks.answer_truth import X, answer, batcher_of, computing, pair, tiny, tokens_of
 from torch.nn.functional import logsigmoid
 
 from ligertune.data.examples import Examples

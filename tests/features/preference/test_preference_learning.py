@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from command_line import ROOT
-from preference_runs import train_pairs
+from support.command_line import ROOT
+from support.tasks.preference_runs import train_pairs
 
 PAIRS = ROOT / "configs" / "quickstart" / "preferences.jsonl"
 SETTINGS = {

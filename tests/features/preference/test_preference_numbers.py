@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from forked_ranks import on_ranks
-from tiny_models import make
+from support.forked_ranks import on_ranks
+from support.models.tiny_models import make
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples

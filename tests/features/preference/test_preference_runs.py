@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_ranks import on_ranks
-from preference_runs import pairs, settings, train_pairs
-from quickstart_runs import RESUME, plan_run, saves, unfinished
+from support.forked_ranks import on_ranks
+from support.quickstart_runs import RESUME, plan_run, saves, unfinished
+from support.tasks.preference_runs import pairs, settings, train_pairs
 
 from ligertune.data.cache import cache_home
 from ligertune.errors import UserError

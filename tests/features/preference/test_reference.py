@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked_ranks import on_ranks
-from preference_runs import pairs, settings
-from quickstart_runs import plan_run
-from tiny_models import make
+from support.forked_ranks import on_ranks
+from support.models.tiny_models import make
+from support.quickstart_runs import plan_run
+from support.tasks.preference_runs import pairs, settings
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.cache import cache_home

@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
-from answer_truth import answer, pair, plan_of
+from support.tasks.answer_truth import answer, pair, plan_of
 
 from ligertune.data.examples import Examples
 from ligertune.features.preference.recipe import PreferenceSpec

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from answer_truth import answer, batcher_of, computing, pair, plan_of, tiny, tokens_of
-from forked_ranks import on_ranks
-from preference_runs import pairs, train_pairs
+from support.forked_ranks import on_ranks
+from support.tasks.answer_truth import answer, batcher_of, computing, pair, plan_of, tiny, tokens_of
+from support.tasks.preference_runs import pairs, train_pairs
 
 from ligertune.data.examples import Examples
 from ligertune.features.preference.answers import answer_fields

@@ -4,11 +4,11 @@ import copy
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 import torch.distributed as dist
 import transformers
-from forked_ranks import on_ranks
+from support.forked_ranks import on_ranks
+from support.models import tiny_models
 
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
 from ligertune.data.batching.collate import Batcher

@@ -4,10 +4,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
 import transformers
+from support.models import tiny_models
 
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
 from ligertune.data.batching.collate import Batcher, collate, collate_packed

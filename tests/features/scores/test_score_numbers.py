@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from forked_ranks import on_ranks
+from support.forked_ranks import on_ranks
+from support.models import tiny_models
 
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
 from ligertune.data.batching.collate import Batcher

@@ -1,9 +1,9 @@
 """Sizes of models with a score head: parameters, FLOPs, memory by phase, and kernels."""
 
 import pytest
-import tiny_models
 import torch
 import transformers
+from support.models import tiny_models
 
 import ligertune
 from ligertune.models.adapters.lora import add_adapter

@@ -6,9 +6,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from command_line import metrics, run_here
-from quickstart_runs import RESUME, plan_run, saves, train, train_ranks, unfinished
 from safetensors.torch import load_file
+from support.command_line import metrics, run_here
+from support.quickstart_runs import RESUME, plan_run, saves, train, train_ranks, unfinished
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ligertune.errors import UserError

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import transformers
-from script_modules import load_script
+from support.script_modules import load_script
 from transformers.utils import import_utils
 
 ANY_VERSION = "LIGERTUNE_TEST_ANY_VERSION_OF_KERNELS"

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import tiny_models
 import torch
-from command_line import ROOT
 from functorch.compile import make_boxed_func
 from ligertune_kernels.table import OPS
-from rerun_interpreted import rerun_interpreted
-from script_modules import load_script
+from support.command_line import ROOT
+from support.models import tiny_models
+from support.rerun_interpreted import rerun_interpreted
+from support.script_modules import load_script
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import KernelConfig, PreTrainedModel
@@ -208,9 +208,9 @@ def test_kernelized_models_compile_to_one_graph(family, package, kernel):
 def test_models_compile_to_one_graph_that_launches_the_kernels(family, package, kernel, monkeypatch):
     """Traced on meta tensors for an H100 that is absent."""
     pytest.importorskip("triton", reason="needs triton: there is no kernel to trace without it")
-    from pretend_gpu import TARGETS
+    from support.kernels.pretend_gpu import TARGETS
+    from support.kernels.traced_kernels import traced_for
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-    from traced_kernels import traced_for
 
     launches: Counter[str] = Counter()
 

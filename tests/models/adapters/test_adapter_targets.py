@@ -5,11 +5,11 @@ import json
 
 import peft
 import pytest
-import tiny_models
 import torch
 import transformers
 from peft.tuners.lora.layer import ParamWrapper
-from tiny_families import inputs_of, tiny_config, tiny_family
+from support.models import tiny_models
+from support.models.tiny_families import inputs_of, tiny_config, tiny_family
 from torch import nn
 
 from ligertune.errors import UserError

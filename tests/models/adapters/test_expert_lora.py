@@ -8,9 +8,9 @@ import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation, experts
 from ligertune_kernels.ops.moe.nf4_weight import to_nf4
 from peft.tuners.lora.layer import ParamWrapper
-from rerun_interpreted import rerun_interpreted
-from same_training import assert_same, assert_same_training, losses_and_gradients
-from tiny_families import inputs_of, tiny_family
+from support.models.tiny_families import inputs_of, tiny_family
+from support.rerun_interpreted import rerun_interpreted
+from support.same_training import assert_same, assert_same_training, losses_and_gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,10 +5,10 @@ import dataclasses
 
 import peft
 import pytest
-import tiny_models
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from quickstart_runs import plan_run
+from support.models import tiny_models
+from support.quickstart_runs import plan_run
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers

@@ -3,8 +3,8 @@
 import copy
 
 import pytest
-import tiny_models
 import torch
+from support.models import tiny_models
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers

@@ -5,9 +5,9 @@ import warnings
 
 import peft
 import pytest
-import tiny_models
 import torch
 import transformers
+from support.models import tiny_models
 
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL

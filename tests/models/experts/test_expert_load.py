@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_families import inputs_of, tiny_family
+from support.models.tiny_families import inputs_of, tiny_family
 
 from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.shape import text_layers

@@ -6,11 +6,11 @@ import json
 
 import peft
 import pytest
-import tiny_models
 import torch
 import transformers
 from ligertune_kernels.ops.moe import nf4_weight
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, to_nf4
+from support.models import tiny_models
 from torch import nn
 
 from ligertune.errors import UserError

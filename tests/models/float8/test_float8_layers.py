@@ -5,9 +5,9 @@ import dataclasses
 from importlib.util import find_spec
 
 import pytest
-import tiny_models
 import torch
 import transformers
+from support.models import tiny_models
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers

@@ -4,8 +4,8 @@ import copy
 
 import peft
 import pytest
-import tiny_models
 import torch
+from support.models import tiny_models
 from torch import Tensor, nn
 
 from ligertune.activations.checkpointing import checkpoint_layers

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import transformers
-from moe_families import (
+from support.models.moe_families import (
     LEFT,
     MORE,
     NAMED,
@@ -18,8 +18,8 @@ from moe_families import (
     installed,
     with_implementation,
 )
-from same_training import FP32, losses_and_gradients
-from tiny_families import inputs_of
+from support.models.tiny_families import inputs_of
+from support.same_training import FP32, losses_and_gradients
 
 from ligertune.patching.experts.kernel_experts import KernelExperts, register_experts
 from ligertune.patching.experts.recognise_experts import recognise_experts

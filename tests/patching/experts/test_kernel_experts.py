@@ -5,15 +5,15 @@ import functools
 import io
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from datasets import Dataset
-from forked_ranks import on_ranks
-from moe_families import eager_model, experts_of, with_implementation
 from peft import LoraConfig, get_peft_model
-from same_training import assert_same, assert_same_training, losses_and_gradients
-from tiny_families import inputs_of, tiny_family
+from support.forked_ranks import on_ranks
+from support.models import tiny_models
+from support.models.moe_families import eager_model, experts_of, with_implementation
+from support.models.tiny_families import inputs_of, tiny_family
+from support.same_training import assert_same, assert_same_training, losses_and_gradients
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation
-from moe_families import CLAMPED, GPT_OSS, LIMITED, PLAIN, TRANSPOSED, eager_model, experts_of
-from rerun_interpreted import rerun_interpreted
-from tiny_families import tiny_config
+from support.models.moe_families import CLAMPED, GPT_OSS, LIMITED, PLAIN, TRANSPOSED, eager_model, experts_of
+from support.models.tiny_families import tiny_config
+from support.rerun_interpreted import rerun_interpreted
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN

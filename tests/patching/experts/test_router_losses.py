@@ -9,9 +9,9 @@ import copy
 import pytest
 import torch
 import transformers
-from moe_families import eager_model
-from same_training import FP32, assert_same
-from tiny_families import inputs_of, tiny_family
+from support.models.moe_families import eager_model
+from support.models.tiny_families import inputs_of, tiny_family
+from support.same_training import FP32, assert_same
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
 from ligertune.models.experts.expert_load import auxiliary_losses

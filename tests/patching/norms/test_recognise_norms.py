@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from family_check import check_family
-from tiny_families import MAPPINGS
+from support.models.family_check import check_family
+from support.models.tiny_families import MAPPINGS
 from torch import nn
 
 from ligertune.patching.module_patch import patch_module

@@ -4,9 +4,9 @@ import copy
 import inspect
 
 import pytest
-import tiny_models
 import torch
-from tiny_families import tiny_family
+from support.models import tiny_models
+from support.models.tiny_families import tiny_family
 from torch import nn
 from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionAttention

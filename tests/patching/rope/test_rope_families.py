@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import transformers
-from family_check import OUTPUTS
-from tiny_families import MAPPINGS, inputs_of, tiny_family
+from support.models.family_check import OUTPUTS
+from support.models.tiny_families import MAPPINGS, inputs_of, tiny_family
 
 from ligertune.patching.patch import patch
 from ligertune.patching.rope import rotation

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
-from base_checkpoints import QUICKSTART, same_bytes, tensors_in, write_base
-from command_line import run_here
-from quickstart_runs import plan_run, train
 from safetensors.torch import load_file, save_file
+from support.command_line import run_here
+from support.models.base_checkpoints import QUICKSTART, same_bytes, tensors_in, write_base
+from support.quickstart_runs import plan_run, train
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from ligertune.errors import UserError

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from quickstart_runs import RESUME, plan_run
-from row_files import flip_a_bit
+from support.data.row_files import flip_a_bit
+from support.quickstart_runs import RESUME, plan_run
 
 from ligertune.errors import UserError
 from ligertune.files.storage import newest_checkpoint, read_metrics

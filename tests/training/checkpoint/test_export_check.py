@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from command_line import run_here
-from quickstart_runs import train
 from safetensors.torch import load_file, save_file
+from support.command_line import run_here
+from support.quickstart_runs import train
 from torch import nn
 
 from ligertune.errors import UserError

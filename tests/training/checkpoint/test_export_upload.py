@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import yaml
-from command_line import run_here
-from hub_server import serving
 from huggingface_hub import constants
-from quickstart_runs import SHORT, saves, train
+from support.command_line import run_here
+from support.data.hub_server import serving
+from support.quickstart_runs import SHORT, saves, train
 
 from ligertune.training.checkpoint.export_run import files_to_upload
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from accelerate.checkpointing import save_accelerator_state
-from quickstart_runs import plan_run
+from support.quickstart_runs import plan_run
 
 from ligertune.errors import UserError
 from ligertune.planning.optimization import LrGroup

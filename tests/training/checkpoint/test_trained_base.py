@@ -7,11 +7,11 @@ import shutil
 import peft
 import pytest
 import torch
-from base_checkpoints import plain_model, tensors_in, write_base
-from command_line import run_here
-from covering import every_pair
-from quickstart_runs import RESUME, train
 from safetensors.torch import load_file, save_file
+from support.command_line import run_here
+from support.covering import every_pair
+from support.models.base_checkpoints import plain_model, tensors_in, write_base
+from support.quickstart_runs import RESUME, train
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ligertune.errors import UserError

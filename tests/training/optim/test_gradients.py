@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from quickstart_runs import detach_loss, plan_run
+from support.quickstart_runs import detach_loss, plan_run
 from test_optimizers import plan, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import meta_runs_as
-from rerun_interpreted import DEVICE, RUNS_TRITON
+from support.rerun_interpreted import DEVICE, RUNS_TRITON
 
 from ligertune.errors import UserError
 from ligertune.patching.deferred_logits import LossCounts

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from quickstart_runs import bare_recipe, plan_run
+from support.quickstart_runs import bare_recipe, plan_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ligertune.models.shape import read_shape

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
-from quickstart_runs import plan_run
+from support.quickstart_runs import plan_run
 from test_optimizers import RATES, installed, plan, steps, tiny
 
 from ligertune.errors import UserError

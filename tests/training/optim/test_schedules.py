@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quickstart_runs import plan_run
+from support.quickstart_runs import plan_run
 from transformers import get_scheduler
 
 from ligertune.errors import UserError

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import tiny_vlms
-from image_batches import image_row
 from PIL import Image
+from support.data.image_batches import image_row
+from support.models import tiny_vlms
 from transformers import AutoTokenizer
 
 from ligertune.data.prepare import PreparedData, prepare

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import tiny_vlms
 import torch
 import transformers
-from image_batches import batch_of, image_row
+from support.data.image_batches import batch_of, image_row
+from support.models import tiny_vlms
 from transformers.processing_utils import ProcessorMixin
 
 from ligertune.data.modalities.image.image_files import read_image

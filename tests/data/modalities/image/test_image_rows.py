@@ -5,9 +5,9 @@ import io
 
 import datasets
 import pytest
-import tiny_vlms
-from image_batches import image_row
 from PIL import Image
+from support.data.image_batches import image_row
+from support.models import tiny_vlms
 
 from ligertune.data.modalities.image.image_files import check_image, read_image
 from ligertune.data.rows.sources import without_decoding

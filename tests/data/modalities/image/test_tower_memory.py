@@ -1,9 +1,9 @@
 """Memory of vision tower and projector: saved activations against the plan."""
 
 import pytest
-import tiny_vlms
 import torch
-from image_batches import batch_of, training
+from support.data.image_batches import batch_of, training
+from support.models import tiny_vlms
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ligertune.activations.checkpointing import checkpoint_layers

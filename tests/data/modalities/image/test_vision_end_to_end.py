@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-import tiny_vlms
 import torch
 import transformers
-from command_line import losses, run_here
-from image_batches import batch_of
+from support.command_line import losses, run_here
+from support.data.image_batches import batch_of
+from support.models import tiny_vlms
 
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError

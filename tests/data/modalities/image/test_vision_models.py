@@ -4,10 +4,10 @@ import copy
 from importlib.util import find_spec
 
 import pytest
-import tiny_vlms
 import torch
-from image_batches import batch_of, training
-from same_training import assert_same, relative_error
+from support.data.image_batches import batch_of, training
+from support.models import tiny_vlms
+from support.same_training import assert_same, relative_error
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.checkpointing import checkpoint_layers

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_vlms
 import torch
 import transformers
-from command_line import losses
-from forked_ranks import on_ranks
-from image_batches import batch_of, image_row
 from PIL import Image, ImageDraw
+from support.command_line import losses
+from support.data.image_batches import batch_of, image_row
+from support.forked_ranks import on_ranks
+from support.models import tiny_vlms
 
 from ligertune.data.batching.order import check_files_on_all_rows
 from ligertune.data.prepare import prepare

@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-from attention_runs import places
-from covering import every_pair
-from judge import OF_A_ROW, judge
 from ligertune_kernels import document_attention, document_attention_reference
 from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.launcher import INTERPRETED
 from ligertune_kernels.ops.attention.tiles import attention_tiles
+from support.covering import every_pair
+from support.kernels.attention_runs import places
+from support.kernels.judge import OF_A_ROW, judge
 
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)

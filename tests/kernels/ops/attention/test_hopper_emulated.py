@@ -4,9 +4,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from gluon_emulator import Function, emulated
 from ligertune_kernels import document_attention_reference
 from ligertune_kernels.ops.attention import tiles
+from support.kernels.gluon_emulator import Function, emulated
 
 PACKAGE = "ligertune_kernels.ops.attention"
 KERNELS = ("kernels", "hopper_kernels", "hopper_wide_kernels")

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge, judge_op
 from ligertune_kernels import apply_rope, apply_rope_reference
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge, judge_op
 
 SHAPES = (
     # B, H, K, T, D, R

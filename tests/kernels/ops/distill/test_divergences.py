@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge, judge_loss, judge_op
 from ligertune_kernels import jsd, jsd_reference, kl_div, runs_triton
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge, judge_loss, judge_op
 from torch.nn import functional as F
 
 REDUCTIONS = ("none", "sum", "mean", "batchmean")

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from covering import every_pair
-from judge import AS_MUCH, DTYPES, OF_A_ROW, judge, judge_loss
 from ligertune_kernels import jsd, linear_jsd, linear_jsd_reference
+from support.covering import every_pair
+from support.kernels.judge import AS_MUCH, DTYPES, OF_A_ROW, judge, judge_loss
 
 BETAS = (0.0, 0.3, 1.0)
 CHUNKS = (

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from covering import every_pair
 from ligertune_kernels import adamw_step, adamw_step_reference
+from support.covering import every_pair
 
 # one element, a ragged block, whole blocks, and more than one of them in two dimensions
 SHAPES = [(1,), (3, 7), (2, 1024), (3, 2049)]

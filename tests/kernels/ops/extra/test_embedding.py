@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge
 from ligertune_kernels import Embedding, embedding, embedding_reference
 from ligertune_kernels.ops.extra.tiles import SORTED_CHUNK as CHUNK
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge
 
 V = 11
 WIDTHS = (8, 1030)  # several rows per program; a ragged second block in the backward

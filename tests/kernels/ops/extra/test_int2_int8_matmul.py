@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from covering import every_pair
 from ligertune_kernels import int2_int8_matmul, int2_int8_matmul_reference, pack_int2, unpack_int2
 from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.ops.extra.int2_int8_matmul import _unpack
 from ligertune_kernels.ops.extra.tiles import unpacks_int2_weight
+from support.covering import every_pair
 
 SIZES = (
     pytest.param((1,), 1, 4, id="one row, one column, one byte"),

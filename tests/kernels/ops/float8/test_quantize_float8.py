@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from covering import every_pair
 from ligertune_kernels import quantize_float8
 from ligertune_kernels.ops.float8.quantize_float8 import PARTS, quantize_float8_reference
+from support.covering import every_pair
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # one row (a generated token), ragged rows and columns, more tiles than one, a width that is no multiple of 16

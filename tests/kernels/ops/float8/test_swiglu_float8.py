@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from covering import every_pair
 from ligertune_kernels import quantize_float8, swiglu, swiglu_float8, swiglu_float8_backward
 from ligertune_kernels.ops.float8.quantize_float8 import PARTS
+from support.covering import every_pair
 from torch import Tensor
 
 E5M2 = torch.float8_e5m2

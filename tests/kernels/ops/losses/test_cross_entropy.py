@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge_op
 from ligertune_kernels import cross_entropy, cross_entropy_reference, runs_triton
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge_op
 from torch.nn import functional as F
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from judge import judge
 from ligertune_kernels import (
     labelled_rows,
     launcher,
@@ -15,6 +14,7 @@ from ligertune_kernels import (
 from ligertune_kernels.ops.losses import labelled_rows as labelled_rows_module
 from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, rows_to_take
 from ligertune_kernels.ops.losses.tiles import SEARCH_BLOCK
+from support.kernels.judge import judge
 
 ROWS, HIDDEN, VOCAB = 45, 16, 67  # 45 rows fill no multiple of 16
 

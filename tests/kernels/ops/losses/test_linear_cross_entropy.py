@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge
 from ligertune_kernels import launcher, linear_cross_entropy, linear_cross_entropy_reference
 from ligertune_kernels.ops.losses.tiles import Schedule
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge
 from torch._dynamo.testing import CompileCounterWithBackend
 
 ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels like

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, assert_close, judge
 from ligertune_kernels import labelled_rows as find_labelled_rows
 from ligertune_kernels import (
     launcher,
@@ -13,6 +11,8 @@ from ligertune_kernels import (
     runs_triton,
     schedule_of,
 )
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, assert_close, judge
 from torch._dynamo.testing import CompileCounterWithBackend
 
 ROWS, HIDDEN, VOCAB = 11, 24, 131  # no size a multiple of anything the kernels like

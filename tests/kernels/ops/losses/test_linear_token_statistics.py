@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from judge import assert_close
 from ligertune_kernels import linear_cross_entropy, linear_token_statistics, linear_token_statistics_reference
+from support.kernels.judge import assert_close
 
 HIDDEN = 24
 OPTIONS = ({}, {"softcap": 20.0, "logit_scale": 3.0}, {"lora": True}, {"logit_scale": -1.0})

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from judge import DTYPES, judge_loss
 from ligertune_kernels import (
     labelled_rows,
     linear_cross_entropy_reference,
     multi_head_linear_cross_entropy,
     multi_head_linear_cross_entropy_reference,
 )
+from support.kernels.judge import DTYPES, judge_loss
 
 HEADS, HIDDEN, VOCAB = 3, 24, 131
 COEFFICIENTS = (1.0, 0.8, 0.64)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import ligertune_kernels as kernels
 import pytest
 import torch
-from judge import judge
 from ligertune_kernels import launcher, runs_triton
+from support.kernels.judge import judge
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge_op
 from ligertune_kernels import GeGLU, ReGLU, SwiGLU, geglu, reglu, swiglu, swiglu_reference
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge_op
 
 OPS = (
     pytest.param(swiglu, {}, id="swiglu"),

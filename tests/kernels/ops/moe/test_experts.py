@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge
 from ligertune_kernels import ExpertLayout, ExpertLora, GatedActivation, experts, experts_reference
 from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.ops.moe.tiles import loop_pays, product_for
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge
 from torch.autograd.graph import saved_tensors_hooks
 
 NAMES = ("hidden", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "a1", "b1", "a2", "b2")

@@ -5,9 +5,9 @@ from functools import partial
 import ligertune_kernels as kernels
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge, judge_op
 from ligertune_kernels import AddRMSNorm, RMSNorm, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge, judge_op
 from torch.nn import functional as F
 
 FP32, BF16, FP16 = DTYPES

@@ -3,9 +3,9 @@
 import ligertune_kernels as kernels
 import pytest
 import torch
-from covering import every_pair
-from judge import DTYPES, judge_op
 from ligertune_kernels import gated_rms_norm, gated_rms_norm_reference
+from support.covering import every_pair
+from support.kernels.judge import DTYPES, judge_op
 
 FP32, BF16, FP16 = DTYPES
 

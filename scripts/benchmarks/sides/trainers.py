@@ -1,0 +1,319 @@
+"""Sides of the training benchmarks by the trainers of transformers and TRL, on ligertune's weights, examples and order.
+
+`python -m benchmarks.sides.trainers SIDE RECIPE` trains in this process and prints one point.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from benchmarks import processes
+from ligertune.attention.choice import installed
+from ligertune.data.batching.order import DataOrder
+from ligertune.data.examples import Example
+from ligertune.features.distill.recipe import DistillSpec
+from ligertune.features.preference.recipe import PreferenceSpec
+from ligertune.models.load import build_model
+from ligertune.models.read_config import read_config
+from ligertune.models.trainable import apply_method
+from ligertune.patching.patch import patch
+from ligertune.planning.feature_spec import feature_of
+from ligertune.recipe import load_recipe
+from ligertune.training.metrics.meter import resident_peak_bytes
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
+
+SCORE_TASKS = ("classification", "reward")
+Made = tuple[Any, str]  # a trainer, and what a reader must know about its settings
+
+
+def main(side: str, recipe: str) -> int:
+    """Train a recipe with a side, and print steps and a report, or the reason of a failure."""
+    job = plan_for(load_recipe(Path(recipe)))
+    try:
+        point = measure(job, side)
+    except Exception as error:
+        if not processes.is_out_of_memory(error):
+            raise
+        point = {"failed": "out of memory"}
+    processes.say(point)
+    return 0
+
+
+def measure(job: Job, side: str) -> dict[str, Any]:
+    """Train with the trainer of the recipe's task. side: trainer, trainer_liger, trainer_patched or trainer_offload."""
+    flash = installed("flash-attn") and torch.cuda.is_available()
+    attention = "flash_attention_2" if flash else "sdpa"
+    model = model_of(job, attention, patched=side == "trainer_patched")
+    job.tokenizer.tokenizer.pad_token_id = job.tokenizer.pad_token_id
+    more = {"use_liger_kernel": side == "trainer_liger"}
+    if side == "trainer_offload":
+        more["activation_offloading"] = True
+    trainer, setting = MAKERS[job.plan.build.task](Setup(job, model, attention, more))
+    times = StepTimes(job.plan.measurement.warmup_steps)
+    trainer.add_callback(times)
+    trainer.train()
+    return found(job, trainer, times, attention, setting)
+
+
+def found(job: Job, trainer: Any, times: StepTimes, attention: str, setting: str) -> dict[str, Any]:
+    """Return steps and report in the form of a trial of `ligertune compare`."""
+    warmup = job.plan.measurement.warmup_steps
+    examples = examples_of_steps(job)
+    seconds = times.seconds()
+    tokens = [sum(len(example.input_ids) for example in step) for step in examples]
+    steps = [
+        {"step": i + 1, "loss": float(loss), "tokens": tokens[i], "seconds": seconds[i]}
+        for i, loss in enumerate(trainer.losses)
+    ]
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak_bytes()
+    report = {
+        "throughput": {"tokens_per_second": sum(tokens[warmup:]) / sum(seconds[warmup:]), "mfu": None},
+        "peak_memory": {"allocated_run": peak},
+        # a summary of trials reads these; a trainer has none of our kernels, and no float8
+        "kernels": [],
+        "kernels_backend": "",
+        "padding_free": False,
+        "fp8": False,
+        "dtype": job.plan.precision.weights,
+        "batch": "",
+        "attn_implementation": attention,
+        "setting": setting,
+        "lengths": [len(part.input_ids) for step in examples for example in step for part in example.documents()],
+    }
+    return {"steps": steps, "report": report}
+
+
+def examples_of_steps(job: Job) -> list[list[Example]]:
+    """Return the examples of each step, in ligertune's order."""
+    plan = job.plan
+    examples = job.data.train
+    steps = plan.schedule.total_steps
+    rows = steps * plan.batching.global_batch_size
+    order = DataOrder(examples.lengths, total_rows=rows, seed=plan.build.seed, batching=plan.batching)
+    return [[examples[int(row[0])] for row in order.step(step)] for step in range(steps)]
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def model_of(job: Job, attention: str, *, patched: bool) -> PreTrainedModel:
+    """Return the model that ligertune would train, without its kernels unless `patched`."""
+    build = job.plan.build
+    spec = build.model.model_copy(update={"attn_implementation": attention})
+    config = read_config(spec)
+    if build.task in SCORE_TASKS:
+        feature_of(build.task).prepare_config(config, build)
+    dtype = getattr(torch, job.plan.precision.weights)
+    model = build_model(spec, config, dtype=dtype, device=device(), seed=build.seed)
+    if build.task in SCORE_TASKS:
+        model.config.pad_token_id = job.tokenizer.pad_token_id
+    if patched:
+        patch(model, loss="torch")  # these trainers compute their losses themselves
+    return apply_method(model, build.method, seed=build.seed)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a trainer is made of. more: arguments of the side."""
+
+    job: Job
+    model: PreTrainedModel
+    attention: str
+    more: dict[str, Any]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.job.tokenizer.tokenizer
+
+
+class StepTimes(TrainerCallback):
+    """Times between the ends of steps, with the device synchronised; peak memory after the warm-up."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup = warmup
+        self.ends: list[float] = []
+
+    def on_train_begin(self, *arguments: Any, **kwargs: Any) -> None:
+        self._mark()
+
+    def on_step_end(self, *arguments: Any, **kwargs: Any) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            if len(self.ends) == self.warmup:
+                torch.cuda.reset_peak_memory_stats()
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        return np.diff(self.ends).tolist()
+
+
+def with_losses(trainer: type) -> type:
+    """Return a subclass that keeps the losses of its steps: some trainers log them rounded."""
+
+    class WithLosses(trainer):
+        def training_step(self, *arguments: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*arguments, **kwargs)
+            self.losses = [*getattr(self, "losses", []), loss.detach()]
+            return loss
+
+    return WithLosses
+
+
+def arguments_of(job: Job) -> dict[str, Any]:
+    """Return the arguments that all trainers share."""
+    plan = job.plan
+    on_gpu = torch.cuda.is_available()
+    return {
+        "output_dir": str(plan.output_dir / "trl"), "max_steps": plan.schedule.total_steps,
+        "per_device_train_batch_size": plan.batching.micro_batch_size, "learning_rate": plan.schedule.learning_rate,
+        "lr_scheduler_type": "constant", "optim": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "train_sampling_strategy": "sequential", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "use_cpu": not on_gpu, "bf16": on_gpu, "disable_tqdm": True,
+        "gradient_checkpointing": bool(plan.build.execution.gradient_checkpointing),
+    }  # fmt: skip
+
+
+# ---- one function for each task
+
+
+def preference(setup: Setup) -> Made:
+    """Return a DPOTrainer on the pairs of the recipe's file, in ligertune's order."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    job = setup.job
+    lines = Path(job.plan.data_options.datasets[0].path).read_text(encoding="utf-8").splitlines()
+    places = [int(example.source.split(":")[-1]) - 1 for step in examples_of_steps(job) for example in step]
+    rows = Dataset.from_list([json.loads(lines[place]) for place in places])
+    given = {**arguments_of(job), **setup.more, "padding_free": False, "max_length": job.plan.data_options.max_length}
+    given["beta"] = job.plan.build.section(PreferenceSpec).beta
+    adapter = job.plan.build.method.type == "lora"
+
+    def trainer(precompute: bool) -> Any:
+        config = DPOConfig(precompute_ref_log_probs=precompute, **given)
+        reference = None if precompute or adapter else model_of(job, setup.attention, patched=False)
+        return with_losses(DPOTrainer)(
+            setup.model, ref_model=reference, args=config, train_dataset=rows, processing_class=setup.tokenizer
+        )
+
+    try:
+        return trainer(True), ""
+    except ValueError as error:  # liger-kernel's loss may not read precomputed log-probabilities
+        if "precompute" not in str(error):
+            raise
+    kind = "the model with its adapter switched off" if adapter else "a second model in memory"
+    return trainer(False), f"the reference is {kind}, because this loss reads no log-probabilities"
+
+
+def distillation(setup: Setup) -> Made:
+    """Return a GKDTrainer on the labels of the data (lmbda 0), fed with ligertune's examples."""
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    job = setup.job
+    spec = job.plan.build.section(DistillSpec)
+    dtype = getattr(torch, job.plan.precision.weights)
+    teacher = AutoModelForCausalLM.from_pretrained(spec.teacher, dtype=dtype, attn_implementation=setup.attention)
+    config = GKDConfig(
+        **arguments_of(job), **setup.more, max_length=job.plan.data_options.max_length, lmbda=0.0, beta=spec.beta,
+        remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True},
+    )  # fmt: skip
+    queue = iter(examples_of_steps(job))
+    pad = job.tokenizer.pad_token_id
+    trainer = with_losses(GKDTrainer)(
+        model=setup.model,
+        teacher_model=teacher.to(device()),
+        args=config,
+        data_collator=lambda rows: padded(next(queue), pad),
+        train_dataset=Dataset.from_list([{"input_ids": [1]}] * len(job.data.train)),
+        processing_class=setup.tokenizer,
+    )
+    return trainer, ""
+
+
+def padded(examples: list[Example], pad: int) -> dict[str, torch.Tensor]:
+    """Return a padded batch. GKDTrainer wants to know the prompts, and trains on labels behind their first token."""
+    length = max(len(example.input_ids) for example in examples)
+    batch = {"input_ids": (pad, "input_ids"), "labels": (-100, "labels"), "attention_mask": (0, None)}
+    made = {}
+    for name, (fill, field) in batch.items():
+        rows = [getattr(example, field) if field else np.ones(len(example.input_ids)) for example in examples]
+        whole = [np.pad(row, (0, length - len(row)), constant_values=fill) for row in rows]
+        made[name] = torch.tensor(np.stack(whole)).long()
+    prompts = {"prompts": made["input_ids"][:, :1], "prompt_attention_mask": made["attention_mask"][:, :1]}
+    return {**made, **prompts}
+
+
+def classification(setup: Setup) -> Made:
+    """Return transformers' Trainer on ligertune's examples, in its order."""
+    from datasets import Dataset
+
+    rows = [
+        {"input_ids": example.input_ids.tolist(), "labels": int(example.targets[0])}
+        for step in examples_of_steps(setup.job)
+        for example in step
+    ]
+    trainer = with_losses(Trainer)(
+        setup.model,
+        TrainingArguments(**arguments_of(setup.job), **setup.more),
+        data_collator=DataCollatorWithPadding(setup.tokenizer),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=setup.tokenizer,
+    )
+    return trainer, ""
+
+
+def rewards(setup: Setup) -> Made:
+    """Return TRL's RewardTrainer on ligertune's examples, in its order."""
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    job = setup.job
+    pairs = [example.documents() for step in examples_of_steps(job) for example in step]
+    rows = [
+        {"chosen_ids": chosen.input_ids.tolist(), "rejected_ids": rejected.input_ids.tolist()}
+        for chosen, rejected in pairs
+    ]
+    limit = job.plan.data_options.max_length
+    trainer = with_losses(RewardTrainer)(
+        model=setup.model,
+        args=RewardConfig(**arguments_of(job), **setup.more, max_length=limit),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=setup.tokenizer,
+    )
+    return trainer, ""
+
+
+# task of a recipe -> what makes its trainer
+MAKERS: dict[str, Callable[[Setup], Made]] = {
+    "dpo": preference,
+    "distill": distillation,
+    "classification": classification,
+    "reward": rewards,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

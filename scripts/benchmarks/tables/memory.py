@@ -1,0 +1,40 @@
+"""Configurations of the memory benchmark: models, methods, and their batches and lengths."""
+
+MODELS = {
+    "llama-1b": {"model.model_name_or_path": "Llama-3.2-1B"},
+    "llama-8b/8": {"model.model_name_or_path": "Meta-Llama-3-8B", "model.num_hidden_layers": 8},
+    "qwen-1.5b": {"model.model_name_or_path": "Qwen2.5-1.5B"},
+    "gemma-7b/6": {"model.model_name_or_path": "gemma-7b", "model.num_hidden_layers": 6},
+}
+RECOMPUTE = {"kernels.recompute": True}
+METHODS = {"full": {}, "lora": {"method.type": "lora"}, "8-bit": {}, "full recompute": RECOMPUTE,
+           "lora recompute": {"method.type": "lora", **RECOMPUTE}}  # fmt: skip
+# model -> (rows, length, accumulation) without and with checkpointing
+SIZES = {
+    "llama-1b": ((8, 1024, 1), (4, 4096, 2)),
+    "llama-8b/8": ((4, 1024, 2), (8, 2048, 1)),
+    "qwen-1.5b": ((4, 2048, 1), (16, 1024, 2)),
+    "gemma-7b/6": ((2, 2048, 2), (4, 4096, 1)),
+}
+# with --moe: model -> (sizes in moe_models.py, layers)
+MIXTURES = {
+    "mixtral/3": ("mixtral-8x7b", 3), "qwen3-30b-a3b/4": ("qwen3-30b-a3b", 4), "qwen3-30b-a3b/8": ("qwen3-30b-a3b", 8),
+    "olmoe/8": ("olmoe-1b-7b", 8), "qwen1.5-moe/6": ("qwen1.5-moe-a2.7b", 6), "gpt-oss-20b/4": ("gpt-oss-20b", 4),
+    "deepseek-v3-small/5": ("deepseek-v3-small", 5), "glm-4.5-air/3": ("glm-4.5-air", 3),
+    "granite-3b-a800m/16": ("granite-3.1-3b-a800m", 16),
+}  # fmt: skip
+IN_4_BITS = ("mixtral/3", "qwen3-30b-a3b/8")
+MIXTURE_METHODS = {"full": {}, "lora": {"method.type": "lora"}, "qlora": {"method.type": "qlora"}}
+MIXTURE_SIZES = {
+    "mixtral/3": ((16, 512, 1), (8, 2048, 1)),
+    "qwen3-30b-a3b/4": ((16, 512, 1), (8, 2048, 2)),
+    "qwen3-30b-a3b/8": ((4, 1024, 1), (4, 4096, 1)),
+    "olmoe/8": ((4, 2048, 1), (8, 2048, 1)),
+    "qwen1.5-moe/6": ((8, 1024, 1), (4, 4096, 1)),
+    "gpt-oss-20b/4": ((4, 1024, 1), (2, 4096, 1)),
+    "deepseek-v3-small/5": ((2, 2048, 1), (8, 2048, 1)),
+    "glm-4.5-air/3": ((4, 1024, 1), (4, 2048, 1)),
+    "granite-3b-a800m/16": ((8, 1024, 1), (16, 1024, 2)),
+}
+SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip

@@ -1,0 +1,175 @@
+"""scripts/bench TABLE: recipes of the tables, rows and ratios of a page, a budget of time, and small runs on a CPU."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+from support.command_line import ROOT
+from support.script_modules import load_script, script_module
+
+from ligertune.compare.side import SIDE_OF
+from ligertune.compare.summary import summarise_trials
+from ligertune.compare.trial import Failure, Step, Trial
+from ligertune.recipe import load_recipe
+
+TABLES = script_module("benchmarks.tables.training").TABLES
+training = script_module("benchmarks.training")
+
+
+def options_of(monkeypatch, tmp_path, name, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bench", name, "--out", str(tmp_path), *arguments])
+    return training.parse()
+
+
+def ended(side, rate, losses=(11.0, 11.0)):
+    steps = tuple(Step(i, loss, None, 100, 100 / rate) for i, loss in enumerate(losses, 1))
+    report = {"throughput": {"tokens_per_second": rate, "mfu": 0.5}, "peak_memory": {"allocated_run": 2**30},
+              "kernels": [], "kernels_backend": "triton", "padding_free": False, "fp8": False, "dtype": "bfloat16",
+              "batch": "", "attn_implementation": "sdpa"}  # fmt: skip
+    return Trial(side, 1, 1, steps, report, None)
+
+
+def measured_of(case, names, trials, task="sft"):
+    return training.Measured(case, 2, training.sides_of(names, task), trials)
+
+
+def test_every_benchmark_has_a_module_with_a_main_and_a_line_of_help(capsys, monkeypatch):
+    bench = load_script("bench")
+    for module in bench.MODULES.values():
+        path = (ROOT / "scripts" / "benchmarks" / module.replace(".", "/")).with_suffix(".py")
+        assert "def main() -> int:" in path.read_text(encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
+    assert bench.main() == 0
+    said = capsys.readouterr().out
+    assert all(f"    {name} " in said for name in bench.MODULES) and all(name in said for name in TABLES)
+    monkeypatch.setattr(sys, "argv", ["bench", "no_such_benchmark"])
+    assert bench.main() == 2
+
+
+@pytest.mark.parametrize(
+    ("length", "batches", "expected"),
+    [(512, (4, 16, 32), (4, 16, 32)), (4096, (4, 16, 32), (1, 2, 4)), (4096, (4, 8), (1,)), (256, (16,), (32,))],
+)
+def test_batches_of_longer_rows_have_as_many_tokens(length, batches, expected):
+    assert training.scaled(batches, length) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if not name.startswith("vision")])
+def test_every_case_has_a_valid_recipe(name, monkeypatch, tmp_path):
+    options = options_of(monkeypatch, tmp_path, name, "--small")
+    table = TABLES[name]
+    for case in table.cases:
+        (batch,) = training.batches_of(options, case)
+        settings = training.settings_of(options, table, case, batch)
+        recipe = load_recipe(script_module("benchmarks.inputs").write_recipe(tmp_path / "recipe.json", settings))
+        assert recipe.train.max_steps == table.small_steps + min(2, table.warmup)
+        assert training.sides_of(table.sides, recipe.task) and recipe.report.warmup_steps == min(2, table.warmup)
+
+
+@pytest.mark.parametrize("name", ["lora_llama", "lora_qwen", "lora_4bit", "lora_packed"])
+def test_loras_are_in_the_published_setting(name, monkeypatch, tmp_path, corpus):
+    options = options_of(monkeypatch, tmp_path, "published_lora", "--corpus", str(corpus))
+    table = TABLES["published_lora"]
+    case = next(case for case in table.cases if case.name == name)
+    recipe = load_recipe(training.write_recipe(options, table, case, *case.batches))
+    train, method = recipe.train, recipe.method
+    assert (method.lora_r, method.lora_alpha, method.lora_target_modules) == (16, 32, "all-linear")
+    assert (train.per_device_train_batch_size, train.gradient_accumulation_steps) == (2, 16)
+    assert train.max_grad_norm == 0 and not train.gradient_checkpointing and recipe.data.max_length == 4096
+
+
+def test_rows_are_compared_with_hugging_face_and_with_the_published_number(monkeypatch, tmp_path):
+    options = options_of(monkeypatch, tmp_path, "published_lora")
+    table = TABLES["published_lora"]
+    failed = Trial("liger", 1, 1, (), None, Failure("out of memory", "too much"))
+    trials = [ended("with", 300.0), failed, ended("without", 200.0)]
+    measured = measured_of(table.cases[0], ["with", "liger", "hf"], trials)
+    rows = training.with_ratios(training.rows_of_point(options, table, measured, measured.point))
+    found = [(row["side"], row["times"], round(row["times_published"], 3)) for row in rows]
+    published = table.cases[0].published
+    assert found[0] == (table.published_by, published / 200, 1.0)
+    assert found[1:] == [
+        ("ligertune", 1.5, round(300 / published, 3)),
+        ("Hugging Face", 1.0, round(200 / published, 3)),
+    ]
+
+
+def test_trainers_are_compared_on_the_same_batch_without_gradient_norms():
+    trials = [ended("with", 300.0, (0.5, 0.404)), ended("trainer", 100.0, (0.5, 0.4))]
+    measured = measured_of(TABLES["dpo_full"].cases[0], ["with", "trainer"], trials, "dpo")
+    point = measured.point
+    said = training.remarks_of(measured, point)
+    assert said == ["Largest relative difference of the first 2 losses from TRL, 2 pairs, ligertune: 1.0e-02."]
+    assert all(training.is_good(side, point) for side in point.sides)  # only Hugging Face's losses must be ours
+
+
+def test_a_side_of_ours_with_other_losses_is_not_good():
+    trials = [ended("with", 300.0, (0.5, 0.45)), ended("without", 100.0, (0.5, 0.4))]
+    point = summarise_trials(trials, sides=[SIDE_OF[trial.side] for trial in trials], label="")
+    assert not training.is_good(point.sides[0], point) and training.is_good(point.sides[1], point)
+
+
+def test_no_side_starts_that_would_exceed_the_budget(monkeypatch, tmp_path, capsys):
+    options = options_of(monkeypatch, tmp_path, "tiny", "--small", "--sides", "with", "--budget", "0")
+    (found,) = training.measure(options, TABLES["tiny"], deadline=0)
+    assert found.trials == [] and found.skipped == [capsys.readouterr().out.strip()]
+    assert found.skipped[0] == "Without a row: ligertune (the 0 s of --budget were spent)."
+
+
+def test_an_unknown_side_or_a_trainer_that_the_task_has_not_is_refused(monkeypatch, tmp_path, capsys):
+    for sides in ("with,unsloth", "with,trainer"):
+        with pytest.raises(SystemExit, match="2"):
+            options_of(monkeypatch, tmp_path, "llama", "--sides", sides)
+    said = capsys.readouterr().err
+    assert "there is no side unsloth" in said and "no trainer is known for task sft" in said
+
+
+def test_whole_models_train_on_several_gpus():
+    table = training.with_processes(TABLES["llama"], argparse.Namespace(processes=4))
+    assert table.page == "whole_model_llama" and table.settings["parallel.strategy"] == "fsdp"
+    assert [case.layers for case in table.cases] == [None] and not any("layers" in said for said in table.caveats)
+
+
+def run(tmp_path, name, *options):
+    command = [sys.executable, ROOT / "scripts" / "bench", name, "--small", "--out", tmp_path, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page": ')]
+
+
+@pytest.mark.slow
+def test_a_small_run_has_a_page_and_equal_losses(tmp_path):
+    pages = run(tmp_path, "packed_rows,moe_steps", "--steps", "2", "--sides", "with,hf")
+    assert [page["page"] for page in pages] == ["packed_rows_llama_1b_small", "moe_steps_small"]
+    for page in pages:
+        assert {row["side"] for row in page["rows"]} == {"ligertune", "Hugging Face"}
+        assert all(row["tokens_per_second"] > 0 for row in page["rows"]) and "Hugging Face" in page["remarks"][0]
+
+
+@pytest.mark.slow
+def test_whole_models_have_the_losses_of_hugging_face(tmp_path):
+    (page,) = run(tmp_path, "full_llama_8b", "--only", "full_8192", "--sides", "with,hf")
+    assert [row["about"] for row in page["rows"]] == ["Llama-3-8B, full, 1 x 8,192"] * 2
+
+
+@pytest.mark.slow
+def test_fine_tuning_in_float8_begins_with_trained_weights(tmp_path):
+    (page,) = run(tmp_path, "fp8_tuning", "--sides", "with,with-fp8")
+    assert {row["side"] for row in page["rows"]} == {"ligertune", "ligertune, fp8"}
+    log = (tmp_path / "trained.log").read_text(encoding="utf-8")
+    assert (tmp_path / "trained" / "model" / "model.safetensors").is_file() and "20/20" in log
+    untrained = 4.1  # of stories260K on these records
+    assert page["chart"]["curves"]["ligertune"][0] < untrained - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo_full", "dpo_lora", "distill", "classification", "reward"])
+def test_trainers_have_the_losses_of_ligertune(name, tmp_path):
+    pytest.importorskip("trl")
+    (page,) = run(tmp_path, name, "--sides", "with,trainer,trainer_patched")
+    other = {"classification": "Trainer", "reward": "RewardTrainer"}.get(name, "TRL")
+    assert {row["side"] for row in page["rows"]} == {"ligertune", other, f"{other}, ligertune kernels"}
+    for row in page["rows"]:
+        assert row["losses"] == pytest.approx(page["rows"][0]["losses"], rel=1e-4)
