@@ -26,7 +26,7 @@ from ligertune.files.model_files import reason_of
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
-from ligertune.models.score_head import gives_scores
+from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
 from ligertune.planning.options import ModelOptions
 from ligertune.planning.saved_model import PROMPT_FILE
 from ligertune.vision.image_files import ImageFile
@@ -87,12 +87,12 @@ def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> Load
 
 
 def _refuse_scores(name: str, trust_remote_code: bool) -> None:
-    """Raise UserError for a classifier or a reward model, before its weights are loaded."""
+    """Raise UserError for a model with a score head, before its weights are loaded."""
     config = read_saved_config(name, saved_spec(name, trust_remote_code=trust_remote_code))
     if gives_scores(config):
         raise UserError(
             f"{name} is a {config.architectures[0]}, which scores texts and writes none.",
-            hint="Load it with transformers' AutoModelForSequenceClassification.",
+            hint=f"Load it with transformers' {SCORE_AUTO_CLASS.__name__}.",
         )
 
 

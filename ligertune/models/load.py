@@ -18,7 +18,6 @@ from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
@@ -42,7 +41,7 @@ from ligertune.files.model_files import (
 from ligertune.models.added_tokens import grow, needed_rows
 from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
-from ligertune.models.score_head import gives_scores, is_outside_backbone
+from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores, is_outside_backbone
 from ligertune.planning.memory.flash_4_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.vision.families import has_vision
 
@@ -62,7 +61,7 @@ def hide_loading_bars() -> None:
 def auto_class(config: PreTrainedConfig) -> type:
     """Return transformers' auto class for a configuration. AutoModelForCausalLM drops or refuses the vision tower."""
     if gives_scores(config):
-        return AutoModelForSequenceClassification
+        return SCORE_AUTO_CLASS
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 

@@ -65,6 +65,7 @@ class RecipePart:
     tasks: values of `task`, with words for the key reference. rows: which rows the data must have. labels: the section
     that says which labels texts have. loss_of_labels: the loss is the cross-entropy of the labels.
     sections: name -> class with defaults for all keys.
+    why_whole_rows: why its loss reads whole rows, which context parallel splits; empty: it does not.
     models: keys that name another model. folders: keys that name trained parts. packages: switch -> package it needs.
     run_files: names in output_dir; before_training: those of them that are made before the first step.
     report_keys: tasks whose measurements report.json holds.
@@ -78,6 +79,7 @@ class RecipePart:
     loss_of_labels: bool = True
     sections: Mapping[str, type[Section]] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
+    why_whole_rows: str = "Its loss reads whole rows"
     models: tuple[str, ...] = ()
     folders: tuple[TrainedFolder, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Memory estimate: predicted peak of a training step on one device, and whether a micro-batch fits.
 
-Medusa heads add to it: K heads of L residual blocks on M labelled rows save K (2 L - 1) M E elements in their blocks
-and read M E. The loss of heads that share the output head holds their hidden states and the gradients of those:
-2 K M E. Heads with their own output weight are computed one after the other.
+Heads on top of the model (AddedHeadsShape): K heads of L residual blocks on M labelled rows save K (2 L - 1) M E
+elements in their blocks and read M E. The loss of heads that share the output head holds their hidden states and the
+gradients of those: 2 K M E. Heads with their own output weight are computed one after the other.
 
 A frozen model next to the trained one (a teacher or a reference) adds its weights to every phase, and one phase: its
 forward, which comes first, when no activations exist.
@@ -26,7 +26,7 @@ from ligertune.planning.memory.activation_bytes import (
     tower_bytes,
 )
 from ligertune.planning.memory.float8_bytes import float8_copies
-from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, MedusaHeadsShape, TowerShape
+from ligertune.planning.memory.model_shape import AddedHeadsShape, FrozenModelShape, HeadShape, LayerShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
 from ligertune.planning.memory.tiled_bytes import tiled_phases
 
@@ -54,7 +54,7 @@ class MemoryEstimate:
     longest_document: int = 0
     cpu_offload: bool = False  # the states are in host memory; the device holds what FSDP2 gathers
     in_front: int = 0  # first layers without a backward, which save nothing
-    heads: MedusaHeadsShape | None = None
+    heads: AddedHeadsShape | None = None
     frozen_model: FrozenModelShape | None = None
     dense_layer: LayerShape | None = None  # of a mixture of experts that has `dense_layers` layers with a dense MLP
     dense_layers: int = 0
@@ -111,7 +111,7 @@ class MemoryEstimate:
         )
 
     def frozen_model_phases(self, batch: MicroBatch, step: StepBytes) -> tuple[StepPhase, ...]:
-        """Return the phases of a step that trains Medusa heads on a frozen model (stage 1)."""
+        """Return the phases of a step that trains heads on a frozen model."""
         layer = self.layer
         row = self.head.hidden * step.itemsize
         hidden_states = batch.tokens * row
