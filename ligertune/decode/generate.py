@@ -21,7 +21,7 @@ from ligertune.data.rows.image_rows import IMAGE_MARK, ImageTokens, extract_imag
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
-from ligertune.errors import UserError, panics_as_errors
+from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.model_files import reason_of
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
@@ -44,6 +44,11 @@ class Answer:
     text: str
     new_tokens: int
     seconds: float
+
+    @property
+    def speed(self) -> str:
+        """Number of tokens and their rate, in words."""
+        return f"{plural(self.new_tokens, 'token')}, {self.new_tokens / self.seconds:,.0f} tokens/s"
 
 
 @dataclass(frozen=True)

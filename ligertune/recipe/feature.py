@@ -92,11 +92,15 @@ class RecipePart:
     order: int = LAST
 
 
+def feature_names() -> list[str]:
+    """Return the dotted names of the packages of all features."""
+    return [*_subpackages(FEATURES), *(point.value for point in entry_points(group=FEATURES))]
+
+
 @cache
 def feature_packages() -> dict[str, RecipePart]:
     """Return dotted name of a feature's package -> its part of the recipe, in the order of the key reference."""
-    names = [*_subpackages(FEATURES), *(point.value for point in entry_points(group=FEATURES))]
-    found = {name: importlib.import_module(f"{name}.recipe").PART for name in names}
+    found = {name: importlib.import_module(f"{name}.recipe").PART for name in feature_names()}
     return dict(sorted(found.items(), key=lambda item: (item[1].order, item[0])))
 
 

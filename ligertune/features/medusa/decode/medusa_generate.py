@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ligertune.decode.generate import Answer, choose_prompt, encode_prompt
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.features.medusa.decode.acceptance import Acceptance, Greedy, Typical
 from ligertune.features.medusa.decode.candidate_tree import CandidateTree
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
@@ -29,7 +29,8 @@ class MedusaAnswer(Answer):
 
     @property
     def speed(self) -> str:
-        return f"{self.accepted_length:.2f} tokens per forward pass, {self.tokens_per_second:,.0f} tokens/s"
+        rate = f"{self.accepted_length:.2f} tokens per forward pass, {self.tokens_per_second:,.0f} tokens/s"
+        return f"{plural(self.new_tokens, 'token')}, {rate}"
 
 
 def choose_acceptance(name: str, temperature: float) -> Acceptance:
