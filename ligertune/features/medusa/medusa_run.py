@@ -13,6 +13,7 @@ from ligertune.features.medusa.decode.candidate_tree import best_paths, chain
 from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD
 from ligertune.features.medusa.heads_files import (
     HeadsConfig,
+    ServedModel,
     base_model_of,
     base_of_heads,
     read_heads,
@@ -108,12 +109,9 @@ def finish_heads(
         },
         weight,
         plan.output_dir / "medusa",
-        base_model=str(base),
-        tokenizer=tokenizer,
+        ServedModel(str(base), tokenizer, prompt, plan.base),
         paths=paths,
         expand=spec.expand_lm_head,
-        base=plan.base,
-        **prompt,
     )
     if not can_measure:
         return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ligertune.planning.memory.activation_bytes import (
     CUDA_CONTEXT,
     ActivationPolicy,
+    LayerStack,
     MicroBatch,
     StepBytes,
     StepPhase,
@@ -84,18 +85,16 @@ class MemoryEstimate:
         if self.policy.tile:
             phases = tiled_phases(self.layer, self.head, self.policy, batch, step, layers=layers, tower=tower)
         else:
-            phases = step_phases(
-                self.layer,
-                self.head,
-                replace(self.policy, keys_per_token=keys / tokens),
-                batch,
-                step,
-                layers=layers,
+            stack = LayerStack(
+                layers,
                 tower=tower,
-                layer_weights=self.layer_weights() if self.shards > 1 else 0,
+                weights=self.layer_weights() if self.shards > 1 else 0,
                 shards=self.shards,
-                dense=(self.dense_layer, min(self.dense_layers, layers)),
+                dense=self.dense_layer,
+                dense_number=min(self.dense_layers, layers),
             )
+            policy = replace(self.policy, keys_per_token=keys / tokens)
+            phases = step_phases(self.layer, self.head, policy, batch, step, stack)
         if self.frozen_model is not None:
             return self._with_frozen_model(phases, batch, step)
         if self.heads is None and not (self.loss_chunk and self.policy.fused_loss):
