@@ -277,7 +277,7 @@ RULES = (
         ("train.torch_compile", ONE_OUT),
         # by default, so that a feature of another distribution is refused until it says that it can
         *((f"task: {'|'.join(part.tasks)}", f"{part.why_whole_rows}. Leave parallel.cp_size out.")
-          for part in feature_parts() if part.why_whole_rows),
+          for part in feature_parts() if part.tasks and part.why_whole_rows),
     ),
     Rule("parallel.dp_replicate_size: not 1, parallel.strategy: not fsdp",
          "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),
