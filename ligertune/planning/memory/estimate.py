@@ -82,17 +82,17 @@ class MemoryEstimate:
         image_tokens = tokens * self.image_share
         tower = tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0
         layers = self.layers_with_backward
+        stack = LayerStack(
+            layers,
+            tower=tower,
+            weights=self.layer_weights() if self.shards > 1 else 0,
+            shards=self.shards,
+            dense=self.dense_layer,
+            dense_number=min(self.dense_layers, layers),
+        )
         if self.policy.tile:
-            phases = tiled_phases(self.layer, self.head, self.policy, batch, step, layers=layers, tower=tower)
+            phases = tiled_phases(self.layer, self.head, self.policy, batch, step, stack)
         else:
-            stack = LayerStack(
-                layers,
-                tower=tower,
-                weights=self.layer_weights() if self.shards > 1 else 0,
-                shards=self.shards,
-                dense=self.dense_layer,
-                dense_number=min(self.dense_layers, layers),
-            )
             policy = replace(self.policy, keys_per_token=keys / tokens)
             phases = step_phases(self.layer, self.head, policy, batch, step, stack)
         if self.frozen_model is not None:

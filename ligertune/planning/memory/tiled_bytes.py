@@ -20,6 +20,7 @@ from ligertune_kernels import document_attention_memory
 
 from ligertune.planning.memory.activation_bytes import (
     ActivationPolicy,
+    LayerStack,
     MicroBatch,
     StepBytes,
     StepPhase,
@@ -65,23 +66,17 @@ def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int
 
 
 def tiled_phases(
-    layer: LayerShape,
-    head: HeadShape,
-    policy: ActivationPolicy,
-    batch: MicroBatch,
-    step: StepBytes,
-    *,
-    layers: int,
-    tower: int = 0,
+    layer: LayerShape, head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, step: StepBytes, stack: LayerStack
 ) -> tuple[StepPhase, ...]:
-    """Return the phases of a step on one device. layers: number of layers with a backward. tower: as `step_phases`."""
+    """Return the phases of a step on one device. Layers with a dense MLP are not told apart."""
     itemsize = step.itemsize
+    layers = stack.number
     tokens = batch.tokens
     gradients = step.gradients
     hidden = tokens * layer.hidden * itemsize
     width = tokens * itemsize
     # rotary tables (cos and sin) and the batch
-    always = tokens * (2 * (layer.query // layer.heads) * itemsize + BATCH_BYTES) + tower
+    always = tokens * (2 * (layer.query // layer.heads) * itemsize + BATCH_BYTES) + stack.tower
     inputs = 0 if policy.offloads_inputs else layers * hidden
     saved = tokens * saved_by_tiled_layer(layer, policy, itemsize)
     tile = tile_bytes(layer, policy, itemsize, tokens)
