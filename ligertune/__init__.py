@@ -3,6 +3,7 @@
     import ligertune
     model = ligertune.AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B")   # load and patch
     report = ligertune.patch(my_model)                                          # or patch a loaded model
+    report = ligertune.train("recipe.yaml")                                     # or train as the command does
 
 Names are imported on first use, so `import ligertune` does not import torch.
 """
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; tests/test_public_api.py compares it with the table below
     from ligertune.errors import UserError as UserError
+    from ligertune.features.task import Measures as Measures
+    from ligertune.features.task import Task as Task
     from ligertune.patching.auto_classes import AutoModelForCausalLM as AutoModelForCausalLM
     from ligertune.patching.auto_classes import AutoModelForImageTextToText as AutoModelForImageTextToText
     from ligertune.patching.auto_classes import AutoModelForSequenceClassification as AutoModelForSequenceClassification
@@ -22,6 +25,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_public_api.p
     from ligertune.patching.patch import patch as patch
     from ligertune.patching.patch import unpatch as unpatch
     from ligertune.recipe.read import load_recipe as load_recipe
+    from ligertune.trainer import Trainer as Trainer
+    from ligertune.trainer import plan as plan
+    from ligertune.trainer import train as train
 
 __version__ = "0.1.0"
 
@@ -35,6 +41,11 @@ _WHERE = {
     "AutoModelForSequenceClassification": "ligertune.patching.auto_classes",
     "load_recipe": "ligertune.recipe.read",
     "UserError": "ligertune.errors",
+    "Trainer": "ligertune.trainer",
+    "plan": "ligertune.trainer",
+    "train": "ligertune.trainer",
+    "Task": "ligertune.features.task",
+    "Measures": "ligertune.features.task",
 }
 
 __all__ = ["__version__", *_WHERE]

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from ligertune.plots import has_matplotlib, new_figure  # noqa: E402
+from ligertune.files.plots import has_matplotlib, new_figure  # noqa: E402
 
 GIB = 2**30
 MARK = '{"page": '  # how the JSON line of a page starts

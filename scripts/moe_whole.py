@@ -151,7 +151,7 @@ def measure(options: argparse.Namespace, side: str) -> int:
     from preference_sides import is_out_of_memory
 
     from ligertune.recipe import load_recipe
-    from ligertune.run import plan_for
+    from ligertune.training.resolve import plan_for
 
     known = {"side": side, "bits": "4-bit" if side.endswith("4-bit") else "bf16"}
     job = plan_for(load_recipe(recipe_of(options, side)))
@@ -170,7 +170,7 @@ def peak_now() -> dict[str, int]:
     """Return the peak bytes of this process: allocated and reserved by torch on a GPU, resident on a CPU."""
     import torch
 
-    from ligertune.train.meter import resident_peak_bytes
+    from ligertune.training.metrics.meter import resident_peak_bytes
 
     if not torch.cuda.is_available():
         return {"peak": resident_peak_bytes(), "reserved": resident_peak_bytes()}

@@ -23,9 +23,10 @@ from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
-from ligertune.train.meter import resident_peak_bytes
-from ligertune.train.setup import Job
+from ligertune.run import run
+from ligertune.training.metrics.meter import resident_peak_bytes
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
 
 
 def measure(side: str, recipe: str) -> dict[str, Any]:

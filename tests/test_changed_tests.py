@@ -23,8 +23,8 @@ def tree(tmp_path):
         "tests/support/batches.py": "from ligertune.data.batching import collate\n",
         "tests/data/test_cache.py": "",
         "tests/data/batching/test_order.py": "",
-        "tests/train/conftest.py": "from ligertune.run import run\n",
-        "tests/train/test_loop.py": "def test():\n    import batches\n",
+        "tests/training/conftest.py": "from ligertune.run import run\n",
+        "tests/training/test_loop.py": "def test():\n    import batches\n",
         "tests/kernels/ops/norms/test_rms_norm.py": "",
         "tests/test_scripts.py": "PATH = 'scripts/bench_it'\n",
     }
@@ -38,10 +38,10 @@ def tree(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ("ligertune/data/batching/collate.py", ["tests/data/batching/test_order.py", "tests/train/test_loop.py"]),
-        ("ligertune/run.py", ["tests/test_scripts.py", "tests/train/test_loop.py"]),
+        ("ligertune/data/batching/collate.py", ["tests/data/batching/test_order.py", "tests/training/test_loop.py"]),
+        ("ligertune/run.py", ["tests/test_scripts.py", "tests/training/test_loop.py"]),
         ("kernels/ligertune_kernels/ops/norms/rms_norm.py", ["tests/kernels/ops/norms/test_rms_norm.py"]),
-        ("tests/support/batches.py", ["tests/train/test_loop.py"]),
+        ("tests/support/batches.py", ["tests/training/test_loop.py"]),
         ("tests/data/test_cache.py", ["tests/data/test_cache.py"]),
         ("tests/data/test_deleted.py", []),
         ("scripts/bench_it", ["tests/test_scripts.py"]),

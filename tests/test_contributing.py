@@ -11,10 +11,11 @@ from torch import nn
 
 from ligertune.data.prepare import prepare
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
-from ligertune.train.optim.optimizers import set_learning_rate
-from ligertune.train.setup import Training
-from ligertune.train.step import TrainStep
+from ligertune.run import run
+from ligertune.training.optim.optimizers import set_learning_rate
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Training
+from ligertune.training.step import TrainStep
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -159,7 +159,8 @@ def test_a_damaged_line_is_left_out_and_the_lines_around_it_are_not(what, tmp_pa
     path.write_text("\n".join(lines))
     assert read_metrics(path) == GOOD
     assert damaged_lines(path) == [(3, 2)]
-    file = MetricsFile(path, resumed_from=2, enabled=True)
+    file = MetricsFile(path, enabled=True)
+    file.begin(after=2)
     file.write({"step": 3, "eval_loss": 1.0})
     assert read_metrics(path) == [*GOOD[:2], {"step": 3, "eval_loss": 1.0}]
 
@@ -192,7 +193,8 @@ def test_metrics_replace_a_link_and_lines_never_follow_one(tmp_path):
     target, path = tmp_path / "target", tmp_path / "metrics.jsonl"
     target.write_text('{"step": 1}\n')
     path.symlink_to(target)
-    file = MetricsFile(path, resumed_from=0, enabled=True)
+    file = MetricsFile(path, enabled=True)
+    file.begin(after=0)
     file.write({"step": 1, "loss": 1.0})
     assert target.read_text() == '{"step": 1}\n' and read_metrics(path) == [{"step": 1, "loss": 1.0}]
     path.unlink()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.measure import Row
 from ligertune.errors import UserError, pip_install
-from ligertune.plots import has_matplotlib, new_figure, save_figure
+from ligertune.files.plots import has_matplotlib, new_figure, save_figure
 
 if TYPE_CHECKING:
-    from ligertune.plots import Axes
+    from ligertune.files.plots import Axes
 
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 # A provider has the same colour in all figures.

@@ -13,7 +13,7 @@ from ligertune.errors import UserError
 from ligertune.progress import importing
 
 if TYPE_CHECKING:
-    from ligertune.train.checkpoint.export_run import ExportPlan
+    from ligertune.training.checkpoint.export_run import ExportPlan
 
 
 def export(
@@ -60,7 +60,7 @@ def export(
     render.people_on_stderr(json)
     with render.status("reading the run ..."):
         with importing():
-            from ligertune.train.checkpoint.export_run import check_repository, plan_export
+            from ligertune.training.checkpoint.export_run import check_repository, plan_export
         if push is not None:
             check_repository(push)
         plan = plan_export(
@@ -112,7 +112,7 @@ def _refuse_options(*, push: str | None, public: bool, check: bool, prompt: str 
 def _check(plan: ExportPlan, prompt: str | None, *, report: dict | None) -> dict:
     """Print the comparison of the trained, the saved and the exported model. Raises UserError if they differ."""
     with render.waiting("loading and comparing ..."):
-        from ligertune.train.checkpoint.export_check import check_export
+        from ligertune.training.checkpoint.export_check import check_export
 
         found = check_export(plan, prompt=prompt)
     rows = [
@@ -132,7 +132,7 @@ def _check(plan: ExportPlan, prompt: str | None, *, report: dict | None) -> dict
 
 def _upload(plan: ExportPlan, *, push: str | None, public: bool, dry_run: bool) -> dict:
     """Upload the files, unless it is a dry run, and return what the JSON report says of them."""
-    from ligertune.train.checkpoint.export_run import files_to_upload, upload
+    from ligertune.training.checkpoint.export_run import files_to_upload, upload
 
     done = {"files": files_to_upload(plan.folder)}
     _show_upload(plan, done["files"], push=push, dry_run=dry_run)

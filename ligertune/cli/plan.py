@@ -73,7 +73,7 @@ def plan(
         with importing():
             from ligertune.hardware import choose_processes
             from ligertune.planning.memory.fit import largest_fits, longest_contexts
-            from ligertune.run import plan_for
+            from ligertune.training.resolve import plan_for
 
         spec = loaded.parallel
         processes = choose_processes(spec.num_processes, spec.strategy) if gpus is None else gpus

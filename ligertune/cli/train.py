@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.progress import Phases
     from ligertune.recipe import Recipe
+    from ligertune.training.setup import Job
 
 
 class ResumeFrom(str, Enum):
@@ -81,6 +82,13 @@ def run_overrides(resume: ResumeFrom | None, overwrite: bool) -> list[str]:
     return [*chosen, "checkpoint.overwrite=true"] if overwrite else chosen
 
 
+def plan_only(loaded: Recipe) -> Job:
+    """Plan a recipe for one process, for commands of features that read its data and train nothing."""
+    with importing():
+        from ligertune.training.resolve import plan_for
+    return plan_for(loaded, for_show=True, processes=1)
+
+
 def run_recipe(loaded: Recipe, json: bool) -> None:
     """Run a loaded recipe: plan, start one process per device if there are several, train, and report.
 
@@ -119,7 +127,9 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
         if processes > 1 and not is_launched():
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
         _import_run()
-        from ligertune.run import output_dir_of, plan_for, run
+        from ligertune.run import run
+        from ligertune.training.output_dir import output_dir_of
+        from ligertune.training.resolve import plan_for
 
         job = plan_for(loaded, display.data, processes=processes)
         display.planned(job.plan.schedule.total_steps, job.plan.measurement.warmup_steps)

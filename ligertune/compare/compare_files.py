@@ -14,13 +14,13 @@ from markupsafe import Markup
 from ligertune.compare.summary import Comparison, Point, SideResult
 from ligertune.compare.trial import label
 from ligertune.errors import UserError, format_bytes, plural
+from ligertune.files.plots import has_matplotlib, label_steps, new_figure, save_figure
 from ligertune.files.storage import check_replaceable, write_json, write_text
 from ligertune.planning.preflight import check_out_folder, make_out_folder
-from ligertune.plots import has_matplotlib, label_steps, new_figure, save_figure
 from ligertune.report.svg_chart import Series, line_chart, render_template
 
 if TYPE_CHECKING:
-    from ligertune.plots import Axes
+    from ligertune.files.plots import Axes
 
 # columns of the table in the terminal and on the page; the first is the side
 HEADER = (

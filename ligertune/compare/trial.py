@@ -245,7 +245,7 @@ def failure_of(error: Exception) -> Failure | None:
     """Return the failure to report; None for an unexpected error, whose traceback the log must show."""
     import torch
 
-    from ligertune.train.checks import OutOfDeviceMemory
+    from ligertune.training.checks import OutOfDeviceMemory
 
     if isinstance(error, UserError):
         return Failure("out of memory" if isinstance(error, OutOfDeviceMemory) else "error", str(error))
@@ -261,7 +261,8 @@ def _train(recipe: Path, change: str | None) -> dict:
     """Train, and return the report with facts of the plan that a comparison shows."""
     with importing():
         from ligertune.report import batch_words
-        from ligertune.run import plan_for, run
+        from ligertune.run import run
+        from ligertune.training.resolve import plan_for
 
     job = plan_for(load_recipe(recipe))
     report = run(job, lambda line: None, change=partial(change_model, change) if change else None)

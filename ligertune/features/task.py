@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
 
+OF_LOSS = ("labels", "shift_labels", "labelled_rows")  # fields of a batch that only the loss reads
 AUX_LOSS = "aux_loss"  # the load-balancing loss of a mixture's routers, in TRL's name
 
 
@@ -39,6 +40,8 @@ class Measures:
     def add(self, name: str, values: Tensor, count: Tensor | float | None = None) -> None:
         """Add the sum of `values`, which are `count` summands (default: their number)."""
         at = self.names.index(name)
+        if self._sums.device != values.device:  # once: a task that was made without knowing the device
+            self._sums = self._sums.to(values.device)
         self._sums[0, at] += values.detach().sum().float()
         self._sums[1, at] += values.numel() if count is None else count
 
@@ -50,7 +53,7 @@ class Measures:
 
     def put_back(self, taken: Tensor) -> None:
         """Add what `take` returned."""
-        self._sums += taken
+        self._sums += taken.to(self._sums.device)
 
     def means(self, taken: Tensor) -> dict[str, float]:
         """Return the means of (2, M) sums over all ranks, without those that have no summands."""
@@ -83,11 +86,12 @@ class Task:
 
     label_shifts: how many tokens ahead the labels of a row are. measures: what is logged next to the loss. resumed:
     whether the weights at `prepare` are those of a checkpoint. say: shows the progress of `prepare`. notes: what the
-    report says after the first step.
+    report says after the first step. gives_predictions: whether `predictions` can be called on its batches.
     """
 
     label_shifts: tuple[int, ...] = (1,)
     resumed: bool = False
+    gives_predictions: bool = True
     notes: tuple[str, ...] = ()
     say: Callable[[str], None] = staticmethod(lambda words: None)
 
@@ -121,6 +125,11 @@ class Task:
         Tensors among it are moved to the device.
         """
         return {}
+
+    def predictions(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return logits (B, T, V) and labels (B, T) of a batch, which are not shifted, for a user's metrics."""
+        inputs = {name: value for name, value in batch.items() if name not in OF_LOSS}
+        return model(**inputs, use_cache=False).logits, batch["labels"]
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Return this batch's part of the loss of the global batch, ().

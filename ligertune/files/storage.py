@@ -203,14 +203,17 @@ def utc_now() -> str:
 
 
 class MetricsFile:
-    """Append-only writer of metrics.jsonl. For a resumed run it first drops the lines after `resumed_from`."""
+    """Append-only writer of metrics.jsonl. enabled: false on all ranks but the main one."""
 
-    def __init__(self, path: Path, *, resumed_from: int, enabled: bool) -> None:
+    def __init__(self, path: Path, *, enabled: bool) -> None:
         self._path = path
         self.enabled = enabled
-        if enabled:
-            kept = [line for line in read_metrics(path) if line["step"] <= resumed_from] if resumed_from else []
-            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def begin(self, *, after: int) -> None:
+        """Drop the lines after the step that a run is resumed from; 0 drops all."""
+        if self.enabled:
+            kept = [line for line in read_metrics(self._path) if line["step"] <= after] if after else []
+            write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def lines(self) -> list[dict]:
         """Return the lines written so far."""

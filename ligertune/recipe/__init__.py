@@ -10,12 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ligertune.recipe.read import dump_recipe, load_recipe
+    from ligertune.recipe.read import dump_recipe, load_recipe, recipe_of
     from ligertune.recipe.rules.check_rules import contradicts_itself
     from ligertune.recipe.schema import KernelsSpec, Recipe, recipe_schema
     from ligertune.recipe.train_sections import TrainSpec
 
-__all__ = ["KernelsSpec", "Recipe", "TrainSpec", "contradicts_itself", "dump_recipe", "load_recipe", "recipe_schema"]
+__all__ = [
+    "KernelsSpec",
+    "Recipe",
+    "TrainSpec",
+    "contradicts_itself",
+    "dump_recipe",
+    "load_recipe",
+    "recipe_of",
+    "recipe_schema",
+]
 
 _WHERE = {
     "KernelsSpec": "schema",
@@ -24,6 +33,7 @@ _WHERE = {
     "contradicts_itself": "rules.check_rules",
     "dump_recipe": "read",
     "load_recipe": "read",
+    "recipe_of": "read",
     "recipe_schema": "schema",
 }
 

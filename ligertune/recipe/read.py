@@ -9,7 +9,7 @@ import copy
 import os
 import shlex
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,41 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     document = read_document(path)
     foreign = _file_of_another_tool(document)
+    recipe = _recipe_of_document(document, overrides, path.absolute().parent, foreign)
+    recipe._origin = Origin(path.absolute(), recipe.notices)
+    return recipe
+
+
+def recipe_of(given: Recipe | str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """Return a recipe from a path, from its sections as a mapping, or the recipe itself, with overrides.
+
+    Relative paths in a mapping are looked for in the current folder. Raises UserError with all complaints, and
+    TypeError for a value of another type.
+    """
+    if isinstance(given, Recipe) and not overrides:
+        return given
+    if isinstance(given, Recipe):
+        given = given.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(given, Mapping):
+        return load_recipe(given, overrides)  # type: ignore[arg-type]  # it checks the type
+    document = Document("recipe", copy.deepcopy(dict(given)))
+    return _recipe_of_document(document, overrides, Path.cwd(), None)
+
+
+def _recipe_of_document(
+    document: Document, overrides: Sequence[str], folder: Path, foreign: UserError | None
+) -> Recipe:
+    """Return the recipe of a document. foreign: the error to raise instead of complaints about its own keys."""
     # before the overrides too: an override must meet the key of an alias in the file, not a second name for it
     apply_aliases(document)
     apply_overrides(document, overrides)
     apply_aliases(document)
     _drop_overridden_rivals(document)
-    recipe = _validate(document, folder=path.absolute().parent)
+    recipe = _validate(document, folder=folder)
     if foreign is not None and any(not remark.place.override for remark in document.complaints):
         raise foreign
     document.raise_complaints()
-    recipe._origin = Origin(path.absolute(), tuple(map(str, sorted(document.notices))))
+    recipe._origin = Origin(None, tuple(map(str, sorted(document.notices))))
     return recipe
 
 

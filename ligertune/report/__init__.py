@@ -2,9 +2,9 @@
 
 from ligertune.report.make_report import Report, Throughput, make_report, throughput
 from ligertune.report.provenance import versions
-from ligertune.report.run_page import batch_words, loss_unit, model_title, write_page
+from ligertune.report.run_page import batch_words, loss_unit, model_title, write_run_report
 
 __all__ = [
     "Report", "Throughput", "batch_words", "loss_unit", "make_report", "model_title", "throughput", "versions",
-    "write_page",
+    "write_run_report",
 ]  # fmt: skip

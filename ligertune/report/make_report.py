@@ -14,8 +14,8 @@ from ligertune.report.provenance import provenance
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
-    from ligertune.train.loop import TrainResult
-    from ligertune.train.meter import Counts
+    from ligertune.training.loop import TrainResult
+    from ligertune.training.metrics.meter import Counts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Throughput:
     mfu: float | None  # model FLOP/s over the devices' dense peak; None if that is unknown
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Report of one run.
 
@@ -102,6 +102,8 @@ class Report:
         lines.append(f"{self.model_family} on {self.device} x {self.world_size}, {format_duration(self.seconds)}")
         lines.append(f"model {self.model_path or 'not written'}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    __repr__ = __str__  # what a notebook or a Python prompt shows
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for report.json, with a key for each feature that measures something."""

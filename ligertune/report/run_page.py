@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from ligertune.errors import format_bytes, format_count, format_duration, plural
-from ligertune.files.storage import mask_secrets, model_name, read_metrics, write_text
+from ligertune.files.plots import draw_curves
+from ligertune.files.storage import mask_secrets, model_name, read_metrics, write_json, write_text
 from ligertune.planning.feature_spec import MeasureChart, feature_of
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
@@ -34,6 +35,13 @@ MEMORY_KINDS = {
     "working": ("temporary", "#8c959f"),
 }
 Rows = list[tuple[str, str]]
+
+
+def write_run_report(plan: Plan, report: Report) -> None:
+    """Write curves.png, report.html and report.json into output_dir. Only the main rank calls it."""
+    draw_curves(plan.output_dir, title=model_title(plan.settings), loss_unit=loss_unit(plan.settings))
+    write_page(plan, report)
+    write_json(plan.output_dir / "report.json", report.as_dict())  # last: with it the run is finished
 
 
 def write_page(plan: Plan, report: Report) -> Path:

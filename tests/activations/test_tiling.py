@@ -20,7 +20,7 @@ from ligertune.planning.memory.activation_bytes import ActivationPolicy, LayerSt
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape
 from ligertune.planning.memory.tiled_bytes import saved_by_tiled_layer, tiled_phases
 from ligertune.planning.options import MethodOptions
-from ligertune.train.optim.combined import OptimizerInBackward
+from ligertune.training.optim.combined import OptimizerInBackward
 
 TILE, ROWS, LENGTH = 7, 2, 20
 FROZEN = {"type": "freeze", "trainable": [r"layers\.1\."]}

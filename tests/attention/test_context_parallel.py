@@ -20,7 +20,7 @@ from ligertune.errors import UserError
 from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.train import checks
-from ligertune.train.checks import EXACT, ROUNDED, context_parallel_error
+from ligertune.training.checks import EXACT, ROUNDED, context_parallel_error
 
 RANKS = 3  # pieces of 13 tokens: documents of 19 and 24 lie in several, and three begin and end in one
 ROW = 6 * 13

@@ -17,7 +17,7 @@ FORBIDDEN = {
 # a tokenizer and a configuration: no model class, no kernel, no compiler, no training loop
 FORBIDDEN["data"] = (*FORBIDDEN["plan"], "transformers.modeling_utils", "transformers.generation.utils",
                      "torch._dynamo", "torch._inductor", "triton", "ligertune_kernels", "ligertune.models.load",
-                     "ligertune.planning.plan", "ligertune.train.loop", "ligertune.run")  # fmt: skip
+                     "ligertune.planning.plan", "ligertune.training.loop", "ligertune.run")  # fmt: skip
 FORBIDDEN["compare"] = (*FORBIDDEN["data"], "torch", "transformers", "accelerate", "numpy", "tokenizers",
                         "safetensors", "huggingface_hub")  # fmt: skip
 FORBIDDEN["recipe check"] = FORBIDDEN["recipe keys"] = (*FORBIDDEN["compare"], "jinja2", "PIL")

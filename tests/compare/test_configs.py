@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # recipe -> the configuration in the corpus, its layers, and the kernel of its MLPs

@@ -24,11 +24,11 @@ from ligertune.data.batching.collate import Batcher
 from ligertune.errors import UserError
 from ligertune.launcher.signals import StopRequest
 from ligertune.run import run
-from ligertune.train.checkpoint.checkpoint_files import Saver, begin, check_space, complete
-from ligertune.train.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
-from ligertune.train.checkpoint.load_checkpoint import saved_progress
-from ligertune.train.checks import FiniteLossCheck
-from ligertune.train.evaluate import evaluate
+from ligertune.training.checkpoint.checkpoint_files import Saver, begin, check_space, complete
+from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
+from ligertune.training.checkpoint.load_checkpoint import saved_progress
+from ligertune.training.checks import FiniteLossCheck
+from ligertune.training.evaluate import evaluate
 
 SETTINGS = {"train.max_steps": 6, **saves(2), "checkpoint.save_total_limit": 3}
 

@@ -9,8 +9,8 @@ from quickstart_runs import recipe_for, train
 
 from ligertune.errors import UserError
 from ligertune.planning.make_plan import check_cuda_graphs, suggest_cuda_graphs
-from ligertune.run import plan_for
 from ligertune.train import cuda_graphs
+from ligertune.training.resolve import plan_for
 
 GRAPHS = {"train.cuda_graphs": True}
 SETTINGS = {

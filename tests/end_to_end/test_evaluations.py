@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
 from ligertune.cli.render.run_report import show_report
 from ligertune.planning.preflight import has_trained
-from ligertune.train.evaluate import EarlyStopping
+from ligertune.training.evaluate import EarlyStopping
 
 # The evaluation loss falls for some steps and then rises: a few examples at a high learning rate overfit.
 OVERFIT = {

@@ -7,7 +7,7 @@ import pytest
 from command_line import losses, weights
 from quickstart_runs import recipe_for, saves, train, train_ranks
 
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 WITHOUT = find_spec("torchao") is None
 needs_torchao = pytest.mark.skipif(WITHOUT, reason="needs torchao: pip install torchao")

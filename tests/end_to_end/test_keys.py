@@ -15,7 +15,7 @@ from ligertune.errors import UserError
 from ligertune.recipe import recipe_schema
 from ligertune.report import throughput
 from ligertune.run import run
-from ligertune.train.meter import Counts
+from ligertune.training.metrics.meter import Counts
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError, pip_install
 from ligertune.models.save import read_prompt
 from ligertune.planning.preflight import check_packages
-from ligertune.train.checkpoint.export_run import ExportPlan, plan_export
+from ligertune.training.checkpoint.export_run import ExportPlan, plan_export
 
 slow = pytest.mark.slow
 

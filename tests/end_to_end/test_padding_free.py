@@ -13,7 +13,7 @@ from ligertune.attention.choice import FASTER_ON
 from ligertune.compare.summary import TOLERANCES
 from ligertune.errors import UserError
 from ligertune.run import run
-from ligertune.train.setup import Job
+from ligertune.training.setup import Job
 
 STEPS = 8
 # Without grouping by length, a micro-batch has examples of different lengths. A step has 2 x 4 examples.

@@ -13,8 +13,8 @@ from ligertune.compare.trial import Failure, failure_of
 from ligertune.errors import UserError
 from ligertune.planning.memory.fit import advice, largest_fits
 from ligertune.planning.plan import Plan
-from ligertune.run import plan_for
-from ligertune.train.checks import explain_out_of_memory
+from ligertune.training.checks import explain_out_of_memory
+from ligertune.training.resolve import plan_for
 
 SETTINGS = {"data.datasets.0.max_samples": 40}
 

@@ -12,7 +12,8 @@ from quickstart_runs import RESUME, detach_loss, plan_run, recipe_for, saves, tr
 from safetensors.torch import load_file
 
 from ligertune.errors import UserError
-from ligertune.run import plan_for, run
+from ligertune.run import run
+from ligertune.training.resolve import plan_for
 
 SETTINGS = {
     "train.max_steps": 4,

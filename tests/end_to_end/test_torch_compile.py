@@ -13,8 +13,8 @@ from ligertune.decode.generate import SampleAnswers
 from ligertune.errors import UserError
 from ligertune.models.compile import compile_layers
 from ligertune.run import run
-from ligertune.train.distributed import start_accelerator
-from ligertune.train.model_builder import trained_model
+from ligertune.training.model_builder import trained_model
+from ligertune.training.parallel.distributed import start_accelerator
 
 # Rows of one length and no evaluation: one graph for the check of packing, one for training.
 SETTINGS = {"data.packing": True, "data.val_split": 0, "data.max_length": 256, "train.max_steps": 2}

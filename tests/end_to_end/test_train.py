@@ -8,7 +8,7 @@ import pytest
 from command_line import RECIPE, losses, overrides, run_here
 from quickstart_runs import plan_run, train
 
-from ligertune.train.metrics_logger import run_name
+from ligertune.training.metrics.metrics_logger import run_name
 
 SHORT = {"logging.logging_steps": 1, "checkpoint.save_strategy": "no", "data.val_split": 0,
          "checkpoint.output_dir": "run"}  # fmt: skip

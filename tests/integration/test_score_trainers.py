@@ -26,7 +26,7 @@ from transformers import (
 
 from ligertune.data.batching.order import DataOrder
 from ligertune.run import run
-from ligertune.train.setup import Job
+from ligertune.training.setup import Job
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 

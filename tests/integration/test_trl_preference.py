@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ligertune.data.batching.order import DataOrder
 from ligertune.models.trainable import apply_method
 from ligertune.run import run
-from ligertune.train.setup import Job
+from ligertune.training.setup import Job
 
 trl = pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"

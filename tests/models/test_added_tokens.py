@@ -13,8 +13,8 @@ from ligertune.models.load import build_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.save import load_saved
-from ligertune.train.checkpoint.export_check import check_export
-from ligertune.train.checkpoint.export_run import plan_export
+from ligertune.training.checkpoint.export_check import check_export
+from ligertune.training.checkpoint.export_run import plan_export
 
 ADD = {"model.tokenizer.add_tokens": "[<plan>, Below]", "model.tokenizer.add_special_tokens": "['<|call|>']"}
 LORA = {"method.type": "lora", "method.lora_target_modules": "[q_proj]", "train.max_steps": 2}

@@ -21,8 +21,8 @@ from ligertune.patching.patch import patch
 from ligertune.planning.memory.states import states_of
 from ligertune.planning.options import MethodOptions, ModelOptions
 from ligertune.planning.preflight import check_packages
-from ligertune.train.checkpoint.export_check import check_export
-from ligertune.train.checkpoint.export_run import plan_export
+from ligertune.training.checkpoint.export_check import check_export
+from ligertune.training.checkpoint.export_run import plan_export
 
 has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
 needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes, reason="needs bitsandbytes: pip install bitsandbytes")

@@ -16,7 +16,8 @@ from ligertune.models.shape import read_shape
 from ligertune.planning.options import BatchLayoutOptions
 from ligertune.planning.precision import choose_precision
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
+from ligertune.run import run
+from ligertune.training.resolve import plan_for
 
 # without attention, with layers of several kinds, with sizes by layer, under other names, or without a number of layers
 FAMILIES = (

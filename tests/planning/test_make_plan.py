@@ -13,7 +13,7 @@ from ligertune.planning.optimization import Cadence, make_schedule
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import choose_precision
 from ligertune.planning.preflight import clear_run
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 GIB = 2**30
 CHECKPOINTING, OFFLOAD_BOTH = "train.gradient_checkpointing", {"train.gradient_checkpointing": "offload_both"}

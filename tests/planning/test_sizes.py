@@ -12,7 +12,7 @@ from ligertune.errors import UserError
 from ligertune.planning.batch_layout import Batching, Rows, choose_batching
 from ligertune.planning.make_plan import MAX_REPEATS, check_host_memory, repeated_rows
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 RECIPE = f"""\
 model: {{model_name_or_path: {ROOT}/configs/quickstart/stories260K, dtype: float32}}

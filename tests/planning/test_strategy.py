@@ -22,7 +22,7 @@ from ligertune.planning.parallelism import (
 )
 from ligertune.planning.plan import Plan
 from ligertune.recipe import Recipe, load_recipe
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 GPU = Machine("nvidia", "cuda", "NVIDIA H100 80GB HBM3", "sm90", 1, 80 << 30, True, 989e12, 3.35e12, 1, "2.11")
 FITS, TOO_LARGE = DeviceNeed(20 << 30, 80 << 30), DeviceNeed(130 << 30, 80 << 30)

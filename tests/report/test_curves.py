@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ligertune.plots import draw_curves
+from ligertune.files.plots import draw_curves
 
 pytest.importorskip("matplotlib")
 

@@ -13,7 +13,7 @@ from quickstart_runs import plan_run, saves, train
 from ligertune.report.make_report import throughput
 from ligertune.report.svg_chart import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH, Series, line_chart
 from ligertune.run import run
-from ligertune.train.meter import Counts
+from ligertune.training.metrics.meter import Counts
 
 WORK = Counts(steps=4, tokens=600, padded_tokens=800, trained_tokens=300, flops=6e12)
 

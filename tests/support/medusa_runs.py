@@ -6,8 +6,9 @@ from command_line import losses, overrides
 
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
-from ligertune.run import plan_for, run
-from ligertune.train.setup import Job
+from ligertune.run import run
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
 
 MEDUSA = bundled("medusa/stories260k.yaml")
 WEIGHTS = "medusa/medusa_lm_head.safetensors"

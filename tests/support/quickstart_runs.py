@@ -10,8 +10,9 @@ from forked_ranks import on_ranks
 
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.report import Report
-from ligertune.run import plan_for, run
-from ligertune.train.setup import Job
+from ligertune.run import run
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
 
 SHORT = {
     "data.datasets.0.max_samples": 40,

@@ -14,8 +14,8 @@ from image_batches import batch_of
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
 from ligertune.run import run as train_job
+from ligertune.training.resolve import plan_for
 
 pytestmark = pytest.mark.corpus
 

@@ -25,8 +25,9 @@ from ligertune.data.prepare import prepare
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for, run
-from ligertune.train.setup import Job
+from ligertune.run import run
+from ligertune.training.resolve import plan_for
+from ligertune.training.setup import Job
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 40)}
 FORMS = {"square": (1, 1), "pillar": (3, 1), "bar": (1, 3)}  # width and height are divided by these

@@ -9,7 +9,7 @@ import typer
 
 from ligertune.cli.options import CommandPart, Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
-from ligertune.cli.train import Overwrite, Resume, run_overrides, run_recipe
+from ligertune.cli.train import Overwrite, Resume, plan_only, run_overrides, run_recipe
 from ligertune.progress import importing
 
 
@@ -43,8 +43,7 @@ def distill(
     make_out_folder(write.parent, "--write")
     with importing():
         from ligertune.features.distill.teacher_files import write_teacher_file
-        from ligertune.run import plan_for
-    job = plan_for(loaded, for_show=True, processes=1)
+    job = plan_only(loaded)
     found = write_teacher_file(
         job.plan,
         job.data,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class DistillTask(Task):
     """Distil a teacher into the model. `prepare` loads the teacher, after the student and its checkpoint."""
 
+    gives_predictions = False
+
     def __init__(self, shape: ModelShape, plan: Plan) -> None:
         super().__init__(shape)
         self._plan = plan

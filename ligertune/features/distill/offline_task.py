@@ -118,6 +118,8 @@ class StoredLoss:
 class OfflineDistillTask(Task):
     """Distil stored log-probabilities into the model."""
 
+    gives_predictions = False
+
     def __init__(self, shape: ModelShape, plan: Plan) -> None:
         super().__init__(shape)
         self._folder = Path(plan.build.section(DistillSpec).teacher_file)

@@ -15,9 +15,9 @@ from ligertune.errors import format_rate
 from ligertune.features.medusa.decode.candidate_tree import CandidateTree, best_paths
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
 from ligertune.features.medusa.heads_loss import IGNORE_INDEX, shifted_targets, target_shifts
+from ligertune.files.plots import has_matplotlib, new_figure, save_figure
 from ligertune.files.storage import write_json
 from ligertune.models.compile import run_eagerly
-from ligertune.plots import has_matplotlib, new_figure, save_figure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,6 +21,8 @@ class MedusaTask(Task):
     heads_coefficient rises linearly from 0 over warmup_steps: the first gradients of new heads would damage the model.
     """
 
+    gives_predictions = False
+
     def __init__(
         self, shape: ModelShape, label_shifts: tuple[int, ...], *, heads_coefficient: float, warmup_steps: int
     ) -> None:

@@ -72,6 +72,8 @@ def mismatched_examples(examples: Examples, *, block: int, max_length: int) -> I
 class KtoTask(Task):
     """Raise the probability of desirable answers and lower that of others. The loss is the mean over answers."""
 
+    gives_predictions = False
+
     def __init__(self, shape: ModelShape, plan: Plan, reference: Reference, device: torch.device) -> None:
         super().__init__(shape)
         self.options = plan.build.section(PreferenceSpec)

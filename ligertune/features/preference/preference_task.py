@@ -37,6 +37,8 @@ MEASURES = (
 class PreferenceTask(Task):
     """Prefer the chosen answer of each pair. The loss of a step is the mean over the pairs of the global batch."""
 
+    gives_predictions = False
+
     def __init__(
         self, shape: ModelShape, options: PreferenceSpec, reference: Reference | None, device: torch.device
     ) -> None:

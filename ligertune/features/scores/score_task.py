@@ -55,6 +55,15 @@ class ScoreTask(Task):
         """Return the labels of D examples as the loss reads them. Each task defines it."""
         raise NotImplementedError
 
+    def predictions(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the scores (D, labels) of the documents that count, and their targets (D, ...)."""
+        batch = dict(batch)
+        counts = batch.pop("counts")
+        targets = batch.pop("targets")
+        del batch["labels"]
+        scores = model(**batch, use_cache=False).logits[0]
+        return scores[counts.repeat_interleave(self.documents)], targets[counts]
+
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         batch = dict(batch)
         del batch["labels"]

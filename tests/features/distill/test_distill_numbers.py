@@ -33,7 +33,7 @@ from ligertune.features.task import Measures, Task
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.head_loss import let_head_losses_run
 from ligertune.patching.patch import patch
-from ligertune.train.evaluate import evaluate
+from ligertune.training.evaluate import evaluate
 
 X, V, K, T, CPU = -100, 512, 5, 2.5, torch.device("cpu")
 

@@ -20,7 +20,7 @@ from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.fit import largest_fits
 from ligertune.planning.memory.states import states_of
 from ligertune.recipe import load_recipe
-from ligertune.run import plan_for
+from ligertune.training.resolve import plan_for
 
 GIB, TOKENS = 2**30, 1024
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -22,7 +22,7 @@ from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.head_loss import let_head_losses_run
 from ligertune.patching.patch import patch
-from ligertune.train.evaluate import evaluate
+from ligertune.training.evaluate import evaluate
 
 X, CPU = -100, torch.device("cpu")
 # Two pairs (chosen, rejected). Log-ratios of the first: 1 and -0.5; of the second: -1 and 0.75.

@@ -23,7 +23,7 @@ from ligertune.features.scores.reward_task import RewardTask
 from ligertune.features.scores.score_task import ScoreTask
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.packed.packing_checks import install_packing_checks
-from ligertune.train.evaluate import evaluate
+from ligertune.training.evaluate import evaluate
 
 CPU, PAD = torch.device("cpu"), 0
 SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"

@@ -20,9 +20,9 @@ from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions, with_fused_lora
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
-from ligertune.run import plan_for
-from ligertune.train.distributed import start_accelerator
-from ligertune.train.model_builder import trained_model
+from ligertune.training.model_builder import trained_model
+from ligertune.training.parallel.distributed import start_accelerator
+from ligertune.training.resolve import plan_for
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E, F, R = 24, 40, 3

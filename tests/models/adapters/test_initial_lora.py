@@ -18,9 +18,9 @@ from ligertune.models.adapters.lora import merged_model
 from ligertune.models.save import write_model
 from ligertune.models.trainable import apply_method
 from ligertune.planning.options import MethodOptions
-from ligertune.train.checkpoint.export_check import check_export
-from ligertune.train.checkpoint.export_run import plan_export
-from ligertune.train.checkpoint.trained_weights import load_trained, save_weights, trained
+from ligertune.training.checkpoint.export_check import check_export
+from ligertune.training.checkpoint.export_run import plan_export
+from ligertune.training.checkpoint.trained_weights import load_trained, save_weights, trained
 
 TARGETS = ["q_proj", "down_proj", "lm_head"]
 IDS = torch.arange(3, 40)[None]

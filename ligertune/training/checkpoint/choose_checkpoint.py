@@ -1,0 +1,96 @@
+"""Choose the checkpoint to resume from: the newest whose files, and the evaluations it depends on, are undamaged.
+
+With early stopping or `load_best_model_at_end`, a resumed run decides by the evaluations in metrics.jsonl, and ends
+with the weights in `best/`. Where these are damaged, a checkpoint from before the damage is taken: the steps after it
+make them again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ligertune.errors import UserError, plural
+from ligertune.files.storage import PROGRESS_FILE, damaged_lines, read_metrics, step_folders
+from ligertune.planning.plan import Plan
+from ligertune.planning.preflight import no_checkpoint
+from ligertune.training.checkpoint.best_weights import damage_of_best
+from ligertune.training.checkpoint.checkpoint_record import damage_of
+
+
+def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the checkpoint that `checkpoint.resume_from_checkpoint` names, or None to start at step 0; and notes.
+
+    `auto` and `newest` take the newest undamaged checkpoint, and a note names each damaged one. Raises UserError if
+    no checkpoint is undamaged, or if one that the recipe names is damaged.
+    """
+    wanted = plan.checkpoint.resume_from_checkpoint
+    if wanted == "never":
+        return None, ()
+    if wanted not in ("auto", "newest"):
+        return _named_folder(wanted), _about_lines(plan)
+    folders = step_folders(plan.output_dir)
+    limits = _limits(plan)
+    notes = []
+    for step, folder in reversed(folders):
+        why = next((f"cannot be continued from: {why}" for last, why in limits if step > last), None)
+        if why is None:
+            damage = damage_of(folder)
+            if damage is None:
+                return folder, (*notes, *_about_lines(plan))
+            why = f"is damaged and left alone: {damage}"
+        notes.append(f"{folder} {why}")
+    if folders:
+        raise UserError(
+            f"checkpoint.resume_from_checkpoint: {plan.output_dir} holds no undamaged checkpoint. "
+            + " ".join(f"{note}." for note in notes),
+            hint="Restore one of them from a backup, or start over with --overwrite.",
+        )
+    if wanted == "newest":
+        raise no_checkpoint(plan.output_dir)
+    return None, ()
+
+
+def _named_folder(wanted: str) -> Path:
+    folder = Path(wanted)
+    if not (folder / PROGRESS_FILE).is_file():
+        raise UserError(
+            f"checkpoint.resume_from_checkpoint: {wanted} is not a complete checkpoint (it has no {PROGRESS_FILE}).",
+            hint="Name a checkpoints/step-N folder of a run, or write auto for the newest one.",
+        )
+    damage = damage_of(folder)
+    if damage is not None:
+        raise UserError(
+            f"checkpoint.resume_from_checkpoint: {wanted} is damaged: {damage}.",
+            hint="Write auto, which takes the newest undamaged checkpoint.",
+        )
+    return folder
+
+
+def _limits(plan: Plan) -> list[tuple[int, str]]:
+    """Return (last step that a checkpoint may have, why) for damaged evaluations or best weights that decide."""
+    keeps_best = plan.checkpoint.load_best_model_at_end
+    found = []
+    if not (keeps_best or plan.evaluation.early_stopping_patience or plan.schedule.follows_evaluations):
+        return []
+    path = plan.output_dir / "metrics.jsonl"
+    damaged = damaged_lines(path)
+    if damaged:
+        number, last = damaged[0]
+        found.append((last, f"line {number} of {path}, which may be an evaluation, is damaged"))
+    # without the evaluation before training, which is never the best
+    losses = [(line["eval_loss"], line["step"]) for line in read_metrics(path) if "eval_loss" in line and line["step"]]
+    if keeps_best and losses:
+        damage = damage_of_best(plan.output_dir)
+        if damage is not None:
+            found.append((min(losses)[1] - 1, f"the best weights, which it needs, are damaged ({damage})"))
+    return found
+
+
+def _about_lines(plan: Plan) -> tuple[str, ...]:
+    """Return a note if lines of metrics.jsonl are damaged."""
+    path = plan.output_dir / "metrics.jsonl"
+    numbers = [number for number, _ in damaged_lines(path)]
+    if not numbers:
+        return ()
+    which = f"{'line' if len(numbers) == 1 else 'lines'} {', '.join(map(str, numbers[:10]))}"
+    return (f"{path} has {plural(len(numbers), 'damaged line')}, whose numbers are lost ({which})",)

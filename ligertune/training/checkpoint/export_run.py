@@ -1,0 +1,307 @@
+"""`ligertune export`: write a run's adapter, checkpoint or model as a folder that other tools load, and upload it.
+
+An adapter is merged into its base weights, or copied alone. A checkpoint becomes the model as it was after that step,
+in Hugging Face's format. Merging adds s B A to W in float32 and rounds once to W's dtype. QLoRA adapters are merged
+into the dequantised 4-bit weights that they were trained on, and not into the original weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from accelerate import load_checkpoint_in_model
+
+from ligertune.errors import UserError
+from ligertune.files.model_files import ADAPTER_CONFIG
+from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
+from ligertune.models.carried_tensors import carried_note
+from ligertune.models.load import carried_by, hide_loading_bars
+from ligertune.models.load_tokenizer import load_tokenizer
+from ligertune.models.read_config import read_config
+from ligertune.models.save import (
+    SAVED_MODEL,
+    adapter_base_model,
+    base_as_trained,
+    check_same_base,
+    check_saved,
+    merge_saved_adapter,
+    prompt_of,
+    read_prompt,
+    write_model,
+)
+from ligertune.models.trainable import apply_method
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.hub import MODEL_FILES
+from ligertune.planning.options import BuildOptions, ModelOptions, saved_options
+from ligertune.planning.preflight import check_out_folder, make_out_folder
+from ligertune.planning.saved_model import CarriedTensors, SavedModel, TrainedBase, find_saved_model, trained_base
+from ligertune.training.checkpoint.checkpoint_record import damage_of
+from ligertune.training.checkpoint.load_checkpoint import explain_unusable
+from ligertune.training.checkpoint.model_card import CARD, write_card
+from ligertune.training.checkpoint.trained_weights import FILE, load_trained
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WEIGHTS = "model.safetensors"  # in a checkpoint without frozen weights
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What is exported, and how. In place: the folder is uploaded as it is. There already: it was exported before."""
+
+    source: SavedModel
+    folder: Path
+    kind: Literal["merged model", "adapter", "model"]
+    how: Literal["in place", "there already", "copy", "merge", "checkpoint"]
+    trust_remote_code: bool = False
+
+    def write(self) -> str:
+        """Write the folder, and return a note on its weights. Raises UserError."""
+        if self.how in ("in place", "there already"):
+            return ""
+        hide_loading_bars()
+        with writing(f"The export to {self.folder}", trains=False):
+            return self._write()
+
+    def _write(self) -> str:
+        card = self.folder / CARD
+        text = card.read_bytes() if card.is_file() else None  # of a dry run, perhaps filled in
+        note = ""
+        if self.how == "copy":
+            with new_folder(self.folder) as partial:
+                shutil.copytree(self.source.name, partial, dirs_exist_ok=True)
+        elif self.how == "merge":
+            note = _merge_adapter_folder(self.source, self.folder, trust_remote_code=self.trust_remote_code)
+        else:
+            note = _export_checkpoint(self.source, self.folder, self.kind, trust_remote_code=self.trust_remote_code)
+        if text is not None:
+            write_bytes(card, text)
+        return note
+
+    @property
+    def upload_warning(self) -> str:
+        """What users of the uploaded files will miss, or an empty string."""
+        base = adapter_base_model(Path(self.source.name)) if self.kind == "adapter" and self.how != "checkpoint" else ""
+        if not base or not Path(base).exists():
+            return ""
+        return f"adapter_config.json names the folder {base} as base model, which users of the upload do not have."
+
+    def write_card(self, repository: str | None) -> Path:
+        """Write README.md unless there is one. Raises UserError."""
+        return write_card(self.folder, self.source, is_adapter=self.kind == "adapter", repository=repository)
+
+
+def plan_export(
+    name: str,
+    out: Path | None,
+    *,
+    adapter: bool,
+    checkpoint: str | None,
+    in_place: bool = False,
+    check: bool = False,
+    trust_remote_code: bool = False,
+) -> ExportPlan:
+    """Return what an export will do, from the folder of a run, a model, an adapter or a checkpoint. Raises UserError.
+
+    adapter: keep the adapter instead of merging it. checkpoint: a name like step-200, or newest. in_place: a model that
+    needs neither merging nor converting stays in its folder unless `out` names another. check: `out` may hold an
+    earlier export, which is then compared as it is.
+    """
+    source = _find_source(name, checkpoint)
+    folder = Path(source.name)
+    has_adapter = _has_adapter(source)
+    if adapter and not has_adapter:
+        raise UserError(f"{folder} holds a whole model, and no adapter.", hint="Leave --adapter out.")
+    kind = "model" if not has_adapter else "adapter" if adapter else "merged model"
+    how = "checkpoint" if source.is_checkpoint else "merge" if kind == "merged model" else "copy"
+    if how == "copy":
+        check_saved(folder, trust_remote_code=trust_remote_code)
+        if in_place and out is None:
+            return ExportPlan(source, folder, kind, "in place")
+    out = out or (source.run or folder) / "exported"
+    if check and any((out / file).is_file() for file in MODEL_FILES):
+        _check_earlier(out, kind)
+        return ExportPlan(source, out, kind, "there already", trust_remote_code)
+    _check_out(out)
+    return ExportPlan(source, out, kind, how, trust_remote_code)
+
+
+def _has_adapter(source: SavedModel) -> bool:
+    """Return whether a saved model is an adapter on a base. Raises UserError if its run does not say."""
+    if not source.is_checkpoint:
+        return (Path(source.name) / ADAPTER_CONFIG).is_file()
+    options = saved_options(source.run)
+    if options is None:
+        raise UserError(f"--checkpoint: {source.run} has no resolved_recipe.yaml, so its model is not known.")
+    return options.build.method.type in ("lora", "qlora")
+
+
+def _find_source(name: str, checkpoint: str | None) -> SavedModel:
+    run = Path(name).expanduser()
+    if checkpoint is None or not run.is_dir():
+        source = find_saved_model(name, key="RUN")
+        if not run.is_dir():
+            raise UserError(f"RUN: there is no folder {name}.", hint="Name the folder of a run or of an adapter.")
+        return source
+    folder = newest_checkpoint(run) if checkpoint == "newest" else run / "checkpoints" / checkpoint
+    if folder is None or not folder.is_dir():
+        names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+        raise UserError(
+            f"--checkpoint: {run} has no checkpoint {checkpoint}.", hint=f"It has {', '.join(names) or 'none'}."
+        )
+    return SavedModel(str(folder), run, is_checkpoint=True)
+
+
+def _check_earlier(out: Path, kind: str) -> None:
+    if (out / ADAPTER_CONFIG).is_file() != (kind == "adapter"):
+        raise UserError(
+            f"--check: {out} holds {'a whole model' if kind == 'adapter' else 'an adapter'}, and the export is"
+            f" {'an adapter' if kind == 'adapter' else 'a whole model'}.",
+            hint="Name another folder with --out.",
+        )
+
+
+def _check_out(out: Path) -> None:
+    check_out_folder(out, "--out", may_hold=(CARD,))
+    make_out_folder(out.parent, "--out")
+
+
+def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: bool) -> str:
+    """Merge an adapter that peft has saved, and return a note. Without a saved recipe it counts as LoRA."""
+    folder = Path(source.name)
+    base = source_base(source)
+    merged, tokenizer, carried = merge_saved_adapter(folder, base, trust_remote_code=trust_remote_code)
+    write_model(merged, tokenizer, out, state_dict=None, prompt=read_prompt(folder), base=base, carried=carried)
+    return _said(carried)
+
+
+def _said(carried: tuple[ModelOptions, CarriedTensors] | None) -> str:
+    return "" if carried is None else carried_note(carried[1], adapts=False)
+
+
+def source_base(source: SavedModel) -> TrainedBase | None:
+    """Return the base that an adapter or a checkpoint was trained on; None if neither it nor its run says it."""
+    folder = Path(source.name)
+    base = trained_base(folder, source.run)
+    options = saved_options(source.run or folder)
+    if options is None or (base is not None and base.name):
+        return base
+    # A run of an earlier version has recorded the dtype only, in plan.json.
+    build = options.build
+    return None if base is None else TrainedBase(build.model.model_name_or_path, base.dtype, build.method.stored_as)
+
+
+def spec_of_base(build: BuildOptions, base: TrainedBase | None, *, trust_remote_code: bool) -> ModelOptions:
+    """Return how to load the base of a run in the revision that was trained. Raises UserError if its files changed."""
+    revision = build.model.revision if base is None or base.revision is None else base.revision
+    spec = build.model.model_copy(update={"trust_remote_code": trust_remote_code, "revision": revision})
+    check_same_base(spec, base)
+    return spec
+
+
+def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module:
+    """Return the model of the run's recipe with the weights of a checkpoint; with its adapter, not merged.
+
+    Raises UserError for a damaged checkpoint, and for one that holds shards.
+    """
+    folder = Path(source.name)
+    build = saved_options(source.run).build
+    base = source_base(source)
+    damage = damage_of(folder, only=(FILE, WEIGHTS))
+    if damage is not None:
+        raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
+    spec = spec_of_base(build, base, trust_remote_code=trust_remote_code)
+    config = read_config(spec, SAVED_MODEL)
+    feature_of(build.task).prepare_config(config, build, SAVED_MODEL)
+    model = base_as_trained(spec, config, base)
+    model = apply_method(model, build.method, seed=build.seed)
+    if not any((folder / name).is_file() for name in (FILE, WEIGHTS)):
+        raise UserError(
+            f"--checkpoint: {folder} holds the shards of several ranks.",
+            hint="Resume the run with --resume to its end; its model is then written whole.",
+        )
+    with explain_unusable(folder):
+        if (folder / FILE).is_file():
+            load_trained(model, folder / FILE)
+        else:
+            load_checkpoint_in_model(model, str(folder))
+            model.tie_weights()  # a checkpoint stores tied weights once
+    return model
+
+
+def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> str:
+    """Write the model of a checkpoint in Hugging Face's format, and return a note."""
+    options = saved_options(source.run)
+    model = load_checkpoint(source, trust_remote_code=trust_remote_code)
+    if kind == "merged model":
+        from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
+
+        model = merged_model(model)
+    plan = read_object(source.run / "plan.json") or {}  # it has the template that auto chose
+    template = plan["data"].get("template") if isinstance(plan.get("data"), dict) else None
+    if not isinstance(template, str):
+        raise UserError(f"--checkpoint: {source.run / 'plan.json'} is missing or damaged, so its prompt is not known.")
+    base = source_base(source)
+    spec = spec_of_base(options.build, base, trust_remote_code=trust_remote_code)
+    prompt = prompt_of(template, options.data_options)
+    config = read_config(spec, SAVED_MODEL)
+    feature_of(options.build.task).prepare_config(config, options.build, SAVED_MODEL)
+    found = None if kind == "adapter" else carried_by(spec, config, origin=SAVED_MODEL)
+    carried = None if found is None else (spec, found)
+    write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, prompt=prompt, base=base, carried=carried)
+    return _said(carried)
+
+
+# ---- upload
+
+# States of optimizers, schedulers and random numbers, which trainers write next to the weights.
+NOT_UPLOADED = (
+    "optimizer", "scheduler", "random_states", "rng_state", "scaler", "trainer_state", "training_args", "progress.json",
+)  # fmt: skip
+
+
+def files_to_upload(folder: Path) -> dict[str, int]:
+    """Return {name: bytes} of a model folder's own files; folders in it, such as checkpoints, are left out."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return {path.name: path.stat().st_size for path in files if not path.name.startswith(NOT_UPLOADED)}
+
+
+def check_repository(name: str) -> None:
+    """Raise UserError if a name cannot be that of a repository on the hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"--push: {name} is not a name of a repository.", hint="Write USER/NAME.") from error
+    if name.count("/") != 1:
+        raise UserError(f"--push: {name} names no user or organisation.", hint="Write USER/NAME.")
+
+
+def upload(folder: Path, repository: str, *, public: bool) -> str:
+    """Upload a model folder to the hub, into a new private repository unless it is there; return its address."""
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=list(files_to_upload(folder)),
+            commit_message="Upload a model trained with ligertune",
+        )
+    except (HTTPError, OSError) as problem:
+        raise UserError(
+            f"--push: {repository} could not be uploaded: {str(problem).strip().splitlines()[0]}",
+            hint=f"Check the network and the login (`hf auth login`), then: ligertune export {folder} --push"
+            f" {repository}",
+            exit_code=1,
+        ) from problem
+    return str(address)

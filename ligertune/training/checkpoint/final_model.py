@@ -1,0 +1,73 @@
+"""The trained model on disk: `output_dir/model` in Hugging Face's format, or what the feature writes instead."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ligertune.data.templates.named_templates import read_template
+from ligertune.features.task import TrainedModel
+from ligertune.files.storage import writing
+from ligertune.models.save import write_model
+from ligertune.planning.feature_spec import feature_of
+from ligertune.training.loop import TrainResult
+from ligertune.training.parallel.distributed import full_state_dict
+from ligertune.training.setup import Job
+
+
+@writing("The model")
+def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, dict | None]:
+    """Write the trained model or heads; return (their path, the report on heads, which only the main rank has).
+
+    All ranks call it, and the main one writes.
+    """
+    save = feature_of(job.plan.build.task).save
+    if save is not None:
+        trained = _trained_model(job, accelerator, fitted.model)
+        written = save(trained)
+        accelerator.wait_for_everyone()
+        return written
+    weights = full_state_dict(accelerator, fitted.model) if fitted.best_weights is None else fitted.best_weights
+    return _write_base_model(job, accelerator, accelerator.unwrap_model(fitted.model), weights), None
+
+
+def _trained_model(job: Job, accelerator: Accelerator, model: nn.Module) -> TrainedModel:
+    """Return the model of the last step, with what a feature needs to write it."""
+    return TrainedModel(
+        plan=job.plan,
+        config=job.config,
+        data=job.data,
+        tokenizer=job.tokenizer.tokenizer,
+        prompt=job.prompt,
+        weights=full_state_dict(accelerator, model),
+        model=accelerator.unwrap_model(model),
+        is_main=accelerator.is_main_process,
+        autocast=accelerator.autocast,
+        write=partial(_write_base_model, job, accelerator),
+    )
+
+
+def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weights: dict[str, Tensor] | None) -> str:
+    """Write model, tokenizer, prompt template and image processor on the main rank."""
+    folder = job.plan.output_dir / "model"
+    template = job.plan.data_options.prompt_template
+    tokenizer = job.tokenizer.tokenizer
+    if template not in ("auto", "chat", "alpaca"):  # a file or a name: programs that serve the model need it, too
+        tokenizer.chat_template = read_template(template)
+    if accelerator.is_main_process:
+        plan = job.plan
+        carried = None if plan.carried is None else (plan.build.model, plan.carried)
+        write_model(
+            model,
+            tokenizer,
+            folder,
+            state_dict=weights,
+            prompt=job.prompt,
+            images=job.images,
+            base=plan.base,
+            carried=carried,
+        )
+    accelerator.wait_for_everyone()
+    return str(folder)

@@ -1,0 +1,254 @@
+"""Model building: load, patch with kernels, then add adapters and heads; on the meta device for a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from ligertune_kernels import backend
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
+from ligertune.activations.checkpointing import checkpoint_layers
+from ligertune.activations.gate_offload import offload_gates, require_gates
+from ligertune.activations.tiling import tile_layers, tile_projections
+from ligertune.attention.choice import AttentionChoice
+from ligertune.attention.padding_free import choose_batch_layout
+from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
+from ligertune.models.added_tokens import check_new_rows
+from ligertune.models.carried_tensors import carried_note, find_carried
+from ligertune.models.compile import compile_layers
+from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_torchao_float8
+from ligertune.models.float8.float8_linear import hold_frozen_weights
+from ligertune.models.float8.float8_mlp import float8_mlps
+from ligertune.models.load import build_model, carried_by, quantization_of
+from ligertune.models.read_config import read_config
+from ligertune.models.shape import read_shape
+from ligertune.models.trainable import apply_method
+from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.patch import patch
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.options import BuildOptions
+from ligertune.planning.plan import BuiltModel, KernelLine, Plan
+from ligertune.planning.saved_model import CarriedTensors, TrainedBase
+from ligertune.training.checks import why_not_padding_free
+from ligertune.training.optim.parameter_groups import check_lr_groups
+from ligertune.vision.families import prepare_vision
+
+Change = Callable[[PreTrainedModel], None]
+
+
+def preview_model(
+    options: BuildOptions, config: PreTrainedConfig, attention: AttentionChoice, *, device: str
+) -> BuiltModel:
+    """Build the model on the meta device, which takes no memory; return its sizes and what our kernels patch.
+
+    device: the type of device that the run will use. Raises UserError for settings that the model does not support.
+    """
+    implementation = attention.implementation or options.model.attn_implementation
+    feature = feature_of(options.task)
+    head_notes = feature.head_notes(options, config)
+    original = copy.deepcopy(config)  # building a model changes it
+    model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
+    carried = find_carried(options.model, original, model)
+    float8 = options.execution.fp8
+    if float8:
+        linears = float8_linears(model)
+        kernels += (KernelLine("float8_linear", *linears.counts()),)
+        mlps = float8_mlps(model, linears.taken)
+    checkpointing = options.execution.gradient_checkpointing
+    if checkpointing in ("offload_gate", "offload_both"):
+        require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
+    implementation = model.config._attn_implementation
+    notes = (*head_notes, *_adapter_notes(options, model))
+    notes += _carried_notes(options, carried)
+    model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
+    kernels += (*_adapter_lines(options, model), *([mlps.line()] if float8 is True else []))
+    check_new_rows(model, options.model.tokenizer)
+    check_lr_groups(model, [group.parameters for group in options.lr_groups])
+    model = feature.wrap(options, model)
+    kernels += feature.kernel_lines(options.kernels)
+    shape = read_shape(model) if feature.shape is None else feature.shape(model)
+    # `ligertune plan` may be for a GPU that this machine does not have
+    simulated = device == "cuda" and not torch.cuda.is_available()
+    kernels_backend = "triton" if simulated else backend(device)
+    return BuiltModel(shape, implementation, attention.why, kernels_backend, kernels, notes=notes, carried=carried)
+
+
+def trained_model(
+    plan: Plan, config: PreTrainedConfig, accelerator: Accelerator, *, change: Change | None = None
+) -> tuple[nn.Module, Plan]:
+    """Build the model that the loop trains: patched, with adapters and added heads as the plan says.
+
+    Also return the plan. It is another one, with padded batches, if the plan chose padding-free batches by itself and
+    documents of a row influence each other in this model. change: called with the patched model, for comparisons.
+    """
+    options = plan.build
+    execution = plan.build.execution
+    feature = feature_of(options.task)
+    dtype = getattr(torch, plan.precision.weights)
+    quantization = quantization_of(config)
+    original = copy.deepcopy(config)  # building a model changes it
+    model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
+    if change is not None:
+        change(model)
+    prepare_masks(model)
+    with accelerator.autocast():
+        feature.check_model(model, plan)
+    if plan.rows.is_padding_free:
+        with accelerator.autocast(), _without_outliers(model):
+            why = why_not_padding_free(plan, model)
+        if why is not None:
+            del model
+            config = read_config(options.model)  # building a model changes its configuration
+            return trained_model(_with_padding(plan, config, why), config, accelerator, change=change)
+    # Compilation and float8 come after that check. Its rows are shorter, so compiled layers would make a graph for
+    # them; and the documents of a batch share one float8 scale, so they change each other's rounding.
+    if execution.torch_compile:
+        compile_layers(model)
+    if execution.fp8:
+        to_torchao_float8(model) if execution.fp8 == "torchao" else to_float8(model)
+    if plan.tile:
+        tile_layers(model, plan.tile)
+    if kind := execution.gradient_checkpointing:
+        options_of_graph = {"compiled": execution.torch_compile, "overlap": not plan.tile}
+        checkpoint_layers(model, kind, first=plan.checkpointed_layers, **options_of_graph)
+    model = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+    if options.method.type == "lora":
+        hold_frozen_weights(model)
+    if plan.tile:
+        tile_projections(model, plan.tile)
+    with accelerator.autocast():  # added heads are compared with the model's own output, and adapters are float32
+        model = feature.wrap(options, model)
+    plan = _with_carried(replace(plan, base=_base_of(plan, quantization)), original)
+    for adapter in getattr(model, "peft_config", {}).values():
+        adapter.revision = plan.base.revision
+    return model, plan
+
+
+def _with_carried(plan: Plan, config: PreTrainedConfig) -> Plan:
+    """Return the plan with the tensors of a base that has been downloaded since the plan was made."""
+    if plan.carried is not None:
+        return plan
+    feature_of(plan.build.task).prepare_config(config, plan.build)
+    carried = carried_by(plan.build.model, config)
+    return replace(plan, carried=carried, notes=(*plan.notes, *_carried_notes(plan.build, carried)))
+
+
+def _carried_notes(options: BuildOptions, carried: CarriedTensors | None) -> tuple[str, ...]:
+    """Return a note on the tensors of the base that the run does not load, unless it saves no model."""
+    feature = feature_of(options.task)
+    if carried is None or not feature.saves_base(options):
+        return ()
+    adapts = options.method.type in ("lora", "qlora") and feature.saves_adapter
+    note = carried_note(carried, adapts=adapts)
+    return (note,) if note else ()
+
+
+def _base_of(plan: Plan, quantization: str | None) -> TrainedBase:
+    """Return the record of the base model that was loaded. quantization: of its files."""
+    options = plan.build
+    spec = plan.build.model
+    folder = Path(spec.model_name_or_path).expanduser()
+    fingerprint = None
+    revision = None
+    if not folder.is_dir():
+        snapshot = hub_snapshot(spec.model_name_or_path, spec.revision)
+        revision = spec.revision if snapshot is None else snapshot.name
+    elif spec.init == "pretrained":
+        explicit = read_json(folder / "config.json", RECIPE_MODEL).get("transformers_weights")
+        fingerprint = fingerprint_of_files(folder, RECIPE_MODEL, explicit=explicit)
+    return TrainedBase(
+        name=spec.model_name_or_path,
+        dtype=plan.precision.weights,
+        stored_as=options.method.stored_as,
+        quantization=quantization,
+        revision=revision,
+        fingerprint=fingerprint,
+    )
+
+
+@contextlib.contextmanager
+def _without_outliers(model: nn.Module) -> Iterator[None]:
+    """Let each token of 8-bit layers be rounded alone.
+
+    LLM.int8 computes the columns of large activations in 16 bits for all tokens of a row, so documents change each
+    other's rounding.
+    """
+    states = [module.state for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    thresholds = [state.threshold for state in states]
+    for state in states:
+        state.threshold = 0.0
+    try:
+        yield
+    finally:
+        for state, threshold in zip(states, thresholds, strict=True):
+            state.threshold = threshold
+
+
+def _load_and_patch(
+    options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
+) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
+    """Return the model with frozen vision parts and our kernels, and one line per kernel. attention: its name."""
+    feature = feature_of(options.task)
+    feature.prepare_config(config, options)
+    spec = options.model.model_copy(update={"attn_implementation": attention})
+    bits = {"four_bits": options.method.stored_as == "nf4", "eight_bits": options.method.stored_as == "int8"}
+    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, **bits)
+    lines: tuple[KernelLine, ...] = ()
+    wanted = options.kernels
+    if wanted.enabled is not False:
+        loss = "torch" if feature.own_loss else wanted.loss
+        switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp}
+        report = patch(model, **switches, loss=loss, recompute=wanted.recompute)
+        fused = "linear_cross_entropy"
+        rows = [row for row in report.rows if not (feature.own_loss and row.kernel == fused)]
+        lines = tuple(replace(row, kernel=feature.loss_kernel) if row.kernel == fused else row for row in rows)
+    feature.patch(model)
+    prepare_vision(model, options.vision)
+    return model, lines
+
+
+def _adapter_notes(options: BuildOptions, model: PreTrainedModel) -> tuple[str, ...]:
+    if options.method.type not in ("lora", "qlora"):
+        return ()
+    from ligertune.models.adapters.adapter_targets import adapter_notes  # imports peft, which takes seconds
+
+    return adapter_notes(model, options.method)
+
+
+def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine, ...]:
+    """Return the lines of LoRA layers that `kernels.lora` fuses and of experts with LoRA in split form, if any."""
+    if options.kernels.enabled is False or options.method.type not in ("lora", "qlora"):
+        return ()
+    from ligertune.models.adapters.fused_lora import FusedLora
+    from ligertune.patching.experts.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
+
+    fused = sum(isinstance(module, FusedLora) for module in model.modules())
+    lines = (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
+    reasons = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
+    left = Counter(reason for reason in reasons if reason is not None)
+    notes = "; ".join(f"{count} {reason}" for reason, count in left.items())
+    split = KernelLine("expert_lora", len(reasons) - left.total(), left.total(), notes)
+    return (*lines, split) if reasons else lines
+
+
+def _with_padding(plan: Plan, config: PreTrainedConfig, why: str) -> Plan:
+    """Return the plan with padded batches, and a note that says why."""
+    layout = replace(plan.layout, padding_free=False)
+    attention, _ = choose_batch_layout(layout, config, plan.machine, plan.precision)
+    built = preview_model(plan.build, config, attention, device=plan.machine.device)
+    return replace(
+        plan,
+        attn_implementation=built.attn_implementation,
+        attn_why=attention.why,
+        rows=replace(plan.rows, padding_free=False, multiple_of=attention.multiple_of),
+        notes=(*plan.notes, f"batches are padded: {why}"),
+    )

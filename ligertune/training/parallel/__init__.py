@@ -1,0 +1,1 @@
+"""Processes of a run: how they share the model and wait for each other."""

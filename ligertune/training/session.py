@@ -1,0 +1,77 @@
+"""A session: the time in which a run holds its output_dir, its processes and its model."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ligertune.attention.sdpa import prefer_flash
+from ligertune.files.storage import utc_now, write_json
+from ligertune.launcher.signals import StopRequest
+from ligertune.models.load import hide_loading_bars
+from ligertune.planning.make_plan import check_host_memory
+from ligertune.progress import Display, Phases
+from ligertune.training.checks import explain_out_of_memory
+from ligertune.training.metrics.metrics_logger import open_trackers
+from ligertune.training.model_builder import Change, trained_model
+from ligertune.training.output_dir import begin_output, output_dir_of
+from ligertune.training.parallel.distributed import start_accelerator
+from ligertune.training.setup import Custom, Job, Training, start
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run whose model is loaded. phases: measures the time to the first step. began: by `time.perf_counter`."""
+
+    training: Training
+    stop: StopRequest
+    phases: Phases
+    started: str  # UTC
+    began: float
+
+
+@contextlib.contextmanager
+def open_session(
+    job: Job,
+    show: Callable[[dict], None],
+    *,
+    change: Change | None = None,
+    phases: Phases | None = None,
+    display: Display | None = None,
+    custom: Custom | None = None,
+) -> Iterator[Session]:
+    """Lock output_dir, start the processes' group, and load the model and the checkpoint to resume from.
+
+    All ranks call it. Arguments as in `run`. Raises UserError.
+    """
+    plan = job.plan
+    check_host_memory(plan)
+    stop = StopRequest(plan.output_dir, enabled=plan.checkpoint.save_on_signal)
+    with output_dir_of(plan), stop:
+        started = utc_now()
+        began = time.perf_counter()
+        phases = phases or Phases()
+        phases.begin("loading the model")
+        gc.freeze()  # the garbage collection after the first step searches what this run makes, not imported modules
+        hide_loading_bars()
+        prefer_flash()
+        accelerator = start_accelerator(plan)
+        open_trackers(plan, accelerator)
+        if accelerator.is_main_process:
+            begin_output(plan)
+        accelerator.wait_for_everyone()
+        model, plan = trained_model(plan, job.config, accelerator, change=change)
+        if plan is not job.plan and accelerator.is_main_process:
+            write_json(plan.output_dir / "plan.json", plan.as_dict())
+        job = replace(job, plan=plan)
+        with explain_out_of_memory(plan):
+            phases.begin("preparing to train")
+            training = start(
+                job, accelerator, model, show=show, display=display or Display(), custom=custom or Custom()
+            )
+        yield Session(training, stop, phases, started, began)
+        accelerator.wait_for_everyone()
+        accelerator.end_training()

@@ -1,0 +1,409 @@
+"""Set up training: optimizer, accelerate's wrapping, checkpoint to resume, data order, batches, logging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ligertune.data.batching.collate import Batcher, context_parallel_split, rows_multiple_of, static_shapes_of
+from ligertune.data.batching.order import ByImageCount, DataOrder, StreamOrder, check_images_on_all_rows
+from ligertune.data.batching.packing import pack
+from ligertune.data.examples import Examples
+from ligertune.data.prepare import PreparedData
+from ligertune.data.stream import StreamedExamples
+from ligertune.decode.generate import SampleAnswers
+from ligertune.errors import UserError
+from ligertune.features.task import Task
+from ligertune.files.storage import MetricsFile, newest_checkpoint
+from ligertune.models.experts.expert_load import ExpertLoad
+from ligertune.models.load_tokenizer import LoadedTokenizer
+from ligertune.models.save import prompt_of
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.plan import Plan
+from ligertune.progress import Display
+from ligertune.training.callbacks import Callbacks
+from ligertune.training.checkpoint.checkpoint_files import Saver
+from ligertune.training.checkpoint.choose_checkpoint import resume_folder
+from ligertune.training.checkpoint.float8_scales import save_float8_scales
+from ligertune.training.checkpoint.load_checkpoint import (
+    explain_unusable,
+    load_states,
+    restore_random_states,
+    saved_progress,
+)
+from ligertune.training.checkpoint.trained_weights import save_only_what_trains
+from ligertune.training.checks import FiniteLossCheck, check_context_parallel
+from ligertune.training.evaluate import EarlyStopping, EvaluationMetrics
+from ligertune.training.metrics.meter import Counts, Meter
+from ligertune.training.metrics.metrics_logger import MetricsLogger
+from ligertune.training.optim.algorithms import kernel_step_pays, with_kernel_step
+from ligertune.training.optim.gradients import attach_to_prepared
+from ligertune.training.optim.optimizers import build_optimizer, set_learning_rate
+from ligertune.training.optim.schedules import LearningRates
+from ligertune.training.parallel.distributed import (
+    ProcessGroupTimeout,
+    autocast_under_fsdp,
+    full_tensor,
+    is_sharded,
+    leave_four_bit_weights,
+    reduce_sum,
+    uses_deepspeed,
+)
+from ligertune.training.step import HostThrottle, TrainStep
+from ligertune.vision.inputs import ImagePrefetcher
+from ligertune.vision.reader import ImageReader
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs except its model. `run.plan_for` returns it."""
+
+    plan: Plan
+    config: PreTrainedConfig
+    tokenizer: LoadedTokenizer
+    data: PreparedData
+    images: ImageReader | None = None  # only for vision-language models
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """Prompt template, its variables and system prompt: saved with the model, and used for its sample answers."""
+        return prompt_of(self.data.template, self.plan.data_options)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The model as accelerate wraps it for DDP, FSDP2 or ZeRO, with its optimizer and its task."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    task: Task
+    expert_load: ExpertLoad | None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run continues.
+
+    step: finished steps, 0 for a new run. eval_losses: of all evaluations up to it. has_evaluation: whether that step
+    has one.
+    """
+
+    step: int
+    notes: tuple[str, ...]
+    metrics: MetricsFile
+    eval_losses: Sequence[float]
+    has_evaluation: bool
+
+
+@dataclass(frozen=True)
+class Custom:
+    """What a Python user brings to a run.
+
+    task: makes the task, in place of the recipe's. setup: returns the training with fields that it replaced.
+    """
+
+    task: Callable[[Plan, nn.Module], Task] | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    metrics: EvaluationMetrics | None = None
+    setup: Callable[[Training], Training] = lambda training: training
+
+
+@dataclass
+class Training:
+    """All objects that the loop uses. Every rank makes one, by `start`; each field can be replaced."""
+
+    job: Job
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    task: Task
+    train_step: TrainStep
+    order: DataOrder | StreamOrder | ByImageCount
+    batcher: Batcher
+    eval_batcher: Batcher | None
+    rates: LearningRates
+    early_stopping: EarlyStopping
+    saver: Saver
+    meter: Meter
+    logger: MetricsLogger
+    loss_check: FiniteLossCheck
+    throttle: HostThrottle
+    timeout: ProcessGroupTimeout
+    display: Display
+    resumed: Resumed
+    notes: tuple[str, ...]
+    expert_load: ExpertLoad | None = None
+    answer: SampleAnswers | None = None  # answers eval.sample_prompts
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    metrics: EvaluationMetrics | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.job.plan
+
+    @property
+    def resumed_from(self) -> int:
+        return self.resumed.step
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether a signal stopped the interrupted run after a step was saved, and before its evaluation."""
+        plan = self.plan
+        due = plan.due(plan.evaluate, self.resumed_from) or self.resumed_from == plan.schedule.total_steps
+        return bool(self.eval_batcher and self.resumed_from and due and not self.resumed.has_evaluation)
+
+    def all_work(self) -> Counts:
+        """Return the work of all steps, also of those before a resume. Only the main rank knows the earlier ones."""
+        total = self._work_before() if self.accelerator.is_main_process else Counts()
+        total.add(self.meter.counts)
+        return total
+
+    def _work_before(self) -> Counts:
+        """Return the tokens of the steps before a resume: the logged ones, and counted those that no line contains."""
+        total = Counts()
+        lines = self.resumed.metrics.lines()
+        logged = [line for line in lines if "loss" in line and line["step"] <= self.resumed_from]
+        for line in logged:
+            total.add(Counts(**{name: line.get(name, 0) for name in ("tokens", "padded_tokens", "trained_tokens")}))
+        for step in range(logged[-1]["step"] if logged else 0, self.resumed_from):
+            total.add(self.work(step))
+        return total
+
+    def run_step(self, step: int) -> tuple[float, float | None]:
+        """Train on the global batch of `step` (0 is the first); return its loss, and the gradient norm if it clips.
+
+        For a loop of one's own: it waits for the device, which `fit` does not. All ranks call it.
+        """
+        loss_sum = torch.zeros((), device=self.accelerator.device)
+        set_learning_rate(self.optimizer, self.rates.at(step))
+        grad_norm = self.train_step(self.micro_batches(step), self.batcher, self.loss_inputs(step), loss_sum)
+        loss = float(reduce_sum(self.accelerator, loss_sum))
+        return loss, None if grad_norm is None else float(full_tensor(grad_norm))
+
+    def micro_batches(self, step: int) -> list[list[np.ndarray]]:
+        """Return this rank's rows of each micro-batch of `step`. Context-parallel ranks share rows."""
+        return self.order.micro_batches(step, self.accelerator.process_index // self.plan.batching.cp_size)
+
+    def prefetch_images(self, step: int) -> None:
+        """Start to read the images of `step` in the background. A stream cannot look ahead."""
+        if self.batcher.prefetcher is None or self.plan.rows.streamed or step >= self.plan.schedule.total_steps:
+            return
+        self.batcher.prefetch(self.order.micro_batches(step, self.accelerator.process_index))
+
+    def loss_inputs(self, step: int) -> dict:
+        """Return the loss's normalisation over the global batch of `step`: every rank knows every example's count."""
+        return self.task.inputs(self.batcher.examples, np.concatenate(self.order.step(step)), step=step)
+
+    def work(self, step: int) -> Counts:
+        """Return the work of `step` over all ranks: every rank knows every length."""
+        rows = self.order.step(step)
+        batcher = self.batcher
+        size = self.order.batching.micro_batch_size
+        indices = np.concatenate(rows)
+        tokens = int(batcher.examples.lengths[indices].sum())
+        squared_lengths = int(batcher.examples.squared_lengths[indices].sum())
+        return Counts(
+            steps=1,
+            tokens=tokens,
+            padded_tokens=sum(batcher.padded_tokens(rows[i : i + size]) for i in range(0, len(rows), size)),
+            trained_tokens=int(batcher.examples.trained[indices].sum()),
+            images=int(batcher.examples.n_images[indices].sum()) if batcher.images else 0,
+            image_tokens=batcher.image_tokens(indices),
+            flops=self.task.shape.flops(tokens=tokens, squared_lengths=squared_lengths),
+        )
+
+
+def start(
+    job: Job,
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    show: Callable[[dict], None],
+    display: Display,
+    custom: Custom,
+) -> Training:
+    """Wrap the model, load the checkpoint to resume from, and do what the task needs before the first step.
+
+    All ranks call it. show: receives each logged line, on the main rank only. display: shows the steps.
+    """
+    wrapped = _wrap(job.plan, accelerator, model, custom)
+    resumed = _resume(job.plan, accelerator, wrapped)
+    training = custom.setup(setup(job, accelerator, wrapped, resumed, show=show, display=display, custom=custom))
+    task = training.task
+    if training.metrics is not None and not task.gives_predictions:
+        raise UserError(
+            f"compute_metrics: task: {job.plan.build.task} makes no predictions that metrics could be computed from.",
+            hint="Leave it out: report.json and metrics.jsonl hold the task's own measures.",
+        )
+    check_context_parallel(job.plan, training.model, training.batcher, vocab_size=task.shape.vocab_size)
+    task.resumed = resumed.step > 0
+    task.say = display.begins
+    task.prepare(training.model, [b for b in (training.batcher, training.eval_batcher) if b is not None])
+    for note in training.notes:
+        training.logger.log({"step": resumed.step, "note": note})
+    return training
+
+
+def setup(
+    job: Job,
+    accelerator: Accelerator,
+    wrapped: Wrapped,
+    resumed: Resumed,
+    *,
+    show: Callable[[dict], None],
+    display: Display,
+    custom: Custom,
+) -> Training:
+    """Return the training of a wrapped model. Nothing is opened, loaded or computed."""
+    plan = job.plan
+    model = wrapped.model
+    order = _data_order(plan, job.data.train, job.images)
+    batcher, eval_batcher = _batchers(job, accelerator, order, wrapped.task)
+    meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
+    loss_check = FiniteLossCheck(plan.output_dir, batcher, rank=accelerator.process_index)
+    patience = plan.evaluation.early_stopping_patience
+    return Training(
+        job=job,
+        accelerator=accelerator,
+        model=model,
+        optimizer=wrapped.optimizer,
+        task=wrapped.task,
+        train_step=TrainStep(plan, accelerator, model, wrapped.optimizer, wrapped.task),
+        order=order,
+        batcher=batcher,
+        eval_batcher=eval_batcher,
+        rates=LearningRates(plan.schedule, resumed.eval_losses),
+        early_stopping=EarlyStopping(patience, resumed.eval_losses, threshold=plan.evaluation.early_stopping_threshold),
+        saver=Saver(accelerator, plan, model, wrapped.optimizer),
+        meter=meter,
+        logger=MetricsLogger(
+            plan, accelerator, meter, loss_check, resumed.metrics, show, wrapped.task.measures, custom.callbacks
+        ),
+        loss_check=loss_check,
+        throttle=HostThrottle(accelerator),
+        timeout=ProcessGroupTimeout(accelerator, model, plan.parallel.timeout, batcher.context_parallel),
+        display=display,
+        resumed=resumed,
+        notes=resumed.notes,
+        expert_load=wrapped.expert_load,
+        answer=_sample_answers(job),
+        callbacks=custom.callbacks,
+        metrics=custom.metrics,
+    )
+
+
+def _wrap(plan: Plan, accelerator: Accelerator, model: nn.Module, custom: Custom) -> Wrapped:
+    """Make the task, build the optimizer, and let accelerate wrap model and optimizer for DDP, FSDP2 or ZeRO."""
+    save_only_what_trains(accelerator, model)
+    save_float8_scales(accelerator, model)
+    feature = feature_of(plan.build.task)
+    task = (custom.task or feature.task)(plan, model)
+    expert_load = ExpertLoad(model) if feature.counts_experts else None
+    optimizer = build_optimizer(model, plan.optimizer)
+    if _takes_kernel_step(plan, accelerator, optimizer):
+        optimizer = with_kernel_step(optimizer)
+    leave_four_bit_weights(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    autocast_under_fsdp(accelerator, model)
+    attach_to_prepared(optimizer)
+    return Wrapped(model, optimizer, task, expert_load)
+
+
+def _takes_kernel_step(plan: Plan, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> bool:
+    kernels = plan.build.kernels
+    wanted = kernels.enabled is not False and kernels.optimizer
+    if wanted != "auto":
+        return wanted
+    ranks = accelerator.num_processes if is_sharded(accelerator) else 1
+    return not uses_deepspeed(accelerator) and kernel_step_pays(optimizer, accelerator.device, ranks=ranks)
+
+
+def _resume(plan: Plan, accelerator: Accelerator, wrapped: Wrapped) -> Resumed:
+    """Load the checkpoint that the plan names, and drop what was logged after it. All ranks call it."""
+    found = [resume_folder(plan) if accelerator.is_main_process else None]
+    folder, notes = broadcast_object_list(found)[0]
+    step = 0
+    if folder is not None:
+        step = saved_progress(folder, plan)
+        if notes and folder != newest_checkpoint(plan.output_dir):
+            notes += (f"continued from step {step} ({folder}) instead",)
+        with explain_unusable(folder):
+            load_states(accelerator, folder, wrapped.model, wrapped.optimizer)
+            restore_random_states(folder, accelerator.process_index)
+    metrics = MetricsFile(plan.output_dir / "metrics.jsonl", enabled=accelerator.is_main_process)
+    metrics.begin(after=step)
+    losses, has_evaluation = _earlier_evaluations(accelerator, metrics, step)
+    return Resumed(step, notes, metrics, losses, has_evaluation)
+
+
+def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
+    """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank."""
+    lines = [line for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else []
+    losses = [line["eval_loss"] for line in lines if line["step"] > 0]  # without the one before the first step
+    found = losses, any(line["step"] == resumed_from for line in lines)
+    return broadcast_object_list([found])[0]
+
+
+def _data_order(
+    plan: Plan, examples: Examples | StreamedExamples, images: ImageReader | None
+) -> DataOrder | StreamOrder | ByImageCount:
+    """Return which rows each rank trains on in each step."""
+    if plan.rows.streamed:
+        length = plan.rows.length if plan.rows.packed else None
+        order = StreamOrder(examples, seed=plan.build.seed, batching=plan.batching, max_length=length)
+    else:
+        whole = plan.schedule.total_steps * plan.batching.global_batch_size
+        order = DataOrder(
+            examples.longest_documents,
+            total_rows=whole if plan.num_train_epochs is None else round(plan.num_train_epochs * plan.rows.count),
+            seed=plan.build.seed,
+            batching=plan.batching,
+            packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
+            grouped=plan.rows.kind == "grouped",
+        )
+    if images is None or images.family.layout != "tiles":
+        return order
+    check_images_on_all_rows(plan.strategy, examples, images.family.name)
+    return ByImageCount(order, examples.n_images)
+
+
+def _batchers(
+    job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByImageCount, task: Task
+) -> tuple[Batcher, Batcher | None]:
+    """Return what makes batches of training and of evaluation examples. All ranks call it."""
+    plan = job.plan
+    data = job.data
+    images = job.images
+    prefetchers = [None if images is None else ImagePrefetcher(images) for _ in range(2)]
+    batcher = Batcher(
+        data.train,
+        packed=plan.rows.is_padding_free,
+        multiple_of=plan.rows.multiple_of,
+        pad_token_id=job.tokenizer.pad_token_id,
+        index_labels=plan.loss_in_head,
+        device=accelerator.device,
+        label_shifts=task.label_shifts,
+        more_fields=task.batch_fields,
+        rows_multiple_of=rows_multiple_of(plan),
+        images=images,
+        prefetcher=prefetchers[0],
+        context_parallel=context_parallel_split(plan),
+        static_shapes=static_shapes_of(plan, order.packs),
+    )
+    return batcher, replace(batcher, examples=data.eval, prefetcher=prefetchers[1]) if data.eval else None
+
+
+def _sample_answers(job: Job) -> SampleAnswers | None:
+    """Return a function that answers `eval.sample_prompts`; None without prompts, or if ranks share the weights."""
+    prompts = job.plan.evaluation.sample_prompts
+    if not prompts or job.plan.shares_weights:
+        return None
+    return SampleAnswers(prompts, job.tokenizer.tokenizer, job.prompt, pad_token_id=job.tokenizer.pad_token_id)

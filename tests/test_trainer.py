@@ -1,0 +1,214 @@
+"""Training from Python: reports, own losses, steps and loops, callbacks and metrics, on the quickstart's model."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from command_line import ROOT
+from torch import nn
+from transformers import TrainerCallback
+
+import ligertune
+from ligertune.trainer import Trainer, plan, train
+
+QUICKSTART = ROOT / "configs" / "quickstart"
+ROWS = [{"instruction": f"Say {i}.", "output": f"It is {i}."} for i in range(24)]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return {
+        "model": {"model_name_or_path": str(QUICKSTART / "stories260K"), "dtype": "float32"},
+        "data": {
+            "datasets": [{"path": str(QUICKSTART / "dolly_short.jsonl"), "max_samples": 40}],
+            "max_length": 256,
+            "packing": False,
+            "val_split": 0.2,
+            "cache": False,
+        },
+        "train": {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
+        "checkpoint": {"output_dir": str(tmp_path / "run"), "save_strategy": "no"},
+        "eval": {"eval_on_start": False},
+        "logging": {"logging_steps": 1},
+    }
+
+
+def losses_of(recipe, **options):
+    lines = []
+    report = train(recipe, show=lines.append, **options)
+    return report, [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_mapping_a_file_and_a_recipe_train_alike(recipe, tmp_path):
+    report, losses = losses_of(recipe)
+    assert report.status == "completed" and len(losses) == 3 and losses[-1] < losses[0]
+    assert report.loss_last == losses[-1]
+    assert repr(report).splitlines()[0] == "run completed: step 3 of 3"
+    file = tmp_path / "recipe.yaml"
+    file.write_text(ligertune.recipe.dump_recipe(ligertune.recipe.recipe_of(recipe)), encoding="utf-8")
+    again = ["checkpoint.overwrite=true"]
+    assert losses_of(file, overrides=again)[1] == losses
+    assert losses_of(ligertune.load_recipe(file), overrides=again)[1] == losses
+    assert plan(file).schedule.total_steps == 3  # although output_dir holds a run
+
+
+def test_wrong_keys_are_one_error_with_the_sentences_of_the_command(recipe):
+    recipe["train"]["learning_rat"] = 1
+    del recipe["data"]["datasets"]
+    with pytest.raises(ligertune.UserError) as caught:
+        train(recipe)
+    text = str(caught.value)
+    assert "train.learning_rat is not a recipe key. Did you mean train.learning_rate?" in text
+    assert "data.datasets is missing" in text
+
+
+def test_a_loop_of_ones_own_gives_the_losses_of_train(recipe):
+    _, expected = losses_of(recipe)
+    trainer = Trainer(recipe, ["checkpoint.overwrite=true"])
+    with trainer.open() as training:
+        found = [training.run_step(step) for step in range(trainer.plan.schedule.total_steps)]
+    assert [loss for loss, _ in found] == expected
+    assert all(grad_norm > 0 for _, grad_norm in found)
+
+
+def test_rows_are_trained_on_in_place_of_the_recipes_data(recipe):
+    recipe["data"]["val_split"] = 0.0
+    trainer = Trainer(recipe, data=ROWS)
+    assert trainer.plan.data.examples == len(ROWS)
+    report = trainer.train()
+    assert math.isfinite(report.loss_last)
+    with pytest.raises(ligertune.UserError, match="data: row 1 is str"):
+        Trainer(recipe, data=["text"]).plan  # noqa: B018
+
+
+def test_the_loss_can_be_replaced(recipe):
+    _, expected = losses_of(recipe)
+    recipe["train"]["max_steps"] = 1
+    report, doubled = losses_of(
+        recipe,
+        overrides=["checkpoint.overwrite=true"],
+        loss=lambda model, batch: 2 * model(**batch, use_cache=False).loss,
+    )
+    assert doubled == [pytest.approx(2 * expected[0], rel=1e-6)]
+    assert report.losses["fused"] > 0
+
+
+class Entropy(ligertune.Task):
+    """Cross-entropy from logits; logs the entropy of the predictions."""
+
+    def __init__(self, shape):
+        super().__init__(shape, ligertune.Measures(("entropy",)))
+
+    def loss(self, model, batch):
+        logits, labels = self.predictions(model, batch)
+        kept = labels[:, 1:] != -100
+        log_probs = logits[:, :-1].log_softmax(-1)
+        self.measures.add("entropy", -(log_probs.exp() * log_probs).sum(-1)[kept])
+        total = nn.functional.nll_loss(log_probs[kept], labels[:, 1:][kept], reduction="sum")
+        return total / batch["num_items_in_batch"]
+
+
+def test_a_task_of_ones_own_gives_the_same_losses_and_its_measure(recipe):
+    _, expected = losses_of(recipe)
+    lines = []
+    train(recipe, ["checkpoint.overwrite=true"], task=Entropy, show=lines.append)
+    logged = [line for line in lines if "loss" in line]
+    assert [line["loss"] for line in logged] == pytest.approx(expected, rel=1e-4)
+    assert all(0 < line["entropy"] < math.log(512) for line in logged)  # the vocabulary has 512 tokens
+
+
+def test_a_step_of_ones_own_replaces_the_update(recipe):
+    calls = []
+
+    def make_step(training):
+        before = [p.detach().clone() for p in training.model.parameters()]
+
+        def step(micro_batches, make_batch, loss_inputs, loss_sum):
+            for rows in micro_batches:
+                loss = training.task.loss(training.model, {**make_batch(rows), **loss_inputs})
+                loss_sum += loss.detach()
+            calls.append(all(torch.equal(p, b) for p, b in zip(training.model.parameters(), before, strict=True)))
+            return None
+
+        return step
+
+    train(recipe, step=make_step)
+    assert calls == [True, True, True]  # nothing was updated
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.events.append(("begin", state.global_step, state.max_steps))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.events.append(("step", state.global_step, round(state.epoch, 4)))
+        control.should_evaluate = state.global_step == 1
+        control.should_save = state.global_step == 1
+        control.should_training_stop = state.global_step == 2
+        return control
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.events.append(("evaluate", sorted(metrics)))
+
+    def on_save(self, args, state, control, **kwargs):
+        self.events.append(("save", state.global_step))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.events.append(("end", len(state.log_history) > 2))
+
+
+def test_callbacks_of_transformers_see_and_change_the_run(recipe, tmp_path):
+    recorder = Recorder()
+    report = train(recipe, callbacks=[recorder])
+    names = [event[0] for event in recorder.events]
+    assert names == ["begin", "step", "evaluate", "save", "step", "end"]
+    assert recorder.events[0] == ("begin", 0, 3) and recorder.events[2] == ("evaluate", ["eval_loss"])
+    assert recorder.events[1][2] == round(2 / 32, 4)  # 2 of the 32 examples that val_split leaves
+    assert recorder.events[-1] == ("end", True)
+    assert report.steps == 2 and "a callback stopped the run at step 2" in report.notes
+    assert (tmp_path / "run" / "checkpoints" / "step-1" / "progress.json").is_file()
+
+
+def test_an_object_without_an_event_is_no_callback(recipe):
+    with pytest.raises(ligertune.UserError, match="callbacks: object has none of the methods"):
+        Trainer(recipe, callbacks=[object()])
+
+
+def accuracy(found):
+    predicted, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    return {"token_accuracy": float((predicted == labels)[labels != -100].mean()), "rows": len(found.label_ids)}
+
+
+def test_metrics_are_computed_from_all_predictions(recipe):
+    recipe["data"]["padding_free"] = False
+    recipe["eval"]["per_device_eval_batch_size"] = 3
+    lines = []
+    report = train(
+        recipe,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        show=lines.append,
+    )
+    evaluated = next(line for line in lines if "eval_loss" in line)
+    assert evaluated["eval_rows"] == 8  # a fifth of 40, in batches of 3, 3 and 2
+    assert report.eval_measures["token_accuracy"] == evaluated["eval_token_accuracy"]
+    model = ligertune.AutoModelForCausalLM.from_pretrained(report.model_path, dtype=torch.float32)
+    right = total = 0
+    for example in Trainer(recipe, ["checkpoint.overwrite=true"]).job.data.eval:
+        ids = torch.from_numpy(np.asarray(example.input_ids, np.int64))[None]
+        labels = torch.from_numpy(np.asarray(example.labels, np.int64))[1:]
+        predicted = model(input_ids=ids).logits[0, :-1].argmax(-1)
+        right += int((predicted == labels)[labels != -100].sum())
+        total += int((labels != -100).sum())
+    assert evaluated["eval_token_accuracy"] == pytest.approx(right / total)
+
+
+def test_a_task_without_predictions_refuses_metrics(recipe):
+    recipe["task"] = "dpo"
+    recipe["data"]["datasets"] = [{"path": str(QUICKSTART / "preferences.jsonl"), "max_samples": 20}]
+    with pytest.raises(ligertune.UserError, match="compute_metrics: task: dpo makes no predictions"):
+        train(recipe, compute_metrics=accuracy)
