@@ -80,24 +80,31 @@ class AttentionChoice:
     one_launch: bool = False
 
 
-def choose_attention(
-    wanted: str,
-    config: PreTrainedConfig,
-    machine: Machine,
-    precision: Precision,
-    *,
-    packing: bool,
-    cp_size: int = 1,
-    own_kernel: Literal["auto"] | bool = False,
-    deterministic: bool = True,
-    few_shapes: bool = False,
-) -> AttentionChoice:
-    """Choose the attention for `model.attn_implementation`. Raises UserError if none fits or packing is impossible.
+@dataclass(frozen=True)
+class AttentionDemands:
+    """Settings of a run that limit which attention it can use.
 
-    cp_size: ranks that share each row. own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it
-    and what is faster. deterministic: the same inputs must give the same bits. few_shapes: steps run as graphs.
+    wanted: `model.attn_implementation`. packing: a row holds several documents. cp_size: ranks that share each row.
+    own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it and what is faster. deterministic:
+    the same inputs must give the same bits. few_shapes: steps run as graphs.
     """
-    wanted = DOCUMENT_ATTENTION if own_kernel is True else wanted
+
+    wanted: str
+    packing: bool
+    cp_size: int = 1
+    own_kernel: Literal["auto"] | bool = False
+    deterministic: bool = True
+    few_shapes: bool = False
+
+
+def choose_attention(
+    demands: AttentionDemands, config: PreTrainedConfig, machine: Machine, precision: Precision
+) -> AttentionChoice:
+    """Choose the attention of a model. Raises UserError if none fits or packing is impossible."""
+    packing = demands.packing
+    own_kernel = demands.own_kernel
+    cp_size = demands.cp_size
+    wanted = DOCUMENT_ATTENTION if own_kernel is True else demands.wanted
     if cp_size > 1:
         check_shared_rows(config)
     if packing:
@@ -105,7 +112,7 @@ def choose_attention(
     elif wanted == "auto":
         return AttentionChoice(None, "")
     reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
-    unwanted = _against_flash_4(deterministic=deterministic, few_shapes=few_shapes)
+    unwanted = _against_flash_4(demands)
     if wanted != "auto":
         reason = reasons[wanted] or (unwanted if wanted == FLASH_4 else None)
         return _explicit_choice(wanted, reason, packing=packing)
@@ -116,11 +123,11 @@ def choose_attention(
     return _first_fitting(rows, reasons)
 
 
-def _against_flash_4(*, deterministic: bool, few_shapes: bool) -> str | None:
+def _against_flash_4(demands: AttentionDemands) -> str | None:
     """Return which setting of the run excludes FlashAttention-4, or None."""
-    if deterministic:
+    if demands.deterministic:
         return "its gradients differ from run to run, and train.full_determinism is true"
-    return "train.torch_compile and train.cuda_graphs do not run it" if few_shapes else None
+    return "train.torch_compile and train.cuda_graphs do not run it" if demands.few_shapes else None
 
 
 def _explicit_choice(wanted: str, reason: str | None, *, packing: bool) -> AttentionChoice:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ligertune.attention.choice import DOCUMENT_ATTENTION, choose_attention
+from ligertune.attention.choice import DOCUMENT_ATTENTION, AttentionDemands, choose_attention
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
@@ -66,17 +66,15 @@ def _attention(
             "this attention is for examples that do.",
             hint="Leave it out.",
         )
-    return choose_attention(
-        options.attn_implementation,
-        config,
-        machine,
-        precision,
+    demands = AttentionDemands(
+        wanted=options.attn_implementation,
         packing=packing,
         cp_size=options.cp_size,
         own_kernel=options.document_attention,
         deterministic=options.full_determinism,
         few_shapes=options.few_shapes,
     )
+    return choose_attention(demands, config, machine, precision)
 
 
 def _required(

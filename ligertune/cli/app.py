@@ -61,13 +61,16 @@ with importing():
     from ligertune.cli.doctor import doctor
     from ligertune.cli.export import export
     from ligertune.cli.generate import chat, generate
+    from ligertune.cli.options import command_parts
     from ligertune.cli.plan import PlanCommand, plan
     from ligertune.cli.recipe import init, recipe_app
     from ligertune.cli.render import console as render
-    from ligertune.cli.train import TrainCommand, distill, medusa, train
+    from ligertune.cli.train import TrainCommand, train
 
-for command in (init, train, medusa, distill, plan, compare, bench, data, generate, chat, export, doctor):
-    kinds = {train: TrainCommand, medusa: TrainCommand, distill: TrainCommand, plan: PlanCommand}
+    TRAINERS = (train, *(part.train for part in command_parts()))
+
+for command in (init, *TRAINERS, plan, compare, bench, data, generate, chat, export, doctor):
+    kinds = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}
     app.command(cls=kinds.get(command))(command)
 app.add_typer(recipe_app, name="recipe")
 
@@ -108,7 +111,7 @@ def main() -> None:
             sys.exit(2)
         if reason is None:
             raise
-        trains = sys.argv[1:2] in (["train"], ["medusa"], ["distill"])
+        trains = sys.argv[1:2] in [[command.__name__] for command in TRAINERS]
         what = problem.filename or ("A file" if trains else "The output")
         _report(cannot_write(str(what), reason, trains=trains))
         if problem.filename is None:

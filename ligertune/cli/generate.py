@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligertune.cli.options import Json, TrustRemoteCode
+from ligertune.cli.options import GenerateRequest, Json, TrustRemoteCode, answer_of_decoder, with_decoders
 from ligertune.cli.render import console as render
-from ligertune.errors import UserError, plural
+from ligertune.errors import UserError
 from ligertune.launcher.signals import before_leaving
 from ligertune.progress import importing
 
@@ -35,6 +35,7 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, max=2**20, help="Maximum numbe
 Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed for sampling.")]
 
 
+@with_decoders
 def generate(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
@@ -50,14 +51,10 @@ def generate(
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
-    medusa: Annotated[bool, typer.Option("--medusa", help="Decode with the Medusa heads that MODEL holds.")] = False,
-    acceptance: Annotated[
-        Literal["greedy", "typical"],
-        typer.Option(help="With --medusa: greedy gives the same text as plain greedy decoding; typical samples."),
-    ] = "greedy",
     seed: Seed = 42,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
+    **decoders: Any,
 ) -> None:
     """Answer or continue a prompt, using the prompt template that the model was trained with.
 
@@ -69,38 +66,43 @@ def generate(
         raise UserError("generate takes one prompt or --prompts FILE.", hint="Write the prompt after the model.")
     asked = read_prompts(prompts) if prompts else [_read_stdin() if prompt == "-" else prompt]
     render.people_on_stderr(json)
-    if medusa:
-        _refuse_with_heads({"--top-p": top_p < 1, "--image": bool(image), "--prompts": bool(prompts)})
-        from ligertune.features.medusa.decode.medusa_generate import choose_acceptance, generate_with_heads
-
-        options = {"raw": raw, "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}
-        rule = choose_acceptance(acceptance, temperature)
-        found = generate_with_heads(model, asked[0], acceptance=rule, seed=seed, **options)
-        _print_answers([found], json)
-        render.note(f"{plural(found.new_tokens, 'token')}, {found.speed}")
+    request = GenerateRequest(
+        model=model,
+        prompts=asked,
+        raw=raw,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        prompts_file=prompts,
+        images=tuple(image or ()),
+    )
+    answer = answer_of_decoder(request, decoders)
+    if answer is not None:
+        _print_answers([answer], json)
+        render.note(answer.speed)
         return
-    loaded = _load(model, raw=raw, trust_remote_code=trust_remote_code)
+    _answer_prompts(request, json)
+
+
+def _answer_prompts(request: GenerateRequest, json: bool) -> None:
+    """Answer all prompts with one loaded model, and print each answer as it is made."""
+    loaded = _load(request.model, raw=request.raw, trust_remote_code=request.trust_remote_code)
     from ligertune.decode.generate import Decoding, generate_answer
 
-    decoding = Decoding(max_new_tokens, temperature, top_p)
+    decoding = Decoding(request.max_new_tokens, request.temperature, request.top_p)
+    options = {"seed": request.seed, "on_text": None if json else render.piece}
     answers = []
     with contextlib.nullcontext() if json else before_leaving(partial(os.write, 1, b"\n")):  # ends a line cut off
-        for number, text in enumerate(asked, start=1):
-            if prompts and not json:
+        for number, text in enumerate(request.prompts, start=1):
+            if request.prompts_file and not json:
                 render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
-            options = {"seed": seed, "images": list(image or []), "on_text": None if json else render.piece}
-            answers.append(generate_answer(loaded, text, decoding, **options))
+            answers.append(generate_answer(loaded, text, decoding, images=list(request.images), **options))
             if not json and not answers[-1].text.endswith("\n"):
                 render.piece("\n")
     if json:
-        _print_answers(answers, json, as_list=prompts is not None)
-
-
-def _refuse_with_heads(given: dict[str, bool]) -> None:
-    """Raise UserError if an option is given that --medusa does not support. given: option -> whether it is given."""
-    for option, is_given in given.items():
-        if is_given:
-            raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
+        _print_answers(answers, json, as_list=request.prompts_file is not None)
 
 
 def chat(

@@ -1,11 +1,26 @@
-"""Options that several commands share: the recipe's path, `--set`, `--json`, and completion of recipe keys."""
+"""Options that several commands share, and commands and options that features add.
+
+A feature registers its own as PART in its module `command`. `ligertune --help` imports that module, so it imports
+torch, transformers and pydantic inside its functions only.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ligertune.recipe.feature import LAST, feature_names
+
+if TYPE_CHECKING:
+    from ligertune.decode.generate import Answer
 
 
 def complete_recipe_key(incomplete: str) -> list[str]:
@@ -30,3 +45,79 @@ Json = Annotated[bool, typer.Option("--json", help="Print a JSON report to stdou
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Read it first.")
 ]
+
+# ---- what features add
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The arguments of `ligertune generate`. prompts_file, images: of --prompts and --image."""
+
+    model: str
+    prompts: list[str]
+    raw: bool
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    trust_remote_code: bool
+    prompts_file: Path | None
+    images: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CommandPart:
+    """What a feature adds to the command line.
+
+    train: a command that runs a recipe, as a function for typer. order: its place after `ligertune train`.
+    decode: answers a GenerateRequest, or returns None if its options are not given. Its keyword-only parameters are
+    these options of `ligertune generate`.
+    """
+
+    train: Callable[..., None]
+    decode: Callable[..., Answer | None] | None = None
+    order: int = LAST
+
+
+@cache
+def command_parts() -> tuple[CommandPart, ...]:
+    """Return the parts of all features that add to the command line."""
+    modules = [f"{name}.command" for name in feature_names()]
+    parts = [importlib.import_module(module).PART for module in modules if find_spec(module) is not None]
+    return tuple(sorted(parts, key=lambda part: part.order))
+
+
+def with_decoders(generate: Callable[..., None]) -> Callable[..., None]:
+    """Give `generate` the options of the features' decoders, in front of its option --seed.
+
+    `generate` receives them as keyword arguments; typer reads them from the signature.
+    """
+    own = inspect.signature(generate, eval_str=True)
+    parameters = []
+    for parameter in own.parameters.values():
+        if parameter.name == "seed":
+            parameters += [option for decode in _decoders() for option in _options_of(decode)]
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+    generate.__signature__ = own.replace(parameters=parameters)
+    return generate
+
+
+def answer_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> Answer | None:
+    """Return the answer of the first decoder whose options are given; None if none are."""
+    for decode in _decoders():
+        given = {option.name: options.get(option.name, option.default) for option in _options_of(decode)}
+        answer = decode(request, **given)
+        if answer is not None:
+            return answer
+    return None
+
+
+def _decoders() -> Iterator[Callable[..., Answer | None]]:
+    return (part.decode for part in command_parts() if part.decode is not None)
+
+
+def _options_of(decode: Callable[..., Answer | None]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(decode, eval_str=True).parameters.values()
+    options = (parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    return [option.replace(kind=option.POSITIONAL_OR_KEYWORD) for option in options]

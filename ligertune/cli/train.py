@@ -1,4 +1,4 @@
-"""`ligertune train`, `medusa` and `distill`: run a recipe and show its plan, progress and report."""
+"""`ligertune train`: run a recipe and show its plan, progress and report. Commands of features run theirs here."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.progress import Phases
     from ligertune.recipe import Recipe
+    from ligertune.training.setup import Job
 
 
 class ResumeFrom(str, Enum):
@@ -72,123 +73,20 @@ def train(
     from ligertune.recipe import load_recipe
 
     render.people_on_stderr(json)
-    run_recipe(load_recipe(recipe, [*(set_ or []), *_run_overrides(resume, overwrite)]), json)
+    run_recipe(load_recipe(recipe, [*(set_ or []), *run_overrides(resume, overwrite)]), json)
 
 
-def medusa(
-    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML file). Default: a bundled recipe.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Number of heads (medusa.num_heads).")] = None,
-    layers: Annotated[int | None, typer.Option(help="Residual blocks per head (medusa.num_layers).")] = None,
-    stage: Annotated[
-        int | None, typer.Option(help="1: train the heads only. 2: train the model and the heads (medusa.stage).")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id or folder of the model.")] = None,
-    data: Annotated[str | None, typer.Option(help="Data set: hub id, file or folder.")] = None,
-    from_: Annotated[str | None, typer.Option("--from", help="Folder of trained heads to start from.")] = None,
-    set_: Overrides = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-    report: Annotated[
-        bool, typer.Option("--report", help="Measure the trained heads in output_dir, without training.")
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Train Medusa heads for speculative decoding, then measure their accuracy and the decoding speed-up.
-
-    Example: ligertune medusa --heads 5
-    """
-    from ligertune.launcher.failures import is_started_rank
-    from ligertune.recipe import load_recipe
-
-    render.people_on_stderr(json)
-    path = recipe or default_medusa_recipe(stage)
-    if recipe is None and not is_started_rank():
-        render.text(f"No recipe given: using {path}")
-    options = {
-        "medusa.num_heads": heads,
-        "medusa.num_layers": layers,
-        "medusa.stage": stage,
-        "medusa.heads_path": from_,
-        "model.model_name_or_path": model,
-        "data.datasets": None if data is None else f"[{{path: {data!r}}}]",
-    }
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    # --set comes last, so that it wins over the options
-    overrides = ["task=medusa", *given, *_run_overrides(resume, overwrite), *(set_ or [])]
-    loaded = load_recipe(path, overrides=overrides)
-    if not report:
-        run_recipe(loaded, json)
-        return
-    from ligertune.cli.render import run_report
-    from ligertune.features.medusa.medusa_run import report_on
-    from ligertune.launcher.run_lock import locked_folder
-    from ligertune.planning.feature_spec import feature_of
-    from ligertune.planning.options import RunOptions
-
-    with locked_folder(Path(loaded.checkpoint.output_dir)):
-        found = report_on(RunOptions.of(loaded)).as_dict()
-    run_report.show_tables(feature_of("medusa").result_tables(found))
-    if json:
-        render.json_report(found)
-
-
-def distill(
-    recipe: RecipeFile,
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the teacher's largest log-probabilities (distill.top_k) to this folder; train nothing."
-        ),
-    ] = None,
-    set_: Overrides = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-    json: Json = False,
-) -> None:
-    """Train a student towards a teacher's distributions (task: distill), or write those for later runs.
-
-    Example: ligertune distill recipe.yaml --write teacher_log_probs
-    """
-    from ligertune.planning.preflight import check_out_folder, make_out_folder
-    from ligertune.recipe import load_recipe
-
-    render.people_on_stderr(json)
-    overrides = ["task=distill", *_run_overrides(resume, overwrite), *(set_ or [])]
-    if write is None:
-        run_recipe(load_recipe(recipe, overrides=overrides), json)
-        return
-    loaded = load_recipe(recipe, overrides=[*overrides, "distill.teacher_file=null"])
-    check_out_folder(write, "--write")
-    make_out_folder(write.parent, "--write")
-    with importing():
-        from ligertune.features.distill.teacher_files import write_teacher_file
-        from ligertune.training.resolve import plan_for
-    job = plan_for(loaded, for_show=True, processes=1)
-    found = write_teacher_file(
-        job.plan,
-        job.data,
-        write,
-        pad_token_id=job.tokenizer.pad_token_id,
-        vocab_size=job.config.get_text_config().vocab_size,
-        show=render.text,
-    )
-    render.text(f"Wrote {write}. Train from it: distill.teacher_file: {write}")
-    if json:
-        render.json_report({**vars(found), "folder": str(write)})
-
-
-def _run_overrides(resume: ResumeFrom | None, overwrite: bool) -> list[str]:
+def run_overrides(resume: ResumeFrom | None, overwrite: bool) -> list[str]:
+    """Return --resume and --overwrite as overrides of recipe keys."""
     chosen = [f"checkpoint.resume_from_checkpoint={resume.value}"] if resume else []
     return [*chosen, "checkpoint.overwrite=true"] if overwrite else chosen
 
 
-def default_medusa_recipe(stage: int | None) -> Path:
-    """Return the bundled Medusa recipe for this machine: a tiny model if there is no GPU."""
-    from ligertune.hardware import this_machine
-    from ligertune.recipe.read import bundled
-
-    model = "stories260k" if this_machine().vendor == "cpu" else "qwen2.5-7b"
-    return bundled(f"medusa/{model}{'-stage2' if stage == 2 else ''}.yaml")
+def plan_only(loaded: Recipe) -> Job:
+    """Plan a recipe for one process, for commands of features that read its data and train nothing."""
+    with importing():
+        from ligertune.training.resolve import plan_for
+    return plan_for(loaded, for_show=True, processes=1)
 
 
 def run_recipe(loaded: Recipe, json: bool) -> None:

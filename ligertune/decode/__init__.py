@@ -1,1 +1,1 @@
-"""Text generation: plain, with images, and with Medusa heads; the report that measures Medusa heads."""
+"""Text generation: plain and with images. Features bring other ways to decode."""

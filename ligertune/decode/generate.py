@@ -22,12 +22,12 @@ from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
-from ligertune.errors import UserError, panics_as_errors
+from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.model_files import reason_of
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
-from ligertune.models.score_head import gives_scores
+from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
 from ligertune.planning.options import ModelOptions
 from ligertune.planning.saved_model import PROMPT_FILE
 
@@ -42,6 +42,11 @@ class Answer:
     text: str
     new_tokens: int
     seconds: float
+
+    @property
+    def speed(self) -> str:
+        """Number of tokens and their rate, in words."""
+        return f"{plural(self.new_tokens, 'token')}, {self.new_tokens / self.seconds:,.0f} tokens/s"
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,12 @@ def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> Load
 
 
 def _refuse_scores(name: str, trust_remote_code: bool) -> None:
-    """Raise UserError for a classifier or a reward model, before its weights are loaded."""
+    """Raise UserError for a model with a score head, before its weights are loaded."""
     config = read_saved_config(name, saved_spec(name, trust_remote_code=trust_remote_code))
     if gives_scores(config):
         raise UserError(
             f"{name} is a {config.architectures[0]}, which scores texts and writes none.",
-            hint="Load it with transformers' AutoModelForSequenceClassification.",
+            hint=f"Load it with transformers' {SCORE_AUTO_CLASS.__name__}.",
         )
 
 

@@ -1,6 +1,4 @@
-"""Features: each folder holds everything of one kind of training, and registers it by its modules `recipe` and `spec`.
+"""Features: each folder holds everything of one kind of training.
 
-The recipe's schema is made of all features' sections, so it is loaded before the modules of any feature.
+Its modules `recipe`, `spec` and `command` register it: with recipes, with runs, and with the command line.
 """
-
-import ligertune.recipe  # noqa: F401

@@ -1,8 +1,8 @@
 """A model's output head outside its own forward: a linear layer, and the scale and soft cap of its logits.
 
-Medusa heads share the output head W, and a teacher's logits are computed from its hidden states, so a loss must apply
-the model's own scale and soft cap to W h. To support every model family without a list, `logit_transform` runs the
-model on two tokens with a `DeferredLogits` in place of the logits, which records what the model does to them.
+Added heads may share the output head W, and a teacher's logits are computed from its hidden states, so a loss must
+apply the model's own scale and soft cap to W h. To support every model family without a list, `logit_transform` runs
+the model on two tokens with a `DeferredLogits` in place of the logits, which records what the model does to them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ligertune.patching.head_loss import let_head_losses_run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HINT = "Medusa needs a linear output head without a bias on the last hidden state, as in Llama."
+HINT = "The loss needs a linear output head without a bias on the last hidden state, as in Llama."
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
-from transformers import (
-    AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from ligertune.data.modalities.modality import modality_of
@@ -42,7 +36,7 @@ from ligertune.files.model_files import (
 from ligertune.models.added_tokens import grow, needed_rows
 from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
-from ligertune.models.score_head import gives_scores, is_outside_backbone
+from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores, is_outside_backbone
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 
 if TYPE_CHECKING:
@@ -61,7 +55,7 @@ def hide_loading_bars() -> None:
 def auto_class(config: PreTrainedConfig) -> type:
     """Return transformers' auto class for a configuration."""
     if gives_scores(config):
-        return AutoModelForSequenceClassification
+        return SCORE_AUTO_CLASS
     return getattr(transformers, modality_of(config).auto_class)
 
 

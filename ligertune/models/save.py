@@ -54,17 +54,16 @@ def write_model(
     folder: Path,
     *,
     state_dict: dict[str, torch.Tensor] | None,
-    prompt_template: str,
-    system_prompt: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    prompt: Mapping[str, Any],
     reader: ModalityReader | None = None,
     base: TrainedBase | None = None,
     carried: tuple[ModelOptions, CarriedTensors] | None = None,
 ) -> None:
     """Write weights (safetensors), configuration, tokenizer and image processor; `folder` appears only when complete.
 
-    state_dict: the gathered weights if the model's own are sharded. base: the model that was trained. carried: a base
-    and its tensors that the model class does not load. Raises UserError, with the model written, if they are gone.
+    state_dict: the gathered weights if the model's own are sharded. prompt: as `prompt_of` or `read_prompt` return it.
+    base: the model that was trained. carried: a base and its tensors that the model class does not load. Raises
+    UserError, with the model written, if they are gone.
     """
     # Without this option peft asks the hub whether the embedding was resized.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
@@ -79,13 +78,7 @@ def write_model(
         tokenizer.save_pretrained(aside)
         if reader is not None:
             reader.save(aside)
-        write_prompt(
-            aside,
-            prompt_template=prompt_template,
-            system_prompt=system_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-            base=base,
-        )
+        write_prompt(aside, prompt, base)
         problem = None if carried is None or options else add_carried(aside, *carried)
     if problem is not None:
         raise problem
@@ -133,21 +126,15 @@ def _prompt(
     return prompt | ({"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {})
 
 
-def write_prompt(
-    folder: Path,
-    *,
-    prompt_template: str,
-    system_prompt: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    base: TrainedBase | None = None,
-) -> None:
+def write_prompt(folder: Path, prompt: Mapping[str, Any], base: TrainedBase | None = None) -> None:
     """Write the prompt template and system prompt of training, and variables of the template if there are any.
 
-    base: the model that was trained, which an adapter needs as it was.
+    prompt: as `prompt_of` returns it. base: the model that was trained, which an adapter needs as it was.
     """
-    prompt = _prompt(prompt_template, system_prompt, chat_template_kwargs)
-    prompt |= {} if base is None else {"base": base.as_dict()}
-    write_text(folder / PROMPT_FILE, json.dumps(prompt, indent=1) + "\n")
+    written = dict(prompt)
+    if base is not None:
+        written["base"] = base.as_dict()
+    write_text(folder / PROMPT_FILE, json.dumps(written, indent=1) + "\n")
 
 
 def read_prompt(folder: Path) -> dict:

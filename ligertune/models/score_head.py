@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
@@ -21,11 +26,18 @@ from ligertune.planning.options import saved_options
 HEADS = ("score", "classifier")  # names of the head, which PEFT trains and saves with an adapter
 SEQ_CLS = "SEQ_CLS"  # task_type of such an adapter
 _SUFFIX = "ForSequenceClassification"
+SCORE_AUTO_CLASS = AutoModelForSequenceClassification
+PIPELINE_TAG = "text-classification"  # the hub's name of what these models do
 
 
 def gives_scores(config: PreTrainedConfig) -> bool:
     """Return whether a configuration is that of a model with a score head."""
-    return any(str(name).endswith(_SUFFIX) for name in config.architectures or ())
+    return any(map(is_scored_class, config.architectures or ()))
+
+
+def is_scored_class(name: str) -> bool:
+    """Return whether a name in `architectures` is that of a model class with a score head."""
+    return str(name).endswith(_SUFFIX)
 
 
 def make_scored(

@@ -94,7 +94,7 @@ class Rows:
     multiple_of: int  # the tokens of a batch are padded to a multiple
     fill: float | None  # real tokens / slots over all packs
     streamed: bool = False
-    documents: int = 1  # sequences of an example: 2 for preference pairs
+    documents: int = 1  # sequences of an example: 2 for pairs
     padding_free: bool = False  # the examples of a micro-batch are flattened into one row
 
     @property

@@ -36,6 +36,15 @@ class ResultTable:
     header: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class MeasureChart:
+    """A chart of run pages: what a task measures in training and evaluation, by its name in metrics.jsonl."""
+
+    title: str
+    unit: str  # of the vertical axis
+    measure: str
+
+
 def _generate(folder: Path, command: str) -> str:
     run = shlex.quote(str(folder.parent))
     return f"Generate from it:  {command} generate {run} 'Give three tips for staying healthy.'"
@@ -104,6 +113,7 @@ class FeatureSpec:
     title: Callable[[Mapping[str, Any], str], str] = lambda settings, words: words
     # Return the unit of the loss, for the axis of a chart.
     loss_unit: Callable[[Mapping[str, Any]], str] = lambda settings: "nats per trained token"
+    charts: Sequence[MeasureChart] = ()  # of what the task measures, next to its loss
     # Return rows of the printed plan.
     plan_rows: Callable[[Plan], Sequence[tuple[str, str]]] = lambda plan: ()
     # Return tables of what `save` measured.

@@ -1,6 +1,12 @@
-"""The recipe: one YAML file that describes a run, read into frozen sections."""
+"""The recipe: one YAML file that describes a run, read into frozen sections.
 
-from importlib import import_module
+Names are imported on first use. The schema is made of the sections of all features, so the `recipe` module of a feature
+must be importable before it; and a feature's `command` module, which `--help` loads, must not import pydantic.
+"""
+
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +26,7 @@ __all__ = [
     "recipe_schema",
 ]
 
-_MODULES = {
+_WHERE = {
     "KernelsSpec": "schema",
     "Recipe": "schema",
     "TrainSpec": "train_sections",
@@ -32,9 +38,7 @@ _MODULES = {
 }
 
 
-# Names are imported on first use: the schema imports the sections of modalities, and these import modules of this
-# package, which must not import the schema in turn.
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ligertune.recipe' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ligertune.recipe.{_WHERE[name]}"), name)

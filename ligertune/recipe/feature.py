@@ -64,6 +64,7 @@ class RecipePart:
     brings_rows: the feature's module `data` defines kinds of rows (`ROWS`, see data/rows/row_kind.py). labels: the
     section that says which labels texts have. loss_of_labels: the loss is the cross-entropy of the labels.
     sections: name -> class with defaults for all keys.
+    why_whole_rows: why its loss reads whole rows, which context parallel splits; empty: it does not.
     models: keys that name another model. folders: keys that name trained parts. packages: switch -> package it needs.
     run_files: names in output_dir; before_training: those of them that are made before the first step.
     report_keys: tasks whose measurements report.json holds.
@@ -78,6 +79,7 @@ class RecipePart:
     loss_of_labels: bool = True
     sections: Mapping[str, type[Section]] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
+    why_whole_rows: str = "Its loss reads whole rows"
     models: tuple[str, ...] = ()
     folders: tuple[TrainedFolder, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -90,11 +92,15 @@ class RecipePart:
     order: int = LAST
 
 
+def feature_names() -> list[str]:
+    """Return the dotted names of the packages of all features."""
+    return [*_subpackages(FEATURES), *(point.value for point in entry_points(group=FEATURES))]
+
+
 @cache
 def feature_packages() -> dict[str, RecipePart]:
     """Return dotted name of a feature's package -> its part of the recipe, in the order of the key reference."""
-    names = [*_subpackages(FEATURES), *(point.value for point in entry_points(group=FEATURES))]
-    found = {name: importlib.import_module(f"{name}.recipe").PART for name in names}
+    found = {name: importlib.import_module(f"{name}.recipe").PART for name in feature_names()}
     return dict(sorted(found.items(), key=lambda item: (item[1].order, item[0])))
 
 

@@ -111,7 +111,7 @@ class KernelsSpec(Section):
 
     @property
     def fuses_heads_loss(self) -> bool:
-        """Whether the losses of Medusa heads are computed without their logits."""
+        """Whether the losses of added heads are computed without their logits."""
         return self.enabled is not False and self.loss == "linear_cross_entropy"
 
 

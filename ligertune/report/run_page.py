@@ -11,7 +11,7 @@ from markupsafe import Markup
 from ligertune.errors import format_bytes, format_count, format_duration, plural
 from ligertune.files.plots import draw_curves
 from ligertune.files.storage import mask_secrets, model_name, read_metrics, write_json, write_text
-from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.feature_spec import MeasureChart, feature_of
 from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
@@ -55,7 +55,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         status=_status(report),
         cards=_cards(report),
         notes=report.notes,
-        charts=_charts(lines, loss_unit(plan.settings)),
+        charts=_charts(lines, plan.settings),
         memory=_memory(plan, report),
         data=_data(plan, report),
         evaluations=[(f"{line['step']:,}", f"{line['eval_loss']:.4f}") for line in evaluations],
@@ -123,7 +123,7 @@ def _cards(report: Report) -> list[dict[str, str]]:
     return [dict(zip(("name", "value", "below"), card, strict=True)) for card in cards]
 
 
-def _charts(lines: list[dict], unit: str) -> list[tuple[str, Markup]]:
+def _charts(lines: list[dict], settings: dict[str, Any]) -> list[tuple[str, Markup]]:
     """Return (title, SVG) of each chart that has values."""
 
     def points(key: str) -> list[tuple[int, float]]:
@@ -132,17 +132,14 @@ def _charts(lines: list[dict], unit: str) -> list[tuple[str, Markup]]:
     losses = [Series("training", BLUE, [*points("loss_before_training"), *points("loss")])]
     losses.append(Series("evaluation", RED, points("eval_loss"), dots=True))
 
-    def measured(title: str, y_label: str, key: str) -> Markup | None:
-        series = [Series("training", BLUE, points(key)), Series("evaluation", RED, points(f"eval_{key}"), dots=True)]
-        return line_chart(title, y_label, series)
+    def measured(chart: MeasureChart) -> Markup | None:
+        evaluated = points(f"eval_{chart.measure}")
+        series = [Series("training", BLUE, points(chart.measure)), Series("evaluation", RED, evaluated, dots=True)]
+        return line_chart(chart.title, chart.unit, series)
 
     charts = {
-        "Loss": line_chart("Loss", unit, losses),
-        "Reward accuracy": measured("Reward accuracy", "share of pairs", "rewards/accuracies"),
-        "Reward margin": measured("Reward margin", "chosen minus rejected", "rewards/margins"),
-        "Accuracy": measured("Accuracy", "share of texts or pairs", "accuracy"),
-        "F1": measured("F1", "mean over labels", "f1_macro"),
-        "Margin": measured("Margin", "reward of chosen minus rejected", "margin"),
+        "Loss": line_chart("Loss", loss_unit(settings), losses),
+        **{chart.title: measured(chart) for chart in feature_of(settings["task"]).charts},
         "Learning rate": _single("Learning rate", "learning rate", VIOLET, points("learning_rate")),
         "Gradient norm": _single("Gradient norm", "L2 norm before clipping", "#9a6700", points("grad_norm")),
         "Throughput": _single("Throughput", "tokens/s without padding", GREEN, points("tokens_per_second")),

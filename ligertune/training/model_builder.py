@@ -1,4 +1,4 @@
-"""Model building: load, patch with kernels, then add adapters or Medusa heads; on the meta device for a plan."""
+"""Model building: load, patch with kernels, then add adapters and heads; on the meta device for a plan."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def preview_model(
 def trained_model(
     plan: Plan, config: PreTrainedConfig, accelerator: Accelerator, *, change: Change | None = None
 ) -> tuple[nn.Module, Plan]:
-    """Build the model that the loop trains: patched, with adapters or Medusa heads as the plan says.
+    """Build the model that the loop trains: patched, with adapters and added heads as the plan says.
 
     Also return the plan. It is another one, with padded batches, if the plan chose padding-free batches by itself and
     documents of a row influence each other in this model. change: called with the patched model, for comparisons.

@@ -18,6 +18,7 @@ from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import (
     ActivationPolicy,
+    LayerStack,
     MicroBatch,
     StepBytes,
     saved_by_tiled_layer,
@@ -192,7 +193,7 @@ def bytes_per_token(phase: str, **policy) -> float:
     found = []
     for tokens in (1 << 20, 1 << 21):  # where the tensors of a tile are small
         batch = MicroBatch(tokens, tokens, tokens, accumulates=False)
-        phases = tiled_phases(LAYER, HEAD, ActivationPolicy(tile=4096, **policy), batch, STEP, layers=32)
+        phases = tiled_phases(LAYER, HEAD, ActivationPolicy(tile=4096, **policy), batch, STEP, LayerStack(32))
         found.append(next(one.activations + one.working for one in phases if one.name == phase))
     return (found[1] - found[0]) / (1 << 20)
 
@@ -256,7 +257,7 @@ def test_the_last_layer_has_no_gradient_of_a_head_that_was_updated_before(tile, 
 
     def loss_held(phases_of, *, in_backward: bool) -> int:
         batch, policy = MicroBatch(100, 100, 100, accumulates=False), ActivationPolicy(tile=tile, checkpointing=True)
-        phases = phases_of(LAYER, head, policy, batch, replace(STEP, in_backward=in_backward), layers=3)
+        phases = phases_of(LAYER, head, policy, batch, replace(STEP, in_backward=in_backward), LayerStack(3))
         return next(phase.loss for phase in phases if phase.name == "backward")
 
     head = replace(HEAD, head_trains=True, embedding_trains=True, tied=tied)

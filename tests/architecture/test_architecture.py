@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -18,22 +19,22 @@ TOP_LEVEL = {
     "docs", "tests", "scripts", "Dockerfile.cuda", "Dockerfile.rocm",
 }  # fmt: skip
 # modules of which each feature or op may have one: its folder is their name
-PARTS = {"__init__", "recipe", "spec", "task", "loss", "data", "memory", "report", "op", "kernels", "tiles"}
+PARTS = {"__init__", "recipe", "spec", "command", "task", "loss", "data", "memory", "report", "op", "kernels", "tiles"}
 MAX_FILES, MAX_TOP_LEVEL_MODULES = 12, 9
 MAX_LINES, MAX_KERNEL_LINES = 60, 90
 # number of the structure -> (budget, goal); structure.py says what is counted
 BUDGETS = {
     "tuple assignments": (29, 29),
     "constructions by **": (0, 0),
-    "functions with more than 8 arguments": (24, 12),
+    "functions with more than 8 arguments": (19, 12),
     "functions of a complexity over 15": (6, 3),
     "comparisons of the task": (2, 0),
     "packages that import each other": (0, 0),
     "names imported by run.py": (17, 20),
-    "files that name medusa": (16, 6),
-    "files that name distill": (8, 6),
-    "files that name preference": (7, 6),
-    "files that name scores": (14, 6),
+    "files that name medusa": (2, 6),
+    "files that name distill": (3, 6),
+    "files that name preference": (5, 6),
+    "files that name scores": (10, 6),
     "files that name vision": (2, 6),
 }
 MAX_COMPLEX = 45  # functions of cyclomatic complexity over 10; ruff refuses those over 15
@@ -54,7 +55,7 @@ LAYERS = (
 
 # library -> the only places that may import it
 HOMES = {
-    "typer": ("cli",),
+    "typer": ("cli", "features/*/command"),
     "rich": ("cli",),
     "yaml": ("recipe",),
     "pydantic": ("recipe", "features", "data/modalities"),
@@ -114,6 +115,8 @@ def place(name: str) -> str:
 
 def layer(name: str) -> int:
     top = place(name).split("/")[0]
+    if fnmatch(place(name), "features/*/command"):  # part of the command line, which loads it by name
+        top = "cli"
     return next(number for number, packages in enumerate(LAYERS) if top in packages)
 
 
@@ -204,7 +207,7 @@ def test_each_dependency_has_one_home():
         if name.split(".")[0] == "ligertune"
         for module, _ in imports(name)
         if (library := module.split(".")[0]) in HOMES
-        and not any(f"{place(name)}/".startswith(f"{home}/") for home in HOMES[library])
+        and not any(fnmatch(f"{place(name)}/", f"{home}/*") for home in HOMES[library])
     ]
     assert not elsewhere
 

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from support.models import tiny_models
 
-from ligertune.attention.choice import check_shared_rows, choose_attention, installed
+from ligertune.attention.choice import AttentionDemands, check_shared_rows, choose_attention, installed
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.planning.precision import Precision
@@ -28,7 +28,7 @@ def choose(wanted="auto", family="llama", machine=H100, precision=BF16, packing=
         if name in settings
     }
     config = tiny_models.config_of(family, **settings)
-    return choose_attention(wanted, config, machine, precision, packing=packing, **own)
+    return choose_attention(AttentionDemands(wanted, packing=packing, **own), config, machine, precision)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_context_parallel_refuses_length_dependent_rope_and_images():
 
 def test_flex_attention_is_chosen_for_vision_language_models_that_support_it():
     qwen, llava = (
-        choose_attention("auto", config(), H100, FP32, packing=True)
+        choose_attention(AttentionDemands("auto", packing=True), config(), H100, FP32)
         for config in (transformers.Qwen2VLConfig, transformers.LlavaConfig)
     )
     assert qwen.implementation == "per_document"

@@ -27,7 +27,7 @@ def folder(quickstart, tmp_path):
     def copy(template: str):
         model = tmp_path / "runs" / template / "model"
         shutil.copytree(quickstart / "stories260K", model)
-        write_prompt(model, prompt_template=template, system_prompt=None)
+        write_prompt(model, {"prompt_template": template, "system_prompt": None})
         return model.parent
 
     return copy

@@ -20,9 +20,10 @@ CHAT = "<s>### system:\nBe brief.\n\n### user:\nSay hi.\n\n### assistant:\n"
 def test_a_prompt_has_the_template_of_training(template, end, has_bos, quickstart, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     system = "Be brief." if template == "chat" else None
-    text, found = format_prompt(tokenizer, "Say hi.", {"prompt_template": template, "system_prompt": system})
+    prompt = {"prompt_template": template, "system_prompt": system}
+    text, found = format_prompt(tokenizer, "Say hi.", prompt)
     assert (text if template != "alpaca" else text[-len(end) :], found) == (end, has_bos)
-    write_prompt(tmp_path, prompt_template=template, system_prompt=system)
+    write_prompt(tmp_path, prompt)
     ids = encode_prompt(tokenizer, "Say hi.", choose_prompt(tmp_path, raw=False))[1]
     assert ids.count(tokenizer.bos_token_id) == 1
 
@@ -30,12 +31,13 @@ def test_a_prompt_has_the_template_of_training(template, end, has_bos, quickstar
 def test_variables_of_the_chat_template_are_those_of_training(quickstart, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
     tokenizer.chat_template = "{% if calm %}Calm. {% endif %}{{ messages[-1].content }}"
-    write_prompt(tmp_path, prompt_template="chat", system_prompt=None, chat_template_kwargs={"calm": True})
+    plain = {"prompt_template": "chat", "system_prompt": None}
+    write_prompt(tmp_path, {**plain, "chat_template_kwargs": {"calm": True}})
     assert format_prompt(tokenizer, "Hi", choose_prompt(tmp_path, raw=False)) == ("Calm. Hi", True)
-    write_prompt(tmp_path, prompt_template="chat", system_prompt=None)
+    write_prompt(tmp_path, plain)
     assert format_prompt(tokenizer, "Hi", choose_prompt(tmp_path, raw=False)) == ("Hi", True)
     for wrong in ([1], {"messages": []}):
-        write_prompt(tmp_path, prompt_template="chat", system_prompt=None, chat_template_kwargs=None)
+        write_prompt(tmp_path, plain)
         path = tmp_path / "ligertune.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template_kwargs": wrong}))
         with pytest.raises(UserError, match=r"chat_template_kwargs must be an object of variables"):

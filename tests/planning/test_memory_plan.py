@@ -15,6 +15,7 @@ from ligertune.planning.batch_layout import choose_batching
 from ligertune.planning.memory.activation_bytes import (
     CUBLAS_WORKSPACE,
     ActivationPolicy,
+    LayerStack,
     MicroBatch,
     StepBytes,
     backward_bytes,
@@ -355,7 +356,7 @@ def test_fsdp_gathers_three_layers_in_the_backward(tied, shapes):
     layer, head = shapes["full"].layer, replace(shapes["full"].head, tied=tied)
     batch, step = MicroBatch(2048, 2048, 2048, accumulates=False), StepBytes(2, 0, 0, workspace=0)
     alone, shared = (
-        step_phases(layer, head, ActivationPolicy(checkpointing=True), batch, step, layers=4, layer_weights=bytes_)
+        step_phases(layer, head, ActivationPolicy(checkpointing=True), batch, step, LayerStack(4, weights=bytes_))
         for bytes_ in (0, 10**9)
     )
     gathered = {one.name: other.working - one.working for one, other in zip(alone, shared, strict=True)}

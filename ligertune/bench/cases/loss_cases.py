@@ -1,4 +1,4 @@
-"""Benchmarks of losses: of logits, of a linear layer without its logits, and for distillation.
+"""Benchmarks of losses: of logits, of a linear layer without its logits, and against a teacher.
 
 Lower bounds. Logits: read once, and their gradient written once. Linear layers: three matrix products over the rows
 whose label is not ignored.
@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ligertune.bench.case import Case, OpBenchmark, Outputs, Tensors, Work, elementwise_work, providers_of
 
 IGNORE_INDEX = -100
-MEDUSA_COEFFICIENTS = tuple(0.8**k for k in range(5))
+HEAD_WEIGHTS = tuple(0.8**k for k in range(5))  # as in the heads of the default recipe
 
 
 def _labels(case: Case, n: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -125,7 +125,7 @@ LINEAR_CROSS_ENTROPY = OpBenchmark(
 
 def _heads_inputs(case: Case, device: torch.device) -> Tensors:
     n, width, vocab_size = case.sizes
-    heads = len(MEDUSA_COEFFICIENTS)
+    heads = len(HEAD_WEIGHTS)
     hidden = torch.randn(heads, n, width, dtype=case.dtype, device=device, requires_grad=True)
     weight = torch.randn(vocab_size, width, dtype=case.dtype, device=device) * (2.0 / width**0.5)
     return hidden, weight.requires_grad_(), torch.randint(vocab_size, (heads, n), device=device)
@@ -136,13 +136,13 @@ def _sum_of_heads(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         losses = (loss(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
-        return sum(c * loss for c, loss in zip(MEDUSA_COEFFICIENTS, losses, strict=True))
+        return sum(c * loss for c, loss in zip(HEAD_WEIGHTS, losses, strict=True))
 
     return call
 
 
 def _our_heads(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return kernels.multi_head_linear_cross_entropy(hidden, weight, labels, MEDUSA_COEFFICIENTS)[0]
+    return kernels.multi_head_linear_cross_entropy(hidden, weight, labels, HEAD_WEIGHTS)[0]
 
 
 MULTI_HEAD = OpBenchmark(
@@ -152,7 +152,7 @@ MULTI_HEAD = OpBenchmark(
     cpu_sizes=((32, 16, 100),),
     args=("hiddens", "weight", "labels"),
     inputs=_heads_inputs,
-    work=lambda case: _linear_work(case, heads=len(MEDUSA_COEFFICIENTS)),
+    work=lambda case: _linear_work(case, heads=len(HEAD_WEIGHTS)),
     reference=lambda case, args: _sum_of_heads(F.cross_entropy),
     providers=providers_of(_our_heads, eager=_sum_of_heads(_causal_lm_loss)),
 )
@@ -218,7 +218,7 @@ STATISTICS = OpBenchmark(
 LOSSES = (LINEAR_CROSS_ENTROPY, CROSS_ENTROPY, MULTI_HEAD, LOG_PROBS, STATISTICS)
 
 
-# ---- Losses for distillation
+# ---- Losses against a teacher
 
 
 def _jsd(student: Tensor, teacher: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ def _linear_jsd_work(case: Case) -> Work:
 
 
 def _linear_jsd(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
-    """Compute log-probabilities in at least fp32, as TRL's distillation trainers do, and their divergence."""
+    """Compute log-probabilities in at least fp32, as TRL's trainers with a teacher do, and their divergence."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     pairs = ((hidden, weight), (teacher_hidden, teacher_weight))
     return _jsd(*(F.linear(x, w).to(wide).log_softmax(-1) for x, w in pairs))

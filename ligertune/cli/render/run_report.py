@@ -1,4 +1,4 @@
-"""Output of a training run: plan, predicted memory, progress, final report, accuracy and speed-up of Medusa heads."""
+"""Output of a training run: plan, predicted memory, progress, final report, and tables of what a feature measured."""
 
 from __future__ import annotations
 
@@ -148,6 +148,7 @@ def _training_loss(report: Report) -> str:
 def show_report(report: Report) -> None:
     """Print the report of a finished or interrupted run."""
     from ligertune.planning.feature_spec import feature_of
+    from ligertune.recipe.feature import feature_parts
 
     done = report.status == "completed"
     stopped_by = f" by {report.stopped_by}" if report.stopped_by else ""
@@ -169,7 +170,8 @@ def show_report(report: Report) -> None:
         ("time", format_duration(report.seconds)),
         ("model", report.model_path or f"not written: {'save_model is false' if done else 'the run is not finished'}"),
     ]
-    pages = ("report.html", "report.json", "curves.png", "medusa_report.json", "medusa_report.png")
+    of_features = (name for part in feature_parts() for name in part.run_files if Path(name).suffix)
+    pages = ("report.html", "report.json", "curves.png", *of_features)
     written = [str(path) for name in pages if (path := Path(report.output_dir) / name).exists()]
     text()
     table("Report", [*rows, ("written", ", ".join(written))])

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from ligertune.recipe.feature import RecipePart
-from ligertune.recipe.rules.rule import ONE_OUT, Rule, each
+from ligertune.recipe.rules.rule import NEW_TOKENS, NO_CUDA_GRAPHS, NO_NEW_TOKENS, ONE_OUT, Rule, each
 from ligertune.recipe.section import FileOrHub, Section, Share, Switch, Text
 
 
@@ -60,6 +60,8 @@ RULES = (
          f"{{0}} copies layers as they are, and {{1}} packs their weights. {ONE_OUT}"),
     Rule("kernels.loss: cross_entropy, task: distill, kernels.enabled: not false",
          "{0} is cross_entropy, and {1} is distill, whose loss is a divergence. Leave {0} out."),
+    *(Rule(f"{key}, task: distill", NO_NEW_TOKENS) for key in NEW_TOKENS),
+    *each(NO_CUDA_GRAPHS, "train.cuda_graphs", ("task: distill", "{1}: distill runs the teacher in between")),
 )  # fmt: skip
 
 PART = RecipePart(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ligertune.attention.choice import choose_attention
+from ligertune.attention.choice import AttentionDemands, choose_attention
 from ligertune.attention.document_isolation import check_document_isolation
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
@@ -96,12 +96,10 @@ def with_attention(
     allowed = "auto" if options.layout.document_attention else False
     try:
         attention = choose_attention(
-            "auto",
+            AttentionDemands("auto", packing=True, own_kernel=allowed),
             read_config(teacher_options(options.build, "auto"), TEACHER),
             machine,
             replace(precision, weights=teacher.dtype, autocast="no") if half else Precision("float32", "no"),
-            packing=True,
-            own_kernel=allowed,
         )
     except UserError as problem:
         raise _about_packing(problem) from problem

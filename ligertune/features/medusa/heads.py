@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# what to say about a model with another output head
+NEEDS_PLAIN_HEAD = "Medusa needs a linear output head without a bias on the last hidden state, as in Llama."
+
 
 class ResidualBlock(nn.Module):
     """x + SiLU(U x + b): (..., E) -> (..., E); starts as the identity."""

@@ -122,24 +122,32 @@ def check_heads_fit(config: HeadsConfig, folder: Path, weight: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that heads are served with. name: its folder or hub id.
+
+    prompt: of training, as `models.save.prompt_of` returns it. base: the model as it was while the heads were trained.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    prompt: Mapping[str, Any]
+    base: TrainedBase | None = None
+
+
 def write_heads(
     heads: dict[str, Tensor],
     weight: Tensor,
     folder: Path,
+    model: ServedModel,
     *,
-    base_model: str,
-    tokenizer: PreTrainedTokenizerBase,
     paths: Sequence[TreePath],
     expand: bool,
-    prompt_template: str,
-    system_prompt: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    base: TrainedBase | None = None,
 ) -> None:
     """Write heads, tokenizer, tree and prompt template; `folder` appears only when complete.
 
-    heads: state dict of `MedusaHeads`. weight (V, E): of the model's output head. base_model: its folder or hub id.
-    base: it as it was while the heads were trained. expand: write a copy of a shared projection for each head.
+    heads: state dict of `MedusaHeads`. weight (V, E): of the model's output head. expand: write a copy of a shared
+    projection for each head.
     """
     num_heads, num_layers = _heads_and_blocks(heads)
     shared = f"0.{num_layers}.weight" not in heads
@@ -149,7 +157,7 @@ def write_heads(
         medusa_num_layers=num_layers,
         hidden_size=weight.shape[1],
         vocab_size=weight.shape[0],
-        base_model_name_or_path=base_model,
+        base_model_name_or_path=model.name,
         original_lm_head=shared and not expand,
         torch_dtype=str(weight.dtype).removeprefix("torch."),
         base_model_fingerprint=fingerprint_of(weight),
@@ -160,16 +168,10 @@ def write_heads(
         tensors |= {name: weight.clone() for name in names}
     with new_folder(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
-        tokenizer.save_pretrained(aside)
+        model.tokenizer.save_pretrained(aside)
         write_text(aside / CONFIG, json.dumps(config.as_dict(), indent=1) + "\n")
         write_choices(aside, paths)
-        write_prompt(
-            aside,
-            prompt_template=prompt_template,
-            system_prompt=system_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-            base=base,
-        )
+        write_prompt(aside, model.prompt, model.base)
 
 
 def _heads_and_blocks(tensors: dict[str, Tensor]) -> tuple[int, int]:

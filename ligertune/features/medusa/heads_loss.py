@@ -133,7 +133,7 @@ def fused_loss(inputs: LossInputs) -> Losses:
         taught = inputs.teacher.hidden.flatten(0, -2)
         taught = taught if rows is None else taught.index_select(0, rows)
         teacher = TeacherOutput(taught, inputs.teacher.weight)
-        own = distillation_loss(
+        own = teacher_divergence(
             hidden, weight, teacher, targets[0], counts and counts[0], inputs.transform, skip_ignored=skip_ignored
         )
         with_model = False
@@ -159,7 +159,7 @@ def fused_loss(inputs: LossInputs) -> Losses:
     return Losses(own + found.loss, torch.cat([own.detach()[None], found.head_losses]))
 
 
-def distillation_loss(
+def teacher_divergence(
     hidden: Tensor,  # (N, E)
     weight: Tensor,  # (V, E)
     teacher: TeacherOutput,  # (N, E), (V, E)

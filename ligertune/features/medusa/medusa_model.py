@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligertune.errors import UserError
-from ligertune.features.medusa.heads import MedusaHeads
+from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD, MedusaHeads
 from ligertune.features.medusa.heads_files import HeadsConfig, check_heads_fit, read_heads
 from ligertune.features.medusa.heads_loss import (
     LossInputs,
@@ -35,7 +35,7 @@ def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) 
     On the meta device only sizes are checked. Raises UserError if the model has no plain output head, or the heads
     belong to another model or differ from `spec`.
     """
-    weight = check_plain_head(base_model).weight.detach()
+    weight = check_plain_head(base_model, hint=NEEDS_PLAIN_HEAD).weight.detach()
     on_meta = weight.device.type == "meta"
     if spec.heads_path is not None:
         folder = Path(spec.heads_path)
@@ -46,7 +46,7 @@ def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) 
         heads = MedusaHeads(spec.num_heads, spec.num_layers, weight, own_lm_head=spec.lm_head == "own")
     else:
         heads = read_heads(folder, weight)
-    transform = LogitTransform() if on_meta else logit_transform(base_model)
+    transform = LogitTransform() if on_meta else logit_transform(base_model, hint=NEEDS_PLAIN_HEAD)
     return MedusaModel(base_model, heads, spec, transform=transform, fused=fused)
 
 
@@ -80,6 +80,8 @@ class MedusaModel(nn.Module):
     The output head is never called: the loss uses its weight inside this forward, where FSDP2 has already gathered the
     parameters of the root module.
     """
+
+    heads_prefix = "medusa_head."  # of parameters whose rate medusa.lr_multiplier sets; see parameter_groups.py
 
     def __init__(
         self,

@@ -10,8 +10,10 @@ import torch
 from ligertune.data.prepare import PreparedData, prepare
 from ligertune.errors import UserError
 from ligertune.features.medusa.decode.candidate_tree import best_paths, chain
+from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD
 from ligertune.features.medusa.heads_files import (
     HeadsConfig,
+    ServedModel,
     base_model_of,
     base_of_heads,
     read_heads,
@@ -41,9 +43,7 @@ if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
 MAX_EXAMPLES = 256  # held-out examples that accuracy is measured on, at most
-# prefixes of the parameters of a MedusaModel
-BASE = "base_model."
-HEADS = "medusa_head."
+BASE = "base_model."  # prefix of the base model's parameters in a MedusaModel
 
 
 def with_heads(options: BuildOptions, model: PreTrainedModel) -> MedusaModel:
@@ -102,15 +102,16 @@ def finish_heads(
     name = next(name for name, module in adapted_model(model.base_model).named_modules() if module is head)
     weight = weights[f"{BASE}{name}.weight"]  # `head` itself may be sharded
     write_heads(
-        {name.removeprefix(HEADS): t for name, t in weights.items() if name.startswith(HEADS)},
+        {
+            name.removeprefix(model.heads_prefix): t
+            for name, t in weights.items()
+            if name.startswith(model.heads_prefix)
+        },
         weight,
         plan.output_dir / "medusa",
-        base_model=str(base),
-        tokenizer=tokenizer,
+        ServedModel(str(base), tokenizer, prompt, plan.base),
         paths=paths,
         expand=spec.expand_lm_head,
-        base=plan.base,
-        **prompt,
     )
     if not can_measure:
         return None
@@ -167,8 +168,9 @@ def report_on(options: RunOptions) -> MedusaReport:
     dtype = getattr(torch, trained.dtype if trained else choose_precision(spec.dtype, machine).weights)
     data = prepare(options.data_options, load_tokenizer(build.model).tokenizer, seed=build.seed)
     base = build_model(spec, read_config(spec), dtype=dtype, device=machine.device, seed=build.seed)
-    heads = read_heads(folder, check_plain_head(base).weight)
-    model = MedusaModel(base, heads, build.section(MedusaSpec), transform=logit_transform(base), fused=True)
+    heads = read_heads(folder, check_plain_head(base, hint=NEEDS_PLAIN_HEAD).weight)
+    transform = logit_transform(base, hint=NEEDS_PLAIN_HEAD)
+    model = MedusaModel(base, heads, build.section(MedusaSpec), transform=transform, fused=True)
     examples, measured_on = held_out(data)
     if examples is None:
         raise UserError(

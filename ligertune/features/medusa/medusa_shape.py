@@ -6,7 +6,7 @@ import dataclasses
 
 from ligertune.features.medusa.medusa_model import MedusaModel
 from ligertune.models.shape import parameter_kinds, read_shape
-from ligertune.planning.memory.model_shape import MedusaHeadsShape, ModelShape
+from ligertune.planning.memory.model_shape import AddedHeadsShape, ModelShape
 
 
 class MedusaShape(ModelShape):
@@ -27,7 +27,7 @@ class MedusaShape(ModelShape):
             n_active=None if base.n_active is None else base.n_active + n_heads + n_teacher,
             parameters=parameter_kinds(model),
             layer=None if model.teacher is not None else base.layer,  # memory with a teacher is not predicted
-            heads=MedusaHeadsShape(
+            heads=AddedHeadsShape(
                 len(heads), heads.num_layers, joint=model.trains_model, own_projection=heads.own_lm_head
             ),
         )

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from ligertune.recipe.feature import RecipePart, TrainedFolder
-from ligertune.recipe.rules.rule import Rule
+from ligertune.recipe.rules.rule import (
+    NEW_TOKENS,
+    NO_CUDA_GRAPHS,
+    NO_NEW_TOKENS,
+    NO_NOISE,
+    NO_TILES,
+    ONE_OUT,
+    TILES,
+    Rule,
+    each,
+)
 from ligertune.recipe.section import FileOrHub, Section, Share, Switch
 
 MEDUSA_STAGE_1 = "medusa.stage: 1, task: medusa"
@@ -68,6 +78,21 @@ RULES = (
             ("train.gradient_checkpointing_layers: not all", "layers that save activations"),
         )
     ),
+    Rule("train.neftune_noise_alpha: not null, task: medusa", NO_NOISE),
+    Rule("train.lr_groups, task: medusa",
+         "{0} names parameters of the model, and {1} is medusa, whose heads have medusa.lr_multiplier. Leave {0} out."),
+    Rule("method.trainable_token_indices, task: medusa",
+         "{0} trains rows of the output head, and {1} is medusa, whose heads share it. Leave {0} out."),
+    *(Rule(f"{key}, task: medusa", NO_NEW_TOKENS) for key in NEW_TOKENS),
+    Rule("method.load_in_8bit, task: medusa", "{0} is not supported with {1}: medusa. Leave it out."),
+    *each(NO_TILES, TILES, ("task: medusa", "medusa heads are no part of it")),
+    *each(
+        NO_CUDA_GRAPHS,
+        "train.cuda_graphs",
+        ("task: medusa", "{1}: medusa changes the weights of the head losses between steps"),
+    ),
+    Rule("train.fp8: true, task: medusa, method.type: lora",
+         f"{{0}}: true keeps frozen weights in float8, and {{1}} merges the adapter of {{2}} into them. {ONE_OUT}"),
 )  # fmt: skip
 
 HEADS_FOLDER = TrainedFolder(
@@ -84,6 +109,7 @@ PART = RecipePart(
     tasks={"medusa": "Medusa heads"},
     sections={"medusa": MedusaSpec},
     rules=RULES,
+    why_whole_rows="The heads need tokens of other processes",
     folders=(HEADS_FOLDER,),
     report_keys=("medusa",),
     run_files=("medusa", "medusa_report.json", "medusa_report.png"),

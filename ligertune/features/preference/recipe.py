@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from ligertune.recipe.feature import RecipePart, TaskOptions
-from ligertune.recipe.rules.rule import ADAPTER, Rule
+from ligertune.recipe.rules.rule import (
+    ADAPTER,
+    CHANGES_WEIGHTS,
+    INIT_CHANGES_WEIGHTS,
+    NO_CUDA_GRAPHS,
+    NO_NOISE,
+    Rule,
+    each,
+)
 from ligertune.recipe.section import Section, Share, Switch
 
 if TYPE_CHECKING:
@@ -83,6 +91,14 @@ RULES = (
     Rule("preference.reference: copy, parallel.strategy: fsdp, task: dpo",
          "{0} is copy, which needs a whole model on each process, and {1} is fsdp, which shards it. "
          "Write preference.reference: precompute."),
+    *each(
+        INIT_CHANGES_WEIGHTS,
+        f"method.init_lora_weights: {CHANGES_WEIGHTS}",
+        ("preference.reference: adapter",
+         "{1}: adapter needs the weights without it. Write preference.reference: precompute."),
+    ),
+    Rule("train.neftune_noise_alpha: not null, task: dpo", NO_NOISE),
+    *each(NO_CUDA_GRAPHS, "train.cuda_graphs", ("task: dpo", "{1}: dpo has another number of answers in each batch")),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from ligertune.features.preference.preference_task import PreferenceTask
 from ligertune.features.preference.recipe import PreferenceSpec, reference_of
 from ligertune.features.preference.reference import choose_reference
 from ligertune.models.shape import copied_shape, read_shape
-from ligertune.planning.feature_spec import FeatureSpec
+from ligertune.planning.feature_spec import FeatureSpec, MeasureChart
 from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
 from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import Plan
@@ -70,6 +70,10 @@ SPECS = {
         frozen_copy=_frozen_copy,
         title=_title,
         loss_unit=_loss_unit,
+        charts=(
+            MeasureChart("Reward accuracy", "share of pairs", "rewards/accuracies"),
+            MeasureChart("Reward margin", "chosen minus rejected", "rewards/margins"),
+        ),
         plan_rows=_plan_rows,
     )
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from ligertune.recipe.feature import RecipePart, TaskOptions
-from ligertune.recipe.rules.rule import Rule
+from ligertune.recipe.rules.rule import NO_CUDA_GRAPHS, Rule, each
 from ligertune.recipe.section import NameList, Section
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ RULES = (
          "{0} are answered by a model that writes text, and {1} is {v[1]}. Leave {0} out."),
     Rule("data.streaming, task: classification|reward",
          "{0} reads the data during training, and {1}: {v[1]} needs all of it before. Write data.streaming: false."),
+    *each(
+        NO_CUDA_GRAPHS,
+        "train.cuda_graphs",
+        ("task: classification|reward", "{1}: {v[1]} has another number of texts in each batch"),
+    ),
 )  # fmt: skip
 
 

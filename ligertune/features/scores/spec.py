@@ -17,7 +17,7 @@ from ligertune.features.scores.reward_task import RewardTask
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.models.score_head import gives_scores, make_scored
 from ligertune.models.shape import read_shape
-from ligertune.planning.feature_spec import FeatureSpec
+from ligertune.planning.feature_spec import FeatureSpec, MeasureChart
 from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import Plan
 from ligertune.recipe.feature import TaskOptions
@@ -76,6 +76,7 @@ def _next_step(folder: Path, command: str) -> str:
     return f"Load it with transformers:  AutoModelForSequenceClassification.from_pretrained('{folder}')"
 
 
+ACCURACY = MeasureChart("Accuracy", "share of texts or pairs", "accuracy")
 CLASSIFICATION = FeatureSpec(
     task=_make_classification,
     resolve=_resolve_labels,
@@ -89,6 +90,7 @@ CLASSIFICATION = FeatureSpec(
     card_tag="classification",
     title=lambda settings, words: f"classification, {words}",
     loss_unit=lambda settings: "mean over texts",
+    charts=(ACCURACY, MeasureChart("F1", "mean over labels", "f1_macro")),
     next_step=_next_step,
 )
 REWARD = replace(
@@ -99,5 +101,6 @@ REWARD = replace(
     card_tag="reward",
     title=lambda settings, words: f"reward model, {words}",
     loss_unit=lambda settings: "mean over pairs",
+    charts=(ACCURACY, MeasureChart("Margin", "reward of chosen minus rejected", "margin")),
 )
 SPECS = {"classification": CLASSIFICATION, "reward": REWARD}

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ligertune.recipe.feature import RecipePart
 
-PART = RecipePart(order=0, tasks={"sft": "fine-tuning"})
+PART = RecipePart(order=0, tasks={"sft": "fine-tuning"}, why_whole_rows="")

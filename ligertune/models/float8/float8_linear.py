@@ -43,12 +43,12 @@ class _Float8Product(torch.autograd.Function):
         x: Tensor,  # (..., E); or the token of the call's first layer
         weight: Tensor,  # (F, E)
         bias: Tensor | None,  # (F,)
-        quantized_x: Quantized,
-        quantized_weight: Quantized,
+        operands: tuple[Quantized, Quantized],  # x, W
         layer: Float8Linear,
         dtype: torch.dtype,
         call: JointCall | None,
     ) -> tuple[Tensor, Tensor | None]:  # (..., F), token
+        quantized_x, quantized_weight = operands
         rows = quantized_x.rows.flatten(0, -2)
         y = float8_product(rows, quantized_weight.rows, quantized_x.inverse, quantized_weight.inverse, dtype, fast=True)
         if bias is not None:
@@ -88,7 +88,7 @@ class _Float8Product(torch.autograd.Function):
             dw = float8_product(q.columns, columns, q.inverse, inverse, weight_dtype, fast=False)
         if needs_db:
             db = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class Float8Linear(ModulePatch):
@@ -101,7 +101,7 @@ class Float8Linear(ModulePatch):
         dtype = dtype_of_product(x)
         call, token = (None, None) if group is None or weight.whole is None else group.call_of(self.float8_slot, x)
         read = x if token is None else token
-        y, token = _Float8Product.apply(read, self.weight, self.bias, q, weight, self, dtype, call)
+        y, token = _Float8Product.apply(read, self.weight, self.bias, (q, weight), self, dtype, call)
         if token is not None:
             group.open(call, x, token)
         return y

@@ -308,36 +308,40 @@ def _end_bytes(layer: LayerShape, itemsize: int) -> int:
     return 2 * (layer.hidden + head_dim) * itemsize
 
 
-def step_phases(
-    layer: LayerShape,
-    head: HeadShape,
-    policy: ActivationPolicy,
-    batch: MicroBatch,
-    step: StepBytes,
-    *,
-    layers: int,
-    tower: int = 0,
-    layer_weights: int = 0,
-    shards: int = 1,
-    dense: tuple[LayerShape | None, int] = (None, 0),
-) -> tuple[StepPhase, ...]:
-    """Return the phases of a step.
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of a model, and what else its step holds.
 
-    layers: number of layers with a backward. tower: bytes that the tower saves. layer_weights: bytes of one
-    layer's weights if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense: the
-    layers of a mixture of experts that have a dense MLP instead, and their number.
+    number: of layers with a backward. tower: bytes that the tower saves. weights: bytes of one layer's weights
+    if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense: the layers of a mixture
+    of experts that have a dense MLP instead, of which there are `dense_number`.
     """
+
+    number: int
+    tower: int = 0
+    weights: int = 0
+    shards: int = 1
+    dense: LayerShape | None = None
+    dense_number: int = 0
+
+
+def step_phases(
+    layer: LayerShape, head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, step: StepBytes, stack: LayerStack
+) -> tuple[StepPhase, ...]:
+    """Return the phases of a step."""
     itemsize = step.itemsize
+    layers = stack.number
+    layer_weights = stack.weights
     gradients = step.gradients
     last = min(policy.not_checkpointed, layers) if policy.checkpointing else layers  # layers that save everything
     policy_of_last = policy.without_checkpointing() if last else policy
     policy_of_first = policy if last < layers else policy.without_checkpointing()
     hidden_states = batch.tokens * layer.hidden * itemsize
-    saved = [saved_bytes(one or layer, policy_of_last, itemsize, batch) for one in (layer, dense[0])]
-    saved_by_last = last * saved[0] + round(last * dense[1] / layers) * (saved[1] - saved[0])
+    saved = [saved_bytes(one or layer, policy_of_last, itemsize, batch) for one in (layer, stack.dense)]
+    saved_by_last = last * saved[0] + round(last * stack.dense_number / layers) * (saved[1] - saved[0])
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (0 < last < layers if policy.offloads_inputs else layers - last) * hidden_states
-    held = saved_by_last + inputs + tower
+    held = saved_by_last + inputs + stack.tower
     whole_layer = saved_bytes(layer, policy_of_first, itemsize, batch)
     gate = gate_bytes(layer, policy_of_first, itemsize) * batch.tokens
     ends = _end_bytes(layer, itemsize) * batch.tokens
@@ -355,7 +359,9 @@ def step_phases(
     # embedding is gathered for its lookup and its gradient, and the head from the last norm to that norm's backward.
     gathered_end = end_weight if layer_weights else 0
     gathered = step.workspace + gathered_end * head.tied + 3 * layer_weights
-    existing, done, another = gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=last, shards=shards)
+    existing, done, another = gradient_bytes(
+        head, batch, gradients, itemsize, layers=layers, last=last, shards=stack.shards
+    )
     rest = held - saved_by_last + ends + run_again + gate
     again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
     backward = held + ends + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate
@@ -364,7 +370,7 @@ def step_phases(
         StepPhase("loss", held + ends + (1 if last else 2) * gate, before, loss_peak, working_in_loss),
         StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
         *([again] if 0 < last < layers else []),
-        StepPhase("first layer", whole_layer + tower, existing, another, back + gathered),
+        StepPhase("first layer", whole_layer + stack.tower, existing, another, back + gathered),
         StepPhase("gradients", ends, gradients, embedding, step.workspace + done_layer + 2 * gathered_end),
         StepPhase("step", 0, gradients, 0, step.workspace + step.optimizer_step),
     )
@@ -401,23 +407,17 @@ def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int
 
 
 def tiled_phases(
-    layer: LayerShape,
-    head: HeadShape,
-    policy: ActivationPolicy,
-    batch: MicroBatch,
-    step: StepBytes,
-    *,
-    layers: int,
-    tower: int = 0,
+    layer: LayerShape, head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, step: StepBytes, stack: LayerStack
 ) -> tuple[StepPhase, ...]:
-    """Return the phases of a step on one device. layers: number of layers with a backward. tower: as `step_phases`."""
+    """Return the phases of a step on one device. Layers with a dense MLP are not told apart."""
     itemsize = step.itemsize
+    layers = stack.number
     tokens = batch.tokens
     gradients = step.gradients
     hidden = tokens * layer.hidden * itemsize
     width = tokens * itemsize
     # rotary tables (cos and sin) and the batch
-    always = tokens * (2 * (layer.query // layer.heads) * itemsize + BATCH_BYTES) + tower
+    always = tokens * (2 * (layer.query // layer.heads) * itemsize + BATCH_BYTES) + stack.tower
     inputs = 0 if policy.offloads_inputs else layers * hidden
     saved = tokens * saved_by_tiled_layer(layer, policy, itemsize)
     tile = tile_bytes(layer, policy, itemsize, tokens)

@@ -1,8 +1,8 @@
 """Memory estimate: predicted peak of a training step on one device, and whether a micro-batch fits.
 
-Medusa heads add to it: K heads of L residual blocks on M labelled rows save K (2 L - 1) M E elements in their blocks
-and read M E. The loss of heads that share the output head holds their hidden states and the gradients of those:
-2 K M E. Heads with their own output weight are computed one after the other.
+Heads on top of the model (AddedHeadsShape): K heads of L residual blocks on M labelled rows save K (2 L - 1) M E
+elements in their blocks and read M E. The loss of heads that share the output head holds their hidden states and the
+gradients of those: 2 K M E. Heads with their own output weight are computed one after the other.
 
 A frozen model next to the trained one (a teacher or a reference) adds its weights to every phase, and one phase: its
 forward, which comes first, when no activations exist.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ligertune.planning.memory.activation_bytes import (
     CUDA_CONTEXT,
     ActivationPolicy,
+    LayerStack,
     MicroBatch,
     StepBytes,
     StepPhase,
@@ -27,7 +28,7 @@ from ligertune.planning.memory.activation_bytes import (
     tower_bytes,
 )
 from ligertune.planning.memory.layer_bytes import float8_copies
-from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, MedusaHeadsShape, TowerShape
+from ligertune.planning.memory.model_shape import AddedHeadsShape, FrozenModelShape, HeadShape, LayerShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
 
 # Share of allocated memory that torch's allocator loses to fragmentation.
@@ -54,7 +55,7 @@ class MemoryEstimate:
     longest_document: int = 0
     cpu_offload: bool = False  # the states are in host memory; the device holds what FSDP2 gathers
     in_front: int = 0  # first layers without a backward, which save nothing
-    heads: MedusaHeadsShape | None = None
+    heads: AddedHeadsShape | None = None
     frozen_model: FrozenModelShape | None = None
     dense_layer: LayerShape | None = None  # of a mixture of experts that has `dense_layers` layers with a dense MLP
     dense_layers: int = 0
@@ -81,21 +82,19 @@ class MemoryEstimate:
         image_tokens = tokens * self.image_share
         tower = tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0
         layers = self.layers_with_backward
+        stack = LayerStack(
+            layers,
+            tower=tower,
+            weights=self.layer_weights() if self.shards > 1 else 0,
+            shards=self.shards,
+            dense=self.dense_layer,
+            dense_number=min(self.dense_layers, layers),
+        )
         if self.policy.tile:
-            phases = tiled_phases(self.layer, self.head, self.policy, batch, step, layers=layers, tower=tower)
+            phases = tiled_phases(self.layer, self.head, self.policy, batch, step, stack)
         else:
-            phases = step_phases(
-                self.layer,
-                self.head,
-                replace(self.policy, keys_per_token=keys / tokens),
-                batch,
-                step,
-                layers=layers,
-                tower=tower,
-                layer_weights=self.layer_weights() if self.shards > 1 else 0,
-                shards=self.shards,
-                dense=(self.dense_layer, min(self.dense_layers, layers)),
-            )
+            policy = replace(self.policy, keys_per_token=keys / tokens)
+            phases = step_phases(self.layer, self.head, policy, batch, step, stack)
         if self.frozen_model is not None:
             return self._with_frozen_model(phases, batch, step)
         if self.heads is None and not (self.loss_chunk and self.policy.fused_loss):
@@ -111,7 +110,7 @@ class MemoryEstimate:
         )
 
     def frozen_model_phases(self, batch: MicroBatch, step: StepBytes) -> tuple[StepPhase, ...]:
-        """Return the phases of a step that trains Medusa heads on a frozen model (stage 1)."""
+        """Return the phases of a step that trains heads on a frozen model."""
         layer = self.layer
         row = self.head.hidden * step.itemsize
         hidden_states = batch.tokens * row

@@ -10,6 +10,7 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import TILE
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.plan import Plan
+from ligertune.recipe.feature import feature_parts
 
 MAX_ROWS = 4096
 MAX_TOKENS = 1 << 20
@@ -63,7 +64,8 @@ def longest_contexts(plan: Plan) -> tuple[LongContext, ...]:
     execution = plan.build.execution
     memory = plan.memory
     if memory.shards > 1 or memory.cp_size > 1 or memory.heads is not None or memory.layer.experts is not None:
-        raise UserError("--fit context is for dense models, on one device or with ddp, and without Medusa heads.")
+        added = " or ".join(folder.title for part in feature_parts() for folder in part.folders)
+        raise UserError(f"--fit context is for dense models, on one device or with ddp, and without {added}.")
     tiles = not (execution.torch_compile or execution.fp8 or plan.build.method.lora_dropout)
     kinds = (True,) if execution.torch_compile else (True, "offload")
     return tuple(

@@ -130,8 +130,11 @@ class TowerShape:
 
 
 @dataclass(frozen=True)
-class MedusaHeadsShape:
-    """Medusa heads: their number and residual blocks. `joint`: the model trains with them (stage 2)."""
+class AddedHeadsShape:
+    """Heads that a feature adds on top of the model: their number and residual blocks.
+
+    joint: the model trains with them; otherwise it is frozen.
+    """
 
     number: int
     blocks: int
@@ -185,7 +188,7 @@ class ModelShape:
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
     dense_layer: LayerShape | None = None  # layers of a mixture that have a dense MLP instead of experts
     dense_layers: int = 0  # how many
-    heads: MedusaHeadsShape | None = None
+    heads: AddedHeadsShape | None = None
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
         """Return model FLOPs of forward and backward, without recomputation.

@@ -9,7 +9,16 @@ from operator import attrgetter
 from ligertune.recipe.document import Document, KeyPath, split
 from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.optimizer_table import OPTIMIZERS
-from ligertune.recipe.rules.rule import ONE_OUT, Rule, each
+from ligertune.recipe.rules.rule import (
+    CHANGES_WEIGHTS,
+    INIT_CHANGES_WEIGHTS,
+    NO_CUDA_GRAPHS,
+    NO_TILES,
+    ONE_OUT,
+    TILES,
+    Rule,
+    each,
+)
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import EITHER_OR, TrainSpec
 
@@ -27,7 +36,6 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
-CHANGES_WEIGHTS = "olora|pissa|pissa_niter_4|pissa_niter_16"
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
 # optimizers of packages whose kernels run on a GPU only
 GPU_OPTIMIZER = "train.optim: " + "|".join(name for name, row in OPTIMIZERS.items() if row.needs)
@@ -88,14 +96,8 @@ RULES = (
     Rule("checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
          "{0} would delete the run that {1} continues. Keep one of them."),
     # ---- noise and learning rates
-    *each(
-        f"{{0}} {{why}}. {ONE_OUT}",
-        "train.neftune_noise_alpha: not null",
-        ("task: medusa|dpo", "makes outputs random, and {1} is {v[1]}, which compares them with others"),
-        ("parallel.cp_size: not 1", "needs the lengths of whole documents, which {1} splits"),
-    ),
-    Rule("train.lr_groups, task: medusa",
-         "{0} names parameters of the model, and {1} is medusa, whose heads have medusa.lr_multiplier. Leave {0} out."),
+    Rule("train.neftune_noise_alpha: not null, parallel.cp_size: not 1",
+         f"{{0}} needs the lengths of whole documents, which {{1}} splits. {ONE_OUT}"),
     Rule("train.lr_groups",
          "{0}: an entry has neither a learning_rate nor a weight_decay. Give it one of them.",
          also=lambda recipe: any(g.learning_rate is None and g.weight_decay is None for g in recipe.train.lr_groups)),
@@ -109,16 +111,12 @@ RULES = (
              "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out.")
         for key in ("method.init_lora_weights: not default", "method.trainable_token_indices")
     ),
-    Rule("method.trainable_token_indices, task: medusa",
-         "{0} trains rows of the output head, and {1} is medusa, whose heads share it. Leave {0} out."),
     *each(
-        "{0}: {v[0]} subtracts the initial adapter from the weights, and {why}",
+        INIT_CHANGES_WEIGHTS,
         f"method.init_lora_weights: {CHANGES_WEIGHTS}",
         ("method.type: qlora", "{1}: qlora would quantise what is left. Write method.type: lora."),
         ("method.load_in_8bit", f"{{1}} would quantise what is left. {ONE_OUT}"),
         ("method.use_dora", f"{{1}} could not be saved for the original weights then. {ONE_OUT}"),
-        ("preference.reference: adapter",
-         "{1}: adapter needs the weights without it. Write preference.reference: precompute."),
     ),
     *(
         Rule(f"{key}, {DEEPSPEED}", "{0} is not supported by {1}: {v[1]}. Write ddp or fsdp.")
@@ -131,12 +129,6 @@ RULES = (
          "{0} is freeze, and no parameter is left to train. Give {1}, a list of regular expressions."),
     Rule("method.trainable, method.type: not freeze", "{0} works with method.type: freeze only, and {1} is {v[1]}."),
     *(rule for part in modality_parts() for rule in part.rules),
-    *(
-        Rule(f"{key}, task: medusa|distill",
-             "{0} changes the vocabulary, and {1} is {v[1]}, which needs that of another model. "
-             "Train the tokens with task: sft first.")
-        for key in ("model.tokenizer.add_tokens", "model.tokenizer.add_special_tokens")
-    ),
     Rule("method.load_in_8bit, method.type: qlora",
          "{0} stores weights in 8 bits, and {1} is qlora, which stores them in 4. Leave {0} out."),
     Rule("method.load_in_8bit, method.type: full|freeze",
@@ -145,7 +137,6 @@ RULES = (
         "{0} {why}",
         "method.load_in_8bit",
         ("kernels.lora: true", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
-        ("task: medusa", "is not supported with {1}: medusa. Leave it out."),
         ("train.gradient_checkpointing: offload_gate|offload_both",
          "has no plain linear layers, whose outputs {1}: {v[1]} saves. Write train.gradient_checkpointing: true."),
         ("train.torch_compile", f"runs bitsandbytes' products, which {{1}} does not compile. {ONE_OUT}"),
@@ -174,8 +165,8 @@ RULES = (
     Rule("train.tiled_mlp: not false|auto, no train.gradient_checkpointing",
          "{0} is for checkpointed layers, and {1} is false. Write train.gradient_checkpointing: offload."),
     *each(
-        f"{{0}} runs parts of a layer on a few tokens at a time, and {{why}}. {ONE_OUT}",
-        "train.tiled_mlp: not false|auto",
+        NO_TILES,
+        TILES,
         ("train.gradient_checkpointing: offload_gate|offload_both", "{1}: {v[1]} copies whole gates"),
         ("train.gradient_checkpointing_layers: not all", "with {1} some layers save all that they compute"),
         ("method.lora_dropout", "{1} would drop other values when they run again"),
@@ -183,7 +174,6 @@ RULES = (
         ("train.fp8", "{1} scales whole tensors"),
         ("kernels.enabled: false", "{1}: false recognises no layers"),
         ("kernels.mlp: false", "{1}: false recognises no MLPs"),
-        ("task: medusa", "medusa heads are no part of it"),
         ("parallel.strategy: fsdp|deepspeed_zero2|deepspeed_zero3", "{1}: {v[1]} gathers a layer's weights once"),
         ("parallel.cp_size: not 1", "{1} splits the row already"),
     ),
@@ -213,17 +203,13 @@ RULES = (
         (DEEPSPEED, "{1}: {v[1]} takes their weights away"),
     ),
     *each(
-        f"{{0}} replays forward and backward as one graph, and {{why}}. {ONE_OUT}",
+        NO_CUDA_GRAPHS,
         "train.cuda_graphs",
         ("train.gradient_checkpointing", "{1} reads the random state on the host in between"),
         ("train.torch_compile", "{1} makes other graphs"),
         ("train.per_device_train_batch_size: auto", "{1}: auto leaves no memory for the graph"),
         ("train.optim_in_backward", "{1} updates weights in between"),
         ("model.dtype: float16", "{1}: float16 changes the loss scale between steps"),
-        ("task: medusa", "{1}: medusa changes the weights of the head losses between steps"),
-        ("task: distill", "{1}: distill runs the teacher in between"),
-        ("task: dpo", "{1}: dpo has another number of answers in each batch"),
-        ("task: classification|reward", "{1}: {v[1]} has another number of texts in each batch"),
     ),
     *each(
         "{0} {why}",
@@ -240,8 +226,6 @@ RULES = (
     Rule("train.fp8: true, method.init_lora_weights: any",
          "{0}: true keeps frozen weights in float8, and {1}: {v[1]} changes them. Leave one of them out.",
          also=lambda recipe: recipe.method.init_changes_weights),
-    Rule("train.fp8: true, task: medusa, method.type: lora",
-         f"{{0}}: true keeps frozen weights in float8, and {{1}} merges the adapter of {{2}} into them. {ONE_OUT}"),
     Rule("train.fp8: true, train.torch_compile",
          "{0}: true runs kernels that {1} does not trace. Leave it out, or write train.fp8: torchao."),
     Rule("train.fp8: true, train.cuda_graphs",
@@ -282,8 +266,9 @@ RULES = (
         ("parallel.dp_replicate_size: not 1", ONE_OUT),
         ("no data.packing", "Only packed rows are split. Write data.packing: true."),
         ("train.torch_compile", ONE_OUT),
-        ("task: medusa", "The heads need tokens of other processes. Leave parallel.cp_size out."),
-        ("task: not sft|medusa", "Its loss reads whole rows. Leave parallel.cp_size out."),
+        # by default, so that a feature of another distribution is refused until it says that it can
+        *((f"task: {'|'.join(part.tasks)}", f"{part.why_whole_rows}. Leave parallel.cp_size out.")
+          for part in feature_parts() if part.tasks and part.why_whole_rows),
     ),
     Rule("parallel.dp_replicate_size: not 1, parallel.strategy: not fsdp",
          "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),

@@ -13,6 +13,19 @@ from ligertune.recipe.section import Section
 ADAPTER = "method.type: lora|qlora"
 # the end of messages about two keys that exclude each other
 ONE_OUT = "Leave one of them out."
+CHANGES_WEIGHTS = "olora|pissa|pissa_niter_4|pissa_niter_16"  # values of method.init_lora_weights
+TILES = "train.tiled_mlp: not false|auto"
+# messages of `each` that general rules share with those of features, so that one key always has one explanation
+INIT_CHANGES_WEIGHTS = "{0}: {v[0]} subtracts the initial adapter from the weights, and {why}"
+NO_CUDA_GRAPHS = f"{{0}} replays forward and backward as one graph, and {{why}}. {ONE_OUT}"
+NO_TILES = f"{{0}} runs parts of a layer on a few tokens at a time, and {{why}}. {ONE_OUT}"
+# messages for tasks that exclude a key
+NO_NOISE = f"{{0}} makes outputs random, and {{1}} is {{v[1]}}, which compares them with others. {ONE_OUT}"
+NO_NEW_TOKENS = (
+    "{0} changes the vocabulary, and {1} is {v[1]}, which needs that of another model. "
+    "Train the tokens with task: sft first."
+)
+NEW_TOKENS = ("model.tokenizer.add_tokens", "model.tokenizer.add_special_tokens")
 LITERALS = {"true": True, "false": False, "null": None, "1": 1, "2": 2}
 
 

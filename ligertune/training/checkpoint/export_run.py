@@ -175,7 +175,7 @@ def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: b
     folder = Path(source.name)
     base = source_base(source)
     merged, tokenizer, carried = merge_saved_adapter(folder, base, trust_remote_code=trust_remote_code)
-    write_model(merged, tokenizer, out, state_dict=None, **read_prompt(folder), base=base, carried=carried)
+    write_model(merged, tokenizer, out, state_dict=None, prompt=read_prompt(folder), base=base, carried=carried)
     return _said(carried)
 
 
@@ -252,7 +252,7 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote
     feature_of(options.build.task).prepare_config(config, options.build, SAVED_MODEL)
     found = None if kind == "adapter" else carried_by(spec, config, origin=SAVED_MODEL)
     carried = None if found is None else (spec, found)
-    write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, **prompt, base=base, carried=carried)
+    write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, prompt=prompt, base=base, carried=carried)
     return _said(carried)
 
 

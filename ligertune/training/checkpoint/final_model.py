@@ -64,7 +64,7 @@ def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weig
             tokenizer,
             folder,
             state_dict=weights,
-            **job.prompt,
+            prompt=job.prompt,
             reader=job.reader,
             base=plan.base,
             carried=carried,

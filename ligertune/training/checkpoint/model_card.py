@@ -14,6 +14,7 @@ from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import mask_secrets, read_object, write_text
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
+from ligertune.models.score_head import PIPELINE_TAG, SCORE_AUTO_CLASS, is_scored_class
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import MethodOptions, RunOptions, saved_options
 from ligertune.planning.preflight import looks_local
@@ -51,7 +52,7 @@ def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository
 PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
-    "AutoModelForSequenceClassification": "text-classification",
+    SCORE_AUTO_CLASS.__name__: PIPELINE_TAG,
 }
 
 
@@ -103,9 +104,8 @@ def _task_tag(options: RunOptions) -> str:
 def _auto_class(source: SavedModel, options: RunOptions | None, *, takes_images: bool) -> str:
     """Return the name of transformers' class that loads the model."""
     architectures = (read_object(Path(source.name) / "config.json") or {}).get("architectures") or [""]
-    scores = str(architectures[0]).endswith("ForSequenceClassification")
-    if scores or (options is not None and feature_of(options.build.task).scores_texts):
-        return "AutoModelForSequenceClassification"
+    if is_scored_class(architectures[0]) or (options is not None and feature_of(options.build.task).scores_texts):
+        return SCORE_AUTO_CLASS.__name__
     return "AutoModelForImageTextToText" if takes_images else "AutoModelForCausalLM"
 
 

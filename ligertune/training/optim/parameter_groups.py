@@ -1,6 +1,6 @@
 """Parameter groups: learning rate and weight decay of each trainable parameter.
 
-In this order, the first that applies: an entry of train.lr_groups, Medusa heads, LoRA+, all others. LoRA+ is PEFT's
+In this order, the first that applies: an entry of train.lr_groups, added heads, LoRA+, all others. LoRA+ is PEFT's
 (`create_loraplus_optimizer`): the factor B of each adapter and parameters of one dimension have a higher rate, adapters
 of embeddings their own.
 """
@@ -32,7 +32,8 @@ def group_settings_of(model: nn.Module, plan: Optimizer) -> Settings:
     """Return the settings of every trainable parameter. Raises UserError for an entry that matches none."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matched = check_lr_groups(model, [group.parameters for group in plan.lr_groups])
-    settings = {p: _usual_settings(name, p, plan) for name, p in named.items()}
+    heads = getattr(model, "heads_prefix", None)  # a feature's model says which of its parameters are added heads
+    settings = {p: _usual_settings(name, p, plan, heads) for name, p in named.items()}
     for place, (group, names) in reversed(list(enumerate(zip(plan.lr_groups, matched, strict=True), start=10))):
         settings |= {named[name]: GroupSettings(place, group.lr_multiplier, group.weight_decay) for name in names}
     return settings
@@ -65,8 +66,8 @@ def parameter_groups(parameters: Sequence[nn.Parameter], settings: Settings, wei
     return [group for group in groups if group["params"]]
 
 
-def _usual_settings(name: str, parameter: nn.Parameter, plan: Optimizer) -> GroupSettings:
-    if name.startswith("medusa_head."):
+def _usual_settings(name: str, parameter: nn.Parameter, plan: Optimizer, heads: str | None) -> GroupSettings:
+    if heads is not None and name.startswith(heads):
         return GroupSettings(3, plan.heads_lr_multiplier)
     if plan.lora_plus is None:
         return GroupSettings(0)

@@ -12,7 +12,14 @@ from transformers import AutoTokenizer
 
 from ligertune.errors import UserError
 from ligertune.features.medusa.heads import MedusaHeads
-from ligertune.features.medusa.heads_files import HeadsConfig, fingerprint_of, read_choices, read_heads, write_heads
+from ligertune.features.medusa.heads_files import (
+    HeadsConfig,
+    ServedModel,
+    fingerprint_of,
+    read_choices,
+    read_heads,
+    write_heads,
+)
 
 HEADS, LAYERS, HIDDEN, VOCAB = 2, 2, 64, 128
 BLOCKS = {
@@ -37,11 +44,10 @@ def write(quickstart, tmp_path, weight):
         heads = MedusaHeads(HEADS, LAYERS, weight.to(dtype), own_lm_head=own)
         for parameter in heads.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, dtype=dtype)
-        write_heads(
-            heads.state_dict(), weight.to(dtype), tmp_path / "medusa", base_model="some/model",
-            tokenizer=AutoTokenizer.from_pretrained(quickstart / "stories260K"), paths=[(0,), (0, 0)], expand=expand,
-            prompt_template="chat", system_prompt=None,
-        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
+        served = ServedModel("some/model", tokenizer, {"prompt_template": "chat", "system_prompt": None})
+        folder = tmp_path / "medusa"
+        write_heads(heads.state_dict(), weight.to(dtype), folder, served, paths=[(0,), (0, 0)], expand=expand)
         return tmp_path / "medusa", heads
 
     return go

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from support.command_line import overrides, run_here
 from support.tasks.medusa_runs import MEDUSA, WEIGHTS, train_medusa
 
-from ligertune.cli.train import medusa
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
+from ligertune.features.medusa.command import medusa
 from ligertune.features.medusa.decode.acceptance import Greedy
 from ligertune.features.medusa.decode.medusa_generate import choose_acceptance, generate_with_heads
 from ligertune.features.medusa.medusa_run import report_on
@@ -136,7 +136,7 @@ def test_bad_input_is_refused_and_writes_nothing(words, options, tmp_path, monke
 
 def test_options_set_their_keys_and_set_wins(monkeypatch):
     loaded = []
-    monkeypatch.setattr("ligertune.cli.train.run_recipe", lambda recipe, json: loaded.append(recipe))
+    monkeypatch.setattr("ligertune.features.medusa.command.run_recipe", lambda recipe, json: loaded.append(recipe))
     options = {"heads": 3, "layers": 2, "from_": "some/heads", "model": "a/model", "data": "a/set"}
     medusa(**{**NO_OPTIONS, **options, "set_": ["medusa.num_heads=4"]})
     section, model, data = loaded[0].medusa, loaded[0].model.model_name_or_path, loaded[0].data.datasets[0].path

@@ -9,7 +9,14 @@ import ligertune
 from ligertune.models.adapters.lora import add_adapter
 from ligertune.models.score_head import make_scored, score_head
 from ligertune.models.shape import read_shape
-from ligertune.planning.memory.activation_bytes import ActivationPolicy, MicroBatch, StepBytes, loss_bytes, step_phases
+from ligertune.planning.memory.activation_bytes import (
+    ActivationPolicy,
+    LayerStack,
+    MicroBatch,
+    StepBytes,
+    loss_bytes,
+    step_phases,
+)
 from ligertune.planning.options import MethodOptions
 
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 32,
@@ -36,7 +43,7 @@ def test_the_score_head_is_small_and_its_loss_takes_no_memory():
     policies = [ActivationPolicy(fused_loss=fused) for fused in (True, False)]
     assert all(loss_bytes(writer.head, policy, BATCH, 2, None)[0] > 0 for policy in policies)
     step = StepBytes(itemsize=2, gradients=2 * scorer.n_parameters, optimizer_step=0, workspace=0)
-    phases = step_phases(scorer.layer, scorer.head, ActivationPolicy(fused_loss=False), BATCH, step, layers=2)
+    phases = step_phases(scorer.layer, scorer.head, ActivationPolicy(fused_loss=False), BATCH, step, LayerStack(2))
     assert [phase.loss for phase in phases if phase.name == "loss"] == [0]
     kinds = {kind.shape: kind for kind, _ in scorer.parameters}
     assert not kinds[(3, 2048)].inside and not kinds[(3, 2048)].quantised("qlora")

@@ -67,7 +67,8 @@ def test_a_saved_adapter_works_on_the_original_weights(changes, gathered, quicks
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(quickstart / "stories260K" / "tokenizer.json"))
     weights = {name: t.clone() for name, t in model.state_dict().items()} if gathered else None
     config = copy.deepcopy(model.peft_config["default"])
-    write_model(model, tokenizer, tmp_path / "m", state_dict=weights, prompt_template="raw", system_prompt=None)
+    prompt = {"prompt_template": "raw", "system_prompt": None}
+    write_model(model, tokenizer, tmp_path / "m", state_dict=weights, prompt=prompt)
     assert model.peft_config["default"] == config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ligertune.features.medusa.medusa_model import MedusaModel
 from ligertune.planning.optimization import Optimizer, TrainSchedule, total_steps
 from ligertune.training.optim.optimizers import BUILDERS, build_optimizer, set_learning_rate
 from ligertune.training.optim.schedules import SHAPES, learning_rate
@@ -101,6 +102,8 @@ def test_muon_steps_by_an_orthogonal_matrix_with_the_norm_of_adamw():
 
 class WithHeads(LlamaForCausalLM):
     """A Llama with biases, and Medusa heads as `MedusaModel` names them."""
+
+    heads_prefix = MedusaModel.heads_prefix
 
     def __init__(self) -> None:
         config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from ligertune.decode.generate import Answer, choose_prompt, encode_prompt
-from ligertune.errors import UserError
+from ligertune.errors import UserError, plural
 from ligertune.features.medusa.decode.acceptance import Acceptance, Greedy, Typical
 from ligertune.features.medusa.decode.candidate_tree import CandidateTree
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
+from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD
 from ligertune.features.medusa.heads_files import HeadsConfig, base_model_of, base_of_heads, read_choices, read_heads
 from ligertune.features.output_head import check_plain_head, logit_transform
 from ligertune.models.load import hide_loading_bars
@@ -28,7 +29,8 @@ class MedusaAnswer(Answer):
 
     @property
     def speed(self) -> str:
-        return f"{self.accepted_length:.2f} tokens per forward pass, {self.tokens_per_second:,.0f} tokens/s"
+        rate = f"{self.accepted_length:.2f} tokens per forward pass, {self.tokens_per_second:,.0f} tokens/s"
+        return f"{plural(self.new_tokens, 'token')}, {rate}"
 
 
 def choose_acceptance(name: str, temperature: float) -> Acceptance:
@@ -64,7 +66,7 @@ def generate_with_heads(
     base = base_model_of(folder, config)
     trained = base_of_heads(folder, config)
     model, tokenizer = load_saved(base, trust_remote_code=trust_remote_code, tokenizer=str(folder), base=trained)
-    heads = read_heads(folder, check_plain_head(model).weight)
+    heads = read_heads(folder, check_plain_head(model, hint=NEEDS_PLAIN_HEAD).weight)
     text, ids = encode_prompt(tokenizer, prompt, choose_prompt(folder, raw=raw))
     tree = CandidateTree.from_paths(read_choices(folder, len(heads)), device=model.device)
     torch.manual_seed(seed)
@@ -72,7 +74,7 @@ def generate_with_heads(
     found = decode_with_heads(
         model,
         heads,
-        logit_transform(model),
+        logit_transform(model, hint=NEEDS_PLAIN_HEAD),
         [ids],
         tree,
         max_new_tokens=max_new_tokens,

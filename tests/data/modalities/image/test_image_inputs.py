@@ -64,8 +64,8 @@ def test_tokens_and_pixels_equal_the_processors(
 ):
     """The processor is loaded from the folder that training writes."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder_of(family))
-    settings = {"state_dict": None, "prompt_template": "chat", "system_prompt": None, "reader": reader_of(family)}
-    write_model(model, tokenizer_of(family), tmp_path / "model", **settings)
+    settings = {"prompt": {"prompt_template": "chat", "system_prompt": None}, "reader": reader_of(family)}
+    write_model(model, tokenizer_of(family), tmp_path / "model", state_dict=None, **settings)
     rows, processor = examples_of(family), processor_for(family, tmp_path / "model", reader_of(family))
     for index, (text, names) in enumerate(ROWS.values()):
         images = [read_image(str(image_paths[name])) for name in names]
