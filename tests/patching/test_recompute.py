@@ -314,5 +314,5 @@ def test_kernels_within_models_under_the_interpreter():
     """
     different = "llama- or llama] or gemma2 or phi3] or mixtral or olmo2"
     chosen = f"(every_bit and ({different})) or two_backwards or (freed and not qwen2) or test_patch_in_place"
-    others = (TESTS / "patching" / "test_patch_in_place.py", TESTS / "train" / "optim" / "test_kernel_adamw.py")
+    others = (TESTS / "patching" / "test_patch_in_place.py", TESTS / "training" / "optim" / "test_kernel_adamw.py")
     rerun_interpreted(__file__, *map(str, others), "-k", f"{chosen} or trains_as_torchs_adamw")
