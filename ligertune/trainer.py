@@ -20,7 +20,8 @@ from ligertune.features.task import Task
 from ligertune.hardware import is_launched
 from ligertune.models.shape import read_shape
 from ligertune.planning.plan import Plan
-from ligertune.recipe import Recipe, recipe_of
+from ligertune.recipe.read import recipe_of
+from ligertune.recipe.schema import Recipe
 from ligertune.report import Report
 from ligertune.run import run
 from ligertune.training.callbacks import Callbacks

@@ -30,7 +30,7 @@ def data(
     from ligertune.files.storage import write_text
     from ligertune.hardware import world_size
     from ligertune.planning.preflight import check_report_path, check_sources
-    from ligertune.recipe import load_recipe
+    from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, set_ or [])

@@ -60,7 +60,7 @@ def plan(
     from ligertune.cli.render import memory_report, run_report
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.planning.preflight import check_sources
-    from ligertune.recipe import load_recipe
+    from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
     # a plan needs no checkpoint to resume from

@@ -14,8 +14,8 @@ from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
     from ligertune.data.shapes.detect_task import DetectedTask
-    from ligertune.recipe import Recipe
     from ligertune.recipe.importers.import_state import Import
+    from ligertune.recipe.schema import Recipe
 
 ADAPTER_RATE = 2e-4  # as in the bundled recipes
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file that --out names.")]
@@ -33,7 +33,7 @@ def check(recipe: RecipeFile, set_: Overrides = None, json: Json = False) -> Non
 
     Example: ligertune recipe check my.yaml
     """
-    from ligertune.recipe import load_recipe
+    from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
     loaded = load_recipe(recipe, set_ or [])
@@ -50,7 +50,7 @@ def show(recipe: RecipeFile, set_: Overrides = None, json: Json = False) -> None
 
     Example: ligertune recipe show my.yaml --set train.max_steps=100
     """
-    from ligertune.recipe import dump_recipe, load_recipe
+    from ligertune.recipe.read import dump_recipe, load_recipe
 
     loaded = load_recipe(recipe, set_ or [])
     if json:
@@ -66,7 +66,7 @@ def schema() -> None:
 
     Example: ligertune recipe schema > recipe.schema.json
     """
-    from ligertune.recipe import recipe_schema
+    from ligertune.recipe.schema import recipe_schema
 
     render.json_report(recipe_schema())
 
@@ -201,9 +201,9 @@ def init(
 
 def _draft(model: str, data: list[str], changes: list[str]) -> Recipe:
     """Load the short recipe with overrides, so that nothing is written if one of them is wrong."""
-    from ligertune.recipe import load_recipe
     from ligertune.recipe.describe import new_recipe
     from ligertune.recipe.plain_yaml import dump
+    from ligertune.recipe.read import load_recipe
 
     with tempfile.TemporaryDirectory(prefix="ligertune-init-") as folder:
         draft = Path(folder) / "recipe.yaml"

@@ -20,7 +20,7 @@ from ligertune.progress import hashing_triton, importing
 if TYPE_CHECKING:
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.progress import Phases
-    from ligertune.recipe import Recipe
+    from ligertune.recipe.schema import Recipe
     from ligertune.training.setup import Job
 
 
@@ -70,7 +70,7 @@ def train(
 
     Example: ligertune train configs/quickstart/stories260k.yaml --set train.learning_rate=1e-3
     """
-    from ligertune.recipe import load_recipe
+    from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
     run_recipe(load_recipe(recipe, [*(set_ or []), *run_overrides(resume, overwrite)]), json)

@@ -11,7 +11,8 @@ from ligertune.compare.side import Side
 from ligertune.compare.summary import Comparison, Point, summarise_trials
 from ligertune.compare.trial import Trial, TrialOptions, run_trial
 from ligertune.errors import UserError
-from ligertune.recipe import Recipe, load_recipe
+from ligertune.recipe.read import load_recipe
+from ligertune.recipe.schema import Recipe
 from ligertune.report import model_title
 
 # axis of --sweep -> recipe key

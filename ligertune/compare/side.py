@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligertune.errors import UserError, pip_install
-from ligertune.recipe import Recipe
 from ligertune.recipe.feature import part_of_task
+from ligertune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

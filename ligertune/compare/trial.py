@@ -26,7 +26,8 @@ from ligertune.files.storage import open_to_append, read_metrics, write_json, wr
 from ligertune.hardware import is_main_process
 from ligertune.launcher.signals import before_leaving, handle_by_leaving
 from ligertune.progress import importing
-from ligertune.recipe import KernelsSpec, Recipe, dump_recipe, load_recipe
+from ligertune.recipe.read import dump_recipe, load_recipe
+from ligertune.recipe.schema import KernelsSpec, Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,7 +21,7 @@ from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.files.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.options import saved_options
+from ligertune.planning.saved_model import saved_options
 
 HEADS = ("score", "classifier")  # names of the head, which PEFT trains and saves with an adapter
 SEQ_CLS = "SEQ_CLS"  # task_type of such an adapter

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ligertune.errors import UserError
 from ligertune.planning.options import BatchLayoutOptions, RowKind
-from ligertune.recipe import Recipe, TrainSpec
-from ligertune.recipe.train_sections import MAX_ROWS_OF_A_STEP
+from ligertune.recipe.schema import Recipe
+from ligertune.recipe.train_sections import MAX_ROWS_OF_A_STEP, TrainSpec
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class FeatureSpec:
     # Return the lines of kernels in what the feature adds.
     kernel_lines: Callable[[KernelOptions], tuple[KernelLine, ...]] = lambda kernels: ()
     counts_experts: bool = True  # the load of a mixture's experts is counted and reported
-    # Write the trained model; None: as a model of transformers. See train/checkpoint/final_model.py.
+    # Write the trained model; None: as a model of transformers. See training/checkpoint/final_model.py.
     save: Callable[..., tuple[str, dict[str, Any] | None]] | None = None
     saves_base: Callable[[BuildOptions], bool] = lambda options: True  # output_dir/model is written
     saves_adapter: bool = True  # an adapter is saved as it is, not merged

@@ -48,7 +48,8 @@ from ligertune.planning.parallelism import (
 )
 from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, float8_notes
-from ligertune.recipe import Recipe, contradicts_itself
+from ligertune.recipe.rules.check_rules import contradicts_itself
+from ligertune.recipe.schema import Recipe
 
 GIB = 2**30
 # A step that trains on a row 100 times is a mistake, and a billion times would not end. 8 examples that are packed

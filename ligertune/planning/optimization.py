@@ -8,8 +8,8 @@ from typing import Literal
 
 from ligertune.errors import UserError, plural
 from ligertune.planning.memory.model_shape import ModelShape
-from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS
 
 

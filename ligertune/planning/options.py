@@ -8,21 +8,32 @@ of it that are final are copied.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from ligertune.hardware import Machine
-from ligertune.recipe import Recipe, load_recipe, schema, train_sections
 from ligertune.recipe.feature import feature_parts, modality_parts
+from ligertune.recipe.schema import (
+    DatasetSpec,
+    DataSpec,
+    KernelsSpec,
+    LoggingSpec,
+    MethodSpec,
+    ModelSpec,
+    ParallelSpec,
+    Recipe,
+    ReportSpec,
+    TokenizerSpec,
+)
 from ligertune.recipe.section import Section
+from ligertune.recipe.train_sections import CheckpointSpec, EvalSpec, LrGroupSpec
 
-TokenizerOptions = schema.TokenizerSpec
-ModelOptions = schema.ModelSpec
-KernelOptions = schema.KernelsSpec
-MethodOptions = schema.MethodSpec
-DatasetOptions = schema.DatasetSpec
-DataOptions = schema.DataSpec
-LrGroupOptions = train_sections.LrGroupSpec
+TokenizerOptions = TokenizerSpec
+ModelOptions = ModelSpec
+KernelOptions = KernelsSpec
+MethodOptions = MethodSpec
+DatasetOptions = DatasetSpec
+DataOptions = DataSpec
+LrGroupOptions = LrGroupSpec
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -127,11 +138,11 @@ class RunOptions:
     build: BuildOptions
     data_options: DataOptions
     layout: BatchLayoutOptions
-    parallel: schema.ParallelSpec
-    checkpoint: train_sections.CheckpointSpec
-    evaluation: train_sections.EvalSpec
-    logging: schema.LoggingSpec
-    measurement: schema.ReportSpec
+    parallel: ParallelSpec
+    checkpoint: CheckpointSpec
+    evaluation: EvalSpec
+    logging: LoggingSpec
+    measurement: ReportSpec
 
     @staticmethod
     def of(recipe: Recipe) -> RunOptions:
@@ -181,11 +192,3 @@ def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
     measured = machine.arch == "sm90" and (one or several)
     measured = measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
     return recipe.model_copy(update={"kernels": kernels.model_copy(update={"lora": measured})})
-
-
-def saved_options(folder: Path) -> RunOptions | None:
-    """Return the options of the run in `folder`, or of the run with this `model` folder; None without a recipe."""
-    for place in (folder, folder.parent):
-        if (place / "resolved_recipe.yaml").is_file():
-            return RunOptions.of(load_recipe(place / "resolved_recipe.yaml"))
-    return None

@@ -10,8 +10,8 @@ from ligertune.hardware import Machine
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION, MemoryEstimate
 from ligertune.planning.memory.states import StateBytes, Strategy
-from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.recipe.schema import Recipe
 
 # Largest share of a device for the model states if no activation memory is predicted.
 SHARE_OF_STATES = 0.6

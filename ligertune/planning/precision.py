@@ -7,7 +7,7 @@ from typing import Literal
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.recipe import Recipe
+from ligertune.recipe.schema import Recipe
 
 OLDEST_NVIDIA = 89  # compute capability 8.9 (Ada) is the first with float8; 9.0 is Hopper
 AMD_WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")  # architectures that torch._scaled_mm supports

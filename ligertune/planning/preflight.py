@@ -19,9 +19,9 @@ from ligertune.files.storage import (
     write_text,
 )
 from ligertune.planning.hub import TOKENIZER_FILES, check_hub_dataset, check_hub_model
-from ligertune.recipe import Recipe
 from ligertune.recipe.feature import TrainedFolder, feature_parts
 from ligertune.recipe.optimizer_table import OPTIMIZERS
+from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import CheckpointSpec
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.

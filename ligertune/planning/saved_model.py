@@ -13,8 +13,10 @@ from typing import Any, Literal
 from ligertune.errors import UserError
 from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
 from ligertune.planning.hub import MODEL_FILES, check_hub_model
+from ligertune.planning.options import RunOptions
 from ligertune.planning.preflight import looks_local
 from ligertune.recipe.feature import TrainedFolder, feature_parts
+from ligertune.recipe.read import load_recipe
 from ligertune.recipe.section import path_fault
 
 PROMPT_FILE = "ligertune.json"  # saved with the model: the prompt template of training, and the base as it was trained
@@ -225,3 +227,11 @@ def _check_hub_id(name: str, *, key: str) -> None:
             f" ({str(problem).strip().splitlines()[0].rstrip('.')}).",
             hint=hint,
         ) from problem
+
+
+def saved_options(folder: Path) -> RunOptions | None:
+    """Return the options of the run in `folder`, or of the run with this `model` folder; None without a recipe."""
+    for place in (folder, folder.parent):
+        if (place / "resolved_recipe.yaml").is_file():
+            return RunOptions.of(load_recipe(place / "resolved_recipe.yaml"))
+    return None

@@ -1,6 +1,6 @@
 """Optimizers that a recipe can choose: bytes of their states per parameter, and the package that each needs.
 
-The planner uses these formulas before a model is loaded. `train/optim` builds the optimizers.
+The planner uses these formulas before a model is loaded. `training/optim` builds the optimizers.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from ligertune.report.provenance import provenance
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
-    from ligertune.training.loop import TrainResult
     from ligertune.training.metrics.meter import Counts
+    from ligertune.training.metrics.train_result import TrainResult
 
 
 @dataclass(frozen=True)

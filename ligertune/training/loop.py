@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligertune.launcher.signals import WRITING, StopRequest
 from ligertune.patching.deferred_logits import loss_counts
-from ligertune.planning.plan import KernelLine
 from ligertune.progress import Phases
 from ligertune.training.checkpoint.best_weights import load_best, save_best
 from ligertune.training.checks import kernels_as_run, why_not_fused
 from ligertune.training.evaluate import EarlyStopping, Evaluation, evaluate
-from ligertune.training.metrics.meter import Counts, synchronize
+from ligertune.training.metrics.meter import synchronize
 from ligertune.training.metrics.metrics_logger import profiled
+from ligertune.training.metrics.train_result import TrainResult
 from ligertune.training.optim.gradients import unwrap_optimizer
 from ligertune.training.optim.optimizers import set_learning_rate
 from ligertune.training.parallel.distributed import any_rank, full_tensor, max_over_ranks, reduce_sum
@@ -71,25 +71,6 @@ class TrainState:
         if self.step > 0:
             self.eval_loss = evaluation.loss
         return self.step > 0 and self.early_stopping.add(evaluation.loss)
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The trained model and what a report needs. `step` is the last finished one."""
-
-    model: nn.Module
-    step: int
-    resumed_from: int
-    stopped_by: str | None
-    last_eval_loss: float | None
-    measured: tuple[Counts, float, bool]  # work, its seconds, whether they exclude the warm-up
-    peak_memory: dict[str, int | str]
-    work: Counts  # of all steps, also of those before a resume
-    kernels: tuple[KernelLine, ...]  # as they ran
-    losses: dict[str, Any]  # LossCounts.as_dict() of this process
-    notes: tuple[str, ...] = ()
-    experts: dict[str, Any] | None = None  # ExpertLoad.report() of all ranks
-    best_weights: dict[str, Tensor] | None = None  # of the best model, if the model itself is sharded
 
 
 def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult:

@@ -28,8 +28,8 @@ from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_mem
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, with_fused_lora
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
-from ligertune.recipe import Recipe
 from ligertune.recipe.feature import part_of_task
+from ligertune.recipe.schema import Recipe
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
 from ligertune.training.model_builder import preview_model
 from ligertune.training.parallel.distributed import launched_with_fsdp

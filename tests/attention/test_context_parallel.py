@@ -14,7 +14,8 @@ from support.tasks import packed_rows
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ligertune.data.batching.collate import Batcher, ContextParallelSplit, collate_packed, document_runs, rank_pieces
+from ligertune.data.batching.collate import Batcher, collate_packed
+from ligertune.data.batching.context_parallel import ContextParallelSplit, document_runs, rank_pieces
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.patching.packed.packing_checks import prepare_masks

@@ -1,26 +1,17 @@
-"""Collate examples to the tensors of one forward pass: padded (B, T), or packed without padding (1, sum T).
-
-Context parallel: each packed row is cut into 2C pieces of equal length, and rank r of C ranks computes pieces r and
-2C - 1 - r: later tokens attend to more, so this gives all ranks the same work. Except for attention, layers work token
-by token, and each rank sums the loss of its tokens.
-"""
+"""Collate examples to the tensors of one forward pass: padded (B, T), or packed without padding (1, sum T)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from ligertune_kernels import labelled_rows
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ligertune.data.batching.context_parallel import ContextParallelKeys
+from ligertune.data.batching.context_parallel import ContextParallelSplit
 from ligertune.data.examples import Example
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 
@@ -32,7 +23,6 @@ if TYPE_CHECKING:
     from ligertune.data.stream import StreamedExamples
     from ligertune.planning.plan import Plan
 
-TokenRange = tuple[int, int]
 # called with (all examples, indices of those in the batch, the batch)
 MoreFields = Callable[["Examples | StreamedExamples", list[int], dict[str, Any]], dict[str, Any]]
 
@@ -231,75 +221,3 @@ class Batcher:
 
 def _indices(rows: Sequence[np.ndarray]) -> list[int]:
     return np.concatenate(rows).tolist() if len(rows) else [0]
-
-
-@dataclass(frozen=True)
-class ContextParallelSplit:
-    """Splits packed batches between the ranks of `group`, which all have the same rows."""
-
-    group: ProcessGroup
-
-    def cut(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part, (1, T / C), of a batch of collate_packed, (1, T) with T a multiple of 2C.
-
-        `shift_labels` are the labels that its tokens predict. Some belong to another rank's tokens.
-        """
-        rank = self.group.rank()
-        ranks = self.group.size()
-        length = batch["input_ids"].shape[1]
-        pieces = [rank_pieces(other, ranks, length) for other in range(ranks)]
-        runs = document_runs(batch["document_lengths"], pieces[rank])
-        lengths = tuple(last - first for _, first, last in runs)
-        key_lengths = tuple(last - begin for begin, _, last in runs)
-        place = torch.empty(length, dtype=torch.int64)  # of each token in the concatenated tokens of all ranks
-        place[_tokens(piece for pair in pieces for piece in pair)] = torch.arange(length)
-        own = self.tokens(length)
-        predicted = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
-        return {
-            **{name: batch[name][:, own] for name in ("input_ids", "position_ids", "labels")},
-            "shift_labels": predicted[:, own],
-            "cu_seq_lens_q": _cu_seq_lens(lengths),
-            "cu_seq_lens_k": _cu_seq_lens(key_lengths),
-            "max_length_q": max(lengths),
-            "max_length_k": max(key_lengths),
-            "document_lengths": lengths,
-            "key_rows": place[_tokens((begin, last) for begin, _, last in runs)],
-            "context_parallel": ContextParallelKeys(self.group, key_lengths),
-        }
-
-    def tokens(self, length: int) -> Tensor:
-        """Return the indices of this rank's tokens in a row, (length / C,)."""
-        return _tokens(rank_pieces(self.group.rank(), self.group.size(), length))
-
-
-def context_parallel_split(plan: Plan) -> ContextParallelSplit | None:
-    """Create this rank's group; None without context parallelism. All ranks call it."""
-    if plan.batching.cp_size == 1:
-        return None
-    group, _ = dist.new_subgroups(plan.batching.cp_size)
-    return ContextParallelSplit(group)
-
-
-def rank_pieces(rank: int, ranks: int, length: int) -> tuple[TokenRange, TokenRange]:
-    """Return the token ranges of a rank's two pieces of a row."""
-    size, rest = divmod(length, 2 * ranks)
-    if rest:
-        raise ValueError(f"a row of {length} tokens cannot be cut into {2 * ranks} pieces of equal length")
-    first, second = ((piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank))
-    return first, second
-
-
-def document_runs(document_lengths: Sequence[int], pieces: Sequence[TokenRange]) -> list[tuple[int, int, int]]:
-    """Return (begin of its document, first token, end) of each part of a document in these pieces, in order."""
-    documents = list(pairwise(accumulate(document_lengths, initial=0)))
-    runs = [(begin, max(begin, first), min(end, last)) for first, last in pieces for begin, end in documents]
-    return [run for run in runs if run[1] < run[2]]
-
-
-def _tokens(ranges: Iterable[TokenRange]) -> Tensor:
-    return torch.cat([torch.arange(*span) for span in ranges])
-
-
-def _cu_seq_lens(lengths: Sequence[int]) -> Tensor:
-    """Return the cumulative lengths from 0, int32."""
-    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)

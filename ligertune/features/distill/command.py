@@ -31,7 +31,7 @@ def distill(
     Example: ligertune distill recipe.yaml --write teacher_log_probs
     """
     from ligertune.planning.preflight import check_out_folder, make_out_folder
-    from ligertune.recipe import load_recipe
+    from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
     overrides = ["task=distill", *run_overrides(resume, overwrite), *(set_ or [])]

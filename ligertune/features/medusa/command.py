@@ -36,7 +36,7 @@ def medusa(
     Example: ligertune medusa --heads 5
     """
     from ligertune.launcher.failures import is_started_rank
-    from ligertune.recipe import load_recipe
+    from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
     path = recipe or default_recipe(stage)

@@ -12,7 +12,8 @@ from ligertune.planning.memory.activation_bytes import TILE, ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.layer_bytes import Float8
 from ligertune.planning.memory.states import Strategy
-from ligertune.recipe import Recipe, contradicts_itself
+from ligertune.recipe.rules.check_rules import contradicts_itself
+from ligertune.recipe.schema import Recipe
 
 GATED_MLPS = {"swiglu", "geglu", "reglu"}
 # `layers: auto` is suggested if it checkpoints at most this share of the layers.

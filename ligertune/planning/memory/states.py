@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ligertune.planning.memory.model_shape import ParameterKind
-from ligertune.recipe import Recipe
 from ligertune.recipe.optimizer_table import OPTIMIZERS, optimizer_bytes, step_bytes
+from ligertune.recipe.schema import Recipe
 
 Strategy = Literal["single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"]
 SHARDED_WEIGHTS = ("fsdp", "deepspeed_zero3")  # strategies under which each process holds a part of the weights

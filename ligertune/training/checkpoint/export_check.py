@@ -27,7 +27,8 @@ from ligertune.models.read_config import read_config
 from ligertune.models.save import SAVED_MODEL, base_as_trained, load_plain, load_saved, read_saved_tokenizer
 from ligertune.patching.patch import patch
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.options import RunOptions, saved_options
+from ligertune.planning.options import RunOptions
+from ligertune.planning.saved_model import saved_options
 from ligertune.recipe.feature import part_of_task
 from ligertune.training.checkpoint.export_run import ExportPlan, load_checkpoint, source_base, spec_of_base
 

@@ -12,7 +12,7 @@ from ligertune.features.task import TrainedModel
 from ligertune.files.storage import writing
 from ligertune.models.save import write_model
 from ligertune.planning.feature_spec import feature_of
-from ligertune.training.loop import TrainResult
+from ligertune.training.metrics.train_result import TrainResult
 from ligertune.training.parallel.distributed import full_state_dict
 from ligertune.training.setup import Job
 

@@ -16,9 +16,16 @@ from ligertune.models.carried_tensors import carried_note
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
 from ligertune.models.score_head import PIPELINE_TAG, SCORE_AUTO_CLASS, is_scored_class
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.options import MethodOptions, RunOptions, saved_options
+from ligertune.planning.options import MethodOptions, RunOptions
 from ligertune.planning.preflight import looks_local
-from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, SavedModel, TrainedBase, trained_base
+from ligertune.planning.saved_model import (
+    PROMPT_FILE,
+    CarriedTensors,
+    SavedModel,
+    TrainedBase,
+    saved_options,
+    trained_base,
+)
 
 CARD = "README.md"
 PROMPT_FORMATS = {

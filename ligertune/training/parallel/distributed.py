@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no p
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from ligertune.data.batching.collate import ContextParallelSplit
+from ligertune.data.batching.context_parallel import ContextParallelSplit
 from ligertune.planning.plan import Plan
 
 LONG_TIMEOUT = timedelta(minutes=30)
