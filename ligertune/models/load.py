@@ -108,30 +108,47 @@ def _build(
         _refuse_float8(spec.model_name_or_path, config, origin)
     if device.type == "meta" or (is_random and not four_bits):
         # Same seed and device: same weights. The global random state is restored.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(seed)
+        with _seeded(seed, device), device:
             model = _new_model(spec, config, dtype=dtype, origin=origin)
         if four_bits and not is_random:  # a plan refuses it, too
             four_bit_experts.refuse_quantised(spec.model_name_or_path, config, model, origin)
         return model
     with torch.device("meta"):  # building changes a configuration
         skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
-    options = _attention(spec.attn_implementation, config)
+    quantization = None
     if four_bits:
-        options["quantization_config"] = four_bit_experts.four_bit_config(skeleton, dtype)
+        quantization = four_bit_experts.four_bit_config(skeleton, dtype)
     elif eight_bits:
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    if device.type == "cuda" or "quantization_config" in options:
-        options["device_map"] = {"": device}  # tensors go to the device one by one: no copy in host memory
+        quantization = BitsAndBytesConfig(load_in_8bit=True)
+    options = _loading_options(spec, config, device, quantization)
     if is_random:
         with quiet_reports():  # of buffers that no weight initialises
             return four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
     if four_bits:
         four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)  # of a score head that the checkpoint does not have
+    with _seeded(seed, device):  # a score head that the checkpoint does not have
         model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
     return model if "device_map" in options else model.to(device)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's random numbers meanwhile, and restore their states on the host and the device."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _loading_options(
+    spec: ModelOptions, config: PreTrainedConfig, device: torch.device, quantization: BitsAndBytesConfig | None
+) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained` that decide on attention, quantisation and place."""
+    options = _attention(spec.attn_implementation, config)
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    if device.type == "cuda" or quantization is not None:
+        options["device_map"] = {"": device}  # tensors go to the device one by one: no copy in host memory
+    return options
 
 
 def _refuse_float8(name: str, config: PreTrainedConfig, origin: ModelOrigin) -> None:

@@ -62,7 +62,8 @@ class RecipePart:
 
     tasks: values of `task`, with words for the key reference. rows: name of the kind of rows that the data must have.
     brings_rows: the feature's module `data` defines kinds of rows (`ROWS`, see data/rows/row_kind.py). labels: the
-    section that says which labels texts have. loss_of_labels: the loss is the cross-entropy of the labels.
+    section that says which labels texts have. pair_tasks: those on pairs of a chosen and a rejected answer.
+    loss_of_labels: the loss is the cross-entropy of the labels.
     sections: name -> class with defaults for all keys.
     why_whole_rows: why its loss reads whole rows, which context parallel splits; empty: it does not.
     models: keys that name another model. folders: keys that name trained parts. packages: switch -> package it needs.
@@ -75,6 +76,7 @@ class RecipePart:
     tasks: Mapping[str, str] = field(default_factory=dict)
     rows: Callable[[TaskOptions], str] = lambda options: "conversations"
     brings_rows: bool = False
+    pair_tasks: tuple[str, ...] = ()
     labels: Callable[[TaskOptions], Any] = lambda options: None
     loss_of_labels: bool = True
     sections: Mapping[str, type[Section]] = field(default_factory=dict)
@@ -118,6 +120,11 @@ def modality_parts() -> tuple[RecipePart, ...]:
 def package_of_task(task: str) -> str:
     """Return the dotted name of the package of the feature with this task."""
     return next(name for name, part in feature_packages().items() if task in part.tasks)
+
+
+def trains_on_pairs(task: str | None) -> bool:
+    """Return whether a task trains on pairs of a chosen and a rejected answer."""
+    return any(task in part.pair_tasks for part in feature_parts())
 
 
 def part_of_task(task: str) -> RecipePart:

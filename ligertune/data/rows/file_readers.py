@@ -79,16 +79,23 @@ def _json_layout(file: DataFile) -> tuple[str, str | None]:
     is_too_long = len(first) > file.max_bytes and not first.endswith(b"\n")
     if not (is_whole or is_too_long or _is_beginning(first)):
         return "lines", None
+    is_jsonl = file_type(file.path) == ".jsonl" and (is_too_long or _parse_line(following)[0])
+    return _layout_of_objects(file, may_be_lines=is_jsonl, is_one_line=is_whole or is_too_long)
+
+
+def _layout_of_objects(file: DataFile, *, may_be_lines: bool, is_one_line: bool) -> tuple[str, str | None]:
+    """Return the layout of a file that begins with an object, and the key of its list of records.
+
+    may_be_lines: the next line is a record, so that the error of the parser of lines is better than that of the object.
+    """
     try:
         with file.open() as stream:
             key = _records_key(_JsonText(file, stream))
     except UserError:
-        # The error of the other parser is better if the line after the broken one is a record.
-        is_lines = file_type(file.path) == ".jsonl" and (is_too_long or _parse_line(following)[0])
-        if not is_lines:
+        if not may_be_lines:
             raise
         return "lines", None
-    if (is_whole or is_too_long) and key is None:
+    if is_one_line and key is None:
         return "lines", None
     return "objects", key
 

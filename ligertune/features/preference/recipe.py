@@ -123,6 +123,7 @@ PART = RecipePart(
     sections={"preference": PreferenceSpec},
     rules=RULES,
     rows=_rows,
+    pair_tasks=("dpo",),
     brings_rows=True,
     loss_of_labels=False,
     run_files=("reference",),

@@ -88,6 +88,7 @@ PART = RecipePart(
     sections={"classification": ClassificationSpec, "reward": RewardSpec},
     rules=RULES,
     rows=_rows,
+    pair_tasks=("reward",),
     brings_rows=True,
     labels=_labels,
     loss_of_labels=False,

@@ -291,21 +291,14 @@ def _match(
         equal = partial(_equals, given, (x, members.get("weight"), members.get("bias"), value))
         return given, [] if isinstance(given, Refusal) else [form for form in forms if any(map(equal, form.formulas))]
 
-    forms = [
-        form
-        for form in FORMS
-        if (parameters.weight or not form.needs_weight) and (form.takes_bias or not parameters.bias)
-    ]
+    forms = _forms_for(parameters)
     for dtype in SAME_DTYPES:
         given, forms = given_and_matching(dtype, dtype)
         if isinstance(given, Refusal):
             images = _match_images(cls, settings, parameters, eps)
             return _explain(cls, settings, parameters, given) if images is None else images
-        if not forms and dtype is torch.float32:
-            grouped = any(name in GROUP_NAMES and value for name, value in settings)
-            return Refusal("it normalises groups of columns, which needs a kernel" if grouped else OTHER_NUMBERS)
         if not forms:
-            return Refusal(other_rounding(dtype))
+            return _why_no_form(settings, dtype)
     if len(forms) != 1:
         return Refusal(OTHER_NUMBERS)
     mixed = True
@@ -313,6 +306,20 @@ def _match(
         results = [given_and_matching(*dtypes) for dtypes in MIXED_DTYPES]
         mixed = all(found or isinstance(given, Refusal) for given, found in results)  # one that raises is never run
     return replace(forms[0].spec, eps_name=eps, mixed=mixed)
+
+
+def _forms_for(parameters: Parameters) -> list[NormForm]:
+    """Return the forms that a norm with these parameters can have."""
+    forms = (form for form in FORMS if parameters.weight or not form.needs_weight)
+    return [form for form in forms if form.takes_bias or not parameters.bias]
+
+
+def _why_no_form(settings: Settings, dtype: torch.dtype) -> Refusal:
+    """Return why no form gives the numbers of a norm's forward in this dtype."""
+    if dtype is not torch.float32:
+        return Refusal(other_rounding(dtype))
+    grouped = any(name in GROUP_NAMES and value for name, value in settings)
+    return Refusal("it normalises groups of columns, which needs a kernel" if grouped else OTHER_NUMBERS)
 
 
 def _match_images(cls: type, settings: Settings, parameters: Parameters, eps: str | float) -> LayerNormSpec | None:

@@ -13,6 +13,7 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS, Alias, apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
 from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, parent, split
+from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import LEFT, Import, is_off, one_line
 from ligertune.recipe.importers.import_tables import HARMLESS, HARMS, TOOLS, TRAINING, Peer, Reason
@@ -208,7 +209,7 @@ def _applies(key: str, document: Document) -> bool:
     method = document.get(("method", "type")) if document.has(("method", "type")) else None
     if key.startswith("method.lora_") and method not in ("lora", "qlora"):
         return False
-    if key in ("data.train_on", "data.prompt_template") and document.data.get("task") in ("dpo", "reward"):
+    if key in ("data.train_on", "data.prompt_template") and trains_on_pairs(document.data.get("task")):
         return False
     # the file's max_steps replaces the tool's default of num_train_epochs
     rival = EITHER_OR.get(leaf(key))

@@ -12,6 +12,7 @@ from typing import Any
 from ligertune.errors import UserError
 from ligertune.files.checked_files import DamagedFileError, read_json_value
 from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
+from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers.import_state import Import, Left, leaves
 from ligertune.recipe.importers.import_tables import (
     AXOLOTL,
@@ -128,7 +129,7 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
         return [{"path": item} if isinstance(item, str) else item]
     item = dict(item)
     kind = item.pop("type", None)
-    if isinstance(kind, str) and data.get("task") in ("dpo", "reward"):
+    if isinstance(kind, str) and trains_on_pairs(data.get("task")):
         # of pairs, such as chatml.intel: their columns say the format
         template = kind.partition(".")[0]
         if template in TEMPLATES:
