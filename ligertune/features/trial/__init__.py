@@ -1,0 +1,1 @@
+"""A trial task: language modelling of texts in a column of their own, with smoothed labels."""
