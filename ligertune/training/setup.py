@@ -65,7 +65,7 @@ from ligertune.training.step import HostThrottle, TrainStep
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a run needs except its model. `run.plan_for` returns it."""
+    """Everything that a run needs except its model. `plan_for` (resolve.py) returns it."""
 
     plan: Plan
     config: PreTrainedConfig
