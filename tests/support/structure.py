@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 # feature -> words by which a file outside its folder names it
@@ -26,7 +26,10 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.Assert
 MAX_COMPLEXITY = 15
 MAX_ARGUMENTS = 8
 
+OPS = ("rms_norm", "linear_cross_entropy", "document_attention", "experts")
+
 Places = dict[str, list[str]]
+Graph = dict[str, list[str]]  # module -> those that it imports
 
 
 def measure(sources: dict[str, Path]) -> Places:
@@ -43,7 +46,11 @@ def measure(sources: dict[str, Path]) -> Places:
         if ".features." not in name:
             lines = enumerate(text.splitlines(), 1)
             found["comparisons of the task"] += [f"{name}:{n}" for n, line in lines if TASK_COMPARISON.search(line)]
-    found["packages that import each other"] = _mutual_packages(sources)
+    graph = {name: _imported_modules(path, sources) for name, path in sources.items()}
+    found["packages that import each other"] = _mutual_packages(graph)
+    found["modules of the longest chain of imports"] = _longest_chain(graph)
+    for op in OPS:
+        found[f"files of ops that {op} reaches"] = _reached_op_files(op, graph)
     found["names imported by run.py"] = list(_imported_names(ast.parse(sources["ligertune.run"].read_text("utf-8"))))
     return found
 
@@ -84,17 +91,46 @@ def _complexity(function: ast.AST) -> int:
     return total
 
 
-def _mutual_packages(sources: dict[str, Path]) -> list[str]:
-    """Return the pairs of packages, such as ligertune.data, whose modules import each other, in functions too."""
-    edges = set()
-    for name, path in sources.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            for module in filter(sources.__contains__, modules):
-                edges.add((_package_of(name), _package_of(module)))
+def _imported_modules(path: Path, sources: Container[str]) -> list[str]:
+    """Return the modules of `sources` that a file imports, in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return sorted(filter(sources.__contains__, found))
+
+
+def _mutual_packages(graph: Graph) -> list[str]:
+    """Return the pairs of packages, such as ligertune.data, whose modules import each other."""
+    edges = {(_package_of(name), _package_of(module)) for name, modules in graph.items() for module in modules}
     return sorted(f"{one} and {other}" for one, other in edges if one < other and (other, one) in edges)
+
+
+def _longest_chain(graph: Graph) -> list[str]:
+    """Return the longest chain of modules of which each imports the next."""
+    chains: dict[str, list[str]] = {}
+
+    def chain_of(name: str, above: frozenset[str]) -> list[str]:
+        if name not in chains:
+            below = [chain_of(module, above | {name}) for module in graph[name] if module not in above | {name}]
+            chains[name] = [name, *max(below, key=len, default=[])]
+        return chains[name]
+
+    return max((chain_of(name, frozenset()) for name in graph), key=len)
+
+
+def _reached_op_files(op: str, graph: Graph) -> list[str]:
+    """Return the files of ops/ that the module of an op reaches by imports, itself included."""
+    to_visit = [name for name in graph if ".ops." in name and name.endswith(f".{op}")]
+    reached: set[str] = set()
+    while to_visit:
+        name = to_visit.pop()
+        if name not in reached and ".ops." in name:
+            reached.add(name)
+            to_visit += graph[name]
+    return sorted(name for name in reached if not any(other.startswith(f"{name}.") for other in graph))
 
 
 def _package_of(name: str) -> str:
