@@ -34,7 +34,10 @@ def run(
     with open_session(job, show, change=change, phases=phases, display=display, custom=custom) as session:
         with explain_out_of_memory(session.training.plan):
             fitted = fit(session.training, stop=session.stop, phases=session.phases)
-        return write_results(session, fitted)
+        report = write_results(session, fitted)
+        # last: an error of a callback does not cost the model
+        session.training.callbacks.call("on_train_end", report=report, plan=session.training.plan, model=fitted.model)
+        return report
 
 
 def write_results(session: Session, fitted: TrainResult) -> Report:

@@ -19,6 +19,7 @@ from ligertune.errors import UserError
 from ligertune.features.task import Task
 from ligertune.hardware import is_launched
 from ligertune.models.shape import read_shape
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.recipe.read import recipe_of
 from ligertune.recipe.schema import Recipe
@@ -28,8 +29,9 @@ from ligertune.training.callbacks import Callbacks
 from ligertune.training.evaluate import EvalPrediction, EvaluationMetrics
 from ligertune.training.resolve import plan_for
 from ligertune.training.session import open_session
-from ligertune.training.setup import Custom, Job, Training
+from ligertune.training.setup import Custom, Job, Training, no_predictions
 
+DEFAULT_TASK = Recipe.model_fields["task"].default
 RecipeLike = Recipe | str | os.PathLike[str] | Mapping[str, Any]
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 # called as TrainStep: (micro-batches, function that makes a batch, inputs of the loss, sum of losses) -> grad_norm
@@ -66,11 +68,11 @@ class Trainer:
         compute_metrics, preprocess_logits_for_metrics: as in transformers' Trainer; reported with each evaluation.
         show: receives each logged line.
         """
-        if task is not None and loss is not None:
-            raise UserError(
-                "Trainer: task and loss are both given.", hint="Define the loss in the task, or leave one out."
-            )
         self.recipe = recipe_of(recipe, overrides)
+        functions = {"task": task, "loss": loss, "step": step, "compute_metrics": compute_metrics, "show": show}
+        functions["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        given = {name: function for name, function in functions.items() if function is not None}
+        _check_functions(given, self.recipe.task)
         self._data = data
         self._show = show or (lambda line: None)
         metrics = None
@@ -91,6 +93,12 @@ class Trainer:
         processes = None if is_launched() else 1
         if self._data is None:
             return plan_for(self.recipe, processes=processes)
+        if isinstance(self._data, str | bytes | Mapping) or not isinstance(self._data, Iterable):
+            raise TypeError(
+                f"data: give rows, such as a list of dicts or a datasets.Dataset, and not {type(self._data).__name__}"
+            )
+        if isinstance(self._data, Iterator):
+            self._data = list(self._data)  # it can be read once, and an error below lets the user try again
         with _as_file(self._data) as path:
             return plan_for(_with_rows(self.recipe, path), processes=processes)
 
@@ -100,8 +108,14 @@ class Trainer:
         return self.job.plan
 
     def train(self) -> Report:
-        """Train as planned, write the model and the report, and return the report. Raises UserError."""
-        return run(self.job, self._show, custom=self._custom)
+        """Train as planned, write the model and the report, and return the report.
+
+        Raises UserError. Ctrl-C ends the step, saves, and raises KeyboardInterrupt; after SIGTERM the report says so.
+        """
+        report = run(self.job, self._show, custom=self._custom)
+        if report.stopped_by == "SIGINT":
+            raise KeyboardInterrupt(f"step {report.steps} is saved in {report.output_dir}")
+        return report
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Training]:
@@ -128,6 +142,27 @@ def plan(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Plan:
     return plan_for(recipe_of(recipe, overrides), for_show=True, processes=processes).plan
 
 
+def _check_functions(given: Mapping[str, Any], task: str) -> None:
+    """Raise TypeError for an argument of Trainer that is no function, and UserError for those that exclude others.
+
+    It is called before a run replaces anything. given: name -> function. task: of the recipe.
+    """
+    for name, function in given.items():
+        if not callable(function):
+            raise TypeError(f"Trainer: {name} must be a function, and is {function!r}")
+    if "task" in given and "loss" in given:
+        raise UserError("Trainer: task and loss are both given.", hint="Define the loss in the task, or leave one out.")
+    if "preprocess_logits_for_metrics" in given and "compute_metrics" not in given:
+        raise UserError("Trainer: preprocess_logits_for_metrics is read by compute_metrics only.", hint="Give both.")
+    if "loss" in given and task != DEFAULT_TASK:
+        raise UserError(
+            f"Trainer: loss trains on the labels of task: {DEFAULT_TASK}, and task is {task}.",
+            hint="Give a subclass of Task that reads the batches of that task.",
+        )
+    if "compute_metrics" in given and "task" not in given and not feature_of(task).gives_predictions:
+        raise no_predictions(task)
+
+
 class _LossTask(Task):
     """Supervised fine-tuning with a user's loss."""
 
@@ -138,7 +173,11 @@ class _LossTask(Task):
         self._loss = loss
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        return self._loss(model, batch)
+        loss = self._loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise TypeError(f"loss returned {type(loss).__name__}{shape}. Return a tensor with one number")
+        return loss
 
 
 def _task_maker(
@@ -164,12 +203,35 @@ def _as_file(rows: Iterable[Mapping[str, Any]]) -> Iterator[Path]:
                         f"data: row {number} is {type(row).__name__}.",
                         hint='Give mappings such as {"instruction": "…", "output": "…"}.',
                     )
-                file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+                file.write(_json_line(row, number))
         yield path
+
+
+def _json_line(row: Mapping[str, Any], number: int) -> str:
+    """Return a row as a JSON line. Raises UserError that names the column which JSON cannot hold."""
+    try:
+        line = json.dumps(dict(row), ensure_ascii=False, default=_python_number)
+        line.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        columns = ", ".join(map(str, row))
+        raise UserError(
+            f"data: row {number} ({columns}) holds a value that is no text, number, list or dict: {error}.",
+            hint="Convert it, or leave its column out.",
+        ) from None
+    return line + "\n"
+
+
+def _python_number(value: Any) -> Any:
+    """Return a number or an array of numpy, or a tensor, as Python's numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__}")
 
 
 def _with_rows(recipe: Recipe, path: Path) -> Recipe:
     """Return the recipe with a file in place of its data sets."""
-    first = recipe.data.datasets[0].model_copy(update={"path": str(path)})
+    # only format and columns: what else the data set says is about the rows that these replace
+    first = recipe.data.datasets[0]
+    first = type(first)(path=str(path), format=first.format, columns=first.columns)
     data = recipe.data.model_copy(update={"datasets": (first,)})
     return recipe.model_copy(update={"data": data})

@@ -1,6 +1,8 @@
 """Training from Python: reports, own losses, steps and loops, callbacks and metrics, on the quickstart's model."""
 
 import math
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -50,7 +52,9 @@ def test_a_mapping_a_file_and_a_recipe_train_alike(recipe, tmp_path):
     again = ["checkpoint.overwrite=true"]
     assert losses_of(file, overrides=again)[1] == losses
     assert losses_of(ligertune.load_recipe(file), overrides=again)[1] == losses
-    assert plan(file).schedule.total_steps == 3  # although output_dir holds a run
+    planned = plan(file)  # although output_dir holds a run
+    assert planned.schedule.total_steps == 3
+    assert "3 steps of 2 rows" in repr(planned).splitlines()
 
 
 def test_wrong_keys_are_one_error_with_the_sentences_of_the_command(recipe):
@@ -205,6 +209,97 @@ def test_metrics_are_computed_from_all_predictions(recipe):
         right += int((predicted == labels)[labels != -100].sum())
         total += int((labels != -100).sum())
     assert evaluated["eval_token_accuracy"] == pytest.approx(right / total)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"loss": "ce"}, TypeError, "Trainer: loss must be a function, and is 'ce'"),
+        ({"show": True}, TypeError, "Trainer: show must be a function"),
+        ({"callbacks": Recorder}, TypeError, "callbacks: give a list of objects"),
+        ({"callbacks": [Recorder]}, TypeError, "Recorder is a class. Give an object"),
+        ({"data": {"instruction": ["a"]}}, TypeError, "data: give rows, .* and not dict"),
+        (
+            {"data": [{"instruction": "a", "output": object()}]},
+            ligertune.UserError,
+            "data: row 1 .instruction, output.",
+        ),
+        ({"preprocess_logits_for_metrics": accuracy}, ligertune.UserError, "is read by compute_metrics only"),
+        ({"overrides": "train.max_steps=2"}, TypeError, "overrides must be a list"),
+        ({"loss": lambda model, batch: 1.0}, TypeError, "loss returned float. Return a tensor with one number"),
+        ({"compute_metrics": lambda found: 0.5}, TypeError, "compute_metrics returned float. Return a dict"),
+        ({"compute_metrics": lambda found: {"loss": 1}}, ligertune.UserError, "loss is the name of a column"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(options, error, words, recipe):
+    with pytest.raises(error, match=words):
+        train(recipe, **options)
+
+
+def test_a_loss_is_for_the_default_task_only_and_nothing_is_overwritten(recipe, tmp_path):
+    train(recipe)
+    kept = (tmp_path / "run" / "report.json").read_bytes()
+    recipe["task"] = "dpo"
+    recipe["checkpoint"]["overwrite"] = True
+    with pytest.raises(ligertune.UserError, match="loss trains on the labels of task: sft, and task is dpo"):
+        train(recipe, loss=lambda model, batch: model(**batch).loss)
+    with pytest.raises(ligertune.UserError, match="dpo makes no predictions"):
+        train(recipe, compute_metrics=accuracy)
+    assert (tmp_path / "run" / "report.json").read_bytes() == kept
+
+
+def test_measures_have_names_of_their_own():
+    for names in (("loss",), ("a", "a")):
+        with pytest.raises(ligertune.UserError, match=r"is a column of metrics.jsonl, or given twice"):
+            ligertune.Measures(names)
+    with pytest.raises(TypeError, match="give a tuple of names"):
+        ligertune.Measures("entropy")
+
+
+def test_an_error_at_the_end_of_training_does_not_cost_the_model(recipe, tmp_path):
+    class Failing:
+        def on_train_end(self, args, state, control, **kwargs):
+            raise RuntimeError("no tracker")
+
+    with pytest.raises(RuntimeError, match="no tracker"):
+        train(recipe, callbacks=(callback for callback in [Failing()]))
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_paths_and_numbers_of_numpy_are_values_of_a_recipe(recipe, tmp_path):
+    recipe["checkpoint"]["output_dir"] = tmp_path / "run"
+    recipe["train"]["max_steps"] = np.int64(1)
+    recipe["model"]["dtype"] = torch.float32
+    trainer = Trainer(recipe, data=iter({"instruction": "a", "output": "b", "n": np.float32(1)} for _ in range(9)))
+    assert trainer.plan.schedule.total_steps == 1
+    with pytest.raises(TypeError, match="recipe: a key must be a text, and is 1"):
+        Trainer({1: 2})
+
+
+def test_ctrl_c_in_an_own_loop_is_a_keyboard_interrupt_and_releases_the_folder(recipe):
+    with pytest.raises(KeyboardInterrupt), Trainer(recipe).open() as training:
+        training.run_step(0)
+        signal.raise_signal(signal.SIGINT)
+    assert train(recipe, ["checkpoint.overwrite=true"]).status == "completed"
+
+
+def test_ctrl_c_in_train_saves_and_raises(recipe, tmp_path):
+    class Interrupting:
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="is saved in"):
+        train(recipe, callbacks=[Interrupting()])
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_training_runs_in_a_thread(recipe):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(train(recipe)))
+    thread.start()
+    thread.join()
+    assert found[0].status == "completed"
 
 
 def test_a_task_without_predictions_refuses_metrics(recipe):

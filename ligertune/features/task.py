@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ligertune.errors import UserError
 from ligertune.planning.memory.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 
 OF_LOSS = ("labels", "shift_labels", "labelled_rows")  # fields of a batch that only the loss reads
+# columns of metrics.jsonl that reports and resumed runs read
+RESERVED_NAMES = (
+    "step", "epoch", "loss", "eval_loss", "loss_before_training", "grad_norm", "learning_rate", "tokens",
+    "padded_tokens", "trained_tokens", "tokens_per_second", "seconds", "peak_memory", "remaining_seconds", "note",
+    "samples", "time",
+)  # fmt: skip
 AUX_LOSS = "aux_loss"  # the load-balancing loss of a mixture's routers, in TRL's name
 
 
@@ -34,6 +41,11 @@ class Measures:
     """Means that a task logs next to its loss. They are summed on the device until a line is logged."""
 
     def __init__(self, names: Sequence[str] = (), device: torch.device | str = "cpu") -> None:
+        if isinstance(names, str):
+            raise TypeError(f"Measures: give a tuple of names, such as ({names!r},)")
+        for name in names:
+            if name in RESERVED_NAMES or list(names).count(name) > 1:
+                raise UserError(f"Measures: {name} is a column of metrics.jsonl, or given twice.", hint="Rename it.")
         self.names = tuple(names)
         self._sums = torch.zeros(2, len(self.names), device=device)  # sums, and numbers of summands
 

@@ -41,30 +41,38 @@ class StopRequest:
     Python calls a handler only between two bytecodes, so a long backward or a wait for the GPU would delay it. The
     system writes each signal to a socket at once (`signal.set_wakeup_fd`), and a thread reads it.
 
-    enabled: False leaves the earlier handlers in place, and they are restored on exit. output_dir: of the run, whose
-    newest checkpoint the messages name.
+    enabled: False leaves the earlier handlers in place, and they are restored on exit. from_hold: they stay in place
+    until `hold`, so that Ctrl-C is a KeyboardInterrupt of a Python user before. output_dir: of the run, whose newest
+    checkpoint the messages name.
     """
 
-    def __init__(self, output_dir: Path | None = None, *, enabled: bool = True) -> None:
+    def __init__(self, output_dir: Path | None = None, *, enabled: bool = True, from_hold: bool = False) -> None:
         self.received: str | None = None
         self._output_dir = output_dir
-        self._enabled = enabled
+        # Python allows handlers in the main thread only.
+        self._enabled = enabled and threading.current_thread() is threading.main_thread()
+        self._from_hold = from_hold
+        self._installed = False
         self._doing = ""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        if self._enabled:
-            self._read, self._write = socket.socketpair()
-            self._read.setblocking(False)
-            self._write.setblocking(False)
-            self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
-            self._thread.start()
-            self._before_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-            self._before = {s: signal.signal(s, self._handle) for s in heeded_signals()}
+        if self._enabled and not self._from_hold:
+            self._install()
         return self
 
+    def _install(self) -> None:
+        self._installed = True
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        self._before_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._before = {s: signal.signal(s, self._handle) for s in heeded_signals()}
+
     def __exit__(self, *exc: object) -> None:
-        if not self._enabled:
+        if not self._installed:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -77,6 +85,8 @@ class StopRequest:
     def hold(self, doing: str = STEP) -> None:
         """Record signals from now on instead of ending the process. doing: the beginning of the answer to Ctrl-C."""
         self._doing = doing
+        if self._enabled and not self._installed:
+            self._install()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._answer_all()  # so that `received` is set when a handler has run

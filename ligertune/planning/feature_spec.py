@@ -82,6 +82,7 @@ class FeatureSpec:
     frozen_attention: Callable[..., Any] = lambda frozen, *inputs, packed: frozen
     # Return the sizes of a frozen copy of the trained model: (options, its shape, precision).
     frozen_copy: Callable[[BuildOptions, ModelShape, Precision], FrozenModelShape | None] = lambda *inputs: None
+    gives_predictions: bool = True  # a batch gives predictions and labels, for the metrics of a Python user
     why_no_memory: str = NO_LAYERS  # why no memory is predicted, as a clause
 
     # ---- model

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ligertune.errors import format_bytes, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Batching, DataSummary, Rows
 from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
@@ -67,7 +68,7 @@ NOT_IN_JSON = {*(field.name for field in dataclasses.fields(RunOptions)), "setti
 JSON_KEYS = {"memory": "budget"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(RunOptions):
     """Every decision of a run. `make_plan` returns it."""
 
@@ -156,6 +157,22 @@ class Plan(RunOptions):
         total = self.schedule.total_steps
         rows_per_step = {"steps": 1, "epoch": self.batching.global_batch_size, "no": 0}[cadence.strategy]
         return total * rows_per_step // (self.rows.count if cadence.strategy == "epoch" else cadence.every)
+
+    def __str__(self) -> str:
+        """Return the plan in a few lines; `as_dict` has all of it."""
+        batching = self.batching
+        peak = "not predicted" if self.peak is None else f"{format_bytes(self.peak.total)} on each device"
+        lines = [
+            f"{self.model_family}, {self.n_parameters:,} parameters, {self.n_trainable:,} trained",
+            f"{self.machine.name} x {batching.world_size}, {self.strategy}, {self.precision.weights}",
+            f"{plural(self.data.examples, self.rows.example_noun)}, {self.data.tokens:,} tokens",
+            f"{plural(self.schedule.total_steps, 'step')} of {plural(batching.global_batch_size, 'row')}",
+            f"peak memory {peak}",
+            f"output {self.output_dir}",
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    __repr__ = __str__  # what a notebook or a Python prompt shows
 
     def as_dict(self) -> dict:
         """Return the plan as plain values for plan.json."""

@@ -68,8 +68,29 @@ def recipe_of(given: Recipe | str | os.PathLike[str] | Mapping[str, Any], overri
         given = given.model_dump(mode="json", exclude_unset=True)
     if not isinstance(given, Mapping):
         return load_recipe(given, overrides)  # type: ignore[arg-type]  # it checks the type
-    document = Document("recipe", copy.deepcopy(dict(given)))
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise TypeError(f"overrides must be a list of 'section.key=value' texts, and is {overrides!r}")
+    document = Document("recipe", _plain(given))
     return _recipe_of_document(document, overrides, Path.cwd(), None)
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of nested values as YAML would hold them: paths are texts, numbers of numpy are Python's."""
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"recipe: a key must be a text, and is {odd[0]!r}")
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        return value.item()
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"recipe: {value!r} is {type(value).__name__}, which no recipe can hold")
 
 
 def _recipe_of_document(

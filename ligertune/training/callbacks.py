@@ -7,7 +7,7 @@ objects of this module, and a method may return another control.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +47,17 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[object] = ()) -> None:
         """Raises UserError for an object without a method that is called."""
-        for callback in callbacks:
+        if isinstance(callbacks, str | bytes) or not isinstance(callbacks, Iterable):
+            raise TypeError(f"callbacks: give a list of objects, and not {type(callbacks).__name__}")
+        self._callbacks = tuple(callbacks)  # first: an iterator can be read once
+        for callback in self._callbacks:
+            if isinstance(callback, type):
+                raise TypeError(f"callbacks: {callback.__name__} is a class. Give an object: {callback.__name__}()")
             if not any(callable(getattr(callback, event, None)) for event in EVENTS):
                 raise UserError(
                     f"callbacks: {type(callback).__name__} has none of the methods that are called.",
                     hint=f"Define one of {', '.join(EVENTS)}, each (self, args, state, control, **values).",
                 )
-        self._callbacks = tuple(callbacks)
         self.state = CallbackState()
         self.control = Control()
 
@@ -62,7 +66,11 @@ class Callbacks:
         for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is not None:
-                self.control = method(plan, self.state, self.control, **values) or self.control
+                given = method(plan, self.state, self.control, **values)
+                if given is not None and not hasattr(given, "should_training_stop"):
+                    name = f"{type(callback).__name__}.{event}"
+                    raise TypeError(f"callbacks: {name} returned {type(given).__name__}. Return the control, or None")
+                self.control = self.control if given is None else given
         return self.control
 
     def begin(self, plan: Plan, *, step: int, is_main: bool, model: object) -> None:

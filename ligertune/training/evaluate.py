@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack
 from ligertune.data.templates.label_masking import IGNORE_INDEX
-from ligertune.features.task import Task
+from ligertune.errors import UserError
+from ligertune.features.task import RESERVED_NAMES, Task
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.planning.plan import Plan
@@ -59,7 +60,22 @@ class EvaluationMetrics:
         """Return the metrics of all batches of this rank and the others. All ranks call it."""
         batches = gather_object(list(batches))
         predictions, labels = (_padded([batch[i] for batch in batches]) for i in range(2))
-        return {name: float(value) for name, value in self.compute(EvalPrediction(predictions, labels)).items()}
+        found = self.compute(EvalPrediction(predictions, labels))
+        if not isinstance(found, Mapping):
+            raise TypeError(f"compute_metrics returned {type(found).__name__}. Return a dict of names and numbers")
+        return {str(name): _number(name, value) for name, value in found.items()}
+
+
+def _number(name: object, value: Any) -> float:
+    """Return a metric as a number. Raises TypeError and UserError that name it."""
+    if name in RESERVED_NAMES:
+        raise UserError(
+            f"compute_metrics: {name} is the name of a column of metrics.jsonl.", hint="Choose another name."
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"compute_metrics: {name} is {value!r}, and not a number") from None
 
 
 def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:

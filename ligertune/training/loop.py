@@ -128,7 +128,6 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
         logger.flush()
         training.timeout.leave_steps()
         training.saver.finish()
-    training.callbacks.call("on_train_end", plan, model=model)
     return finish(training, state, stop)
 
 

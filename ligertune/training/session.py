@@ -49,12 +49,13 @@ def open_session(
     """
     plan = job.plan
     check_host_memory(plan)
-    stop = StopRequest(plan.output_dir, enabled=plan.checkpoint.save_on_signal)
-    with output_dir_of(plan), stop:
+    stop = StopRequest(plan.output_dir, enabled=plan.checkpoint.save_on_signal, from_hold=custom is not None)
+    with output_dir_of(plan), stop, contextlib.ExitStack() as at_the_end:
         started = utc_now()
         began = time.perf_counter()
         phases = phases or Phases()
         phases.begin("loading the model")
+        at_the_end.callback(gc.unfreeze)
         gc.freeze()  # the garbage collection after the first step searches what this run makes, not imported modules
         hide_loading_bars()
         prefer_flash()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,10 +184,16 @@ class Training:
 
         For a loop of one's own: it waits for the device, which `fit` does not. All ranks call it.
         """
+        if not 0 <= step < self.plan.schedule.total_steps:
+            raise ValueError(
+                f"run_step: the plan has the steps 0 to {self.plan.schedule.total_steps - 1}, and not {step}"
+            )
         loss_sum = torch.zeros((), device=self.accelerator.device)
         set_learning_rate(self.optimizer, self.rates.at(step))
         grad_norm = self.train_step(self.micro_batches(step), self.batcher, self.loss_inputs(step), loss_sum)
         loss = float(reduce_sum(self.accelerator, loss_sum))
+        if not math.isfinite(loss):
+            raise UserError(f"The loss of step {step + 1} is {loss}.", hint="Lower train.learning_rate.", exit_code=1)
         return loss, None if grad_norm is None else float(full_tensor(grad_norm))
 
     def micro_batches(self, step: int) -> list[list[np.ndarray]]:
@@ -240,10 +247,7 @@ def start(
     training = custom.setup(setup(job, accelerator, wrapped, resumed, show=show, display=display, custom=custom))
     task = training.task
     if training.metrics is not None and not task.gives_predictions:
-        raise UserError(
-            f"compute_metrics: task: {job.plan.build.task} makes no predictions that metrics could be computed from.",
-            hint="Leave it out: report.json and metrics.jsonl hold the task's own measures.",
-        )
+        raise no_predictions(job.plan.build.task)
     check_context_parallel(job.plan, training.model, training.batcher, vocab_size=task.shape.vocab_size)
     task.resumed = resumed.step > 0
     task.say = display.begins
@@ -251,6 +255,14 @@ def start(
     for note in training.notes:
         training.logger.log({"step": resumed.step, "note": note})
     return training
+
+
+def no_predictions(task: str) -> UserError:
+    """Return the error of metrics for a task whose batches give no predictions."""
+    return UserError(
+        f"compute_metrics: task: {task} makes no predictions that metrics could be computed from.",
+        hint="Leave it out: report.json and metrics.jsonl hold the task's own measures.",
+    )
 
 
 def setup(

@@ -51,6 +51,7 @@ SPECS = {
         task=_make_task,
         check_data=_check_data,
         loss_kernel="linear_jsd",
+        gives_predictions=False,
         forward_only=True,  # the teacher's forward
         loss_chunk_rows=_loss_chunk_rows,
         frozen_model=plan_teacher,

@@ -99,6 +99,7 @@ SPECS = {
         loss_kernel=LOSS_KERNEL,
         forward_only=True,  # in stage 1, of the frozen model
         own_loss=True,
+        gives_predictions=False,
         added_lr_multiplier=_added_lr_multiplier,
         uses_method=_trains_model,
         why_no_memory="with Medusa heads, memory is predicted for one process or ddp, with the fused loss, and without "

@@ -67,6 +67,7 @@ SPECS = {
     "dpo": FeatureSpec(
         task=_make_task,
         loss_kernel="linear_log_probs",
+        gives_predictions=False,
         frozen_copy=_frozen_copy,
         title=_title,
         loss_unit=_loss_unit,
