@@ -79,7 +79,7 @@ def test_a_sweep_continues_after_running_out_of_memory(vocabulary, limit, tmp_pa
 def test_a_kernel_that_is_one_percent_off_fails_at_its_step(compare, tmp_path):
     """A copy of the kernels with one changed line is put first on Python's path."""
     shutil.copytree(ROOT / "kernels" / "ligertune_kernels", tmp_path / "kernels" / "ligertune_kernels")
-    kernel = tmp_path / "kernels" / "ligertune_kernels" / "ops" / "mlp" / "swiglu.py"
+    kernel = tmp_path / "kernels" / "ligertune_kernels" / "ops" / "mlp" / "gated_mlp.py"
     source = kernel.read_text()
     assert source.count(LINE) == 1
     kernel.write_text(source.replace(LINE, LINE.replace("(y if", "(1.01 * y if")))
