@@ -276,6 +276,15 @@ def test_paths_and_numbers_of_numpy_are_values_of_a_recipe(recipe, tmp_path):
         Trainer({1: 2})
 
 
+@pytest.fixture
+def ctrl_c():
+    """Handle SIGINT as a Python prompt does: a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_an_own_loop_is_a_keyboard_interrupt_and_releases_the_folder(recipe):
     with pytest.raises(KeyboardInterrupt), Trainer(recipe).open() as training:
         training.run_step(0)
@@ -283,6 +292,7 @@ def test_ctrl_c_in_an_own_loop_is_a_keyboard_interrupt_and_releases_the_folder(r
     assert train(recipe, ["checkpoint.overwrite=true"]).status == "completed"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_train_saves_and_raises(recipe, tmp_path):
     class Interrupting:
         def on_step_end(self, args, state, control, **kwargs):
