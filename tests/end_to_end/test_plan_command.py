@@ -133,7 +133,8 @@ def test_peft_is_imported_for_adapters_only(recipe, tmp_path):
     changes = [f"checkpoint.output_dir={tmp_path / 'run'}", "train.max_steps=1", "data.datasets.0.max_samples=40"]
     code = (
         "import sys; from pathlib import Path\n"
-        "from ligertune.recipe import load_recipe; from ligertune.run import run; from ligertune.training.resolve import plan_for\n"
+        "from ligertune.recipe import load_recipe; from ligertune.run import run\n"
+        "from ligertune.training.resolve import plan_for\n"
         f"job = plan_for(load_recipe(Path({str(recipe)!r}), {changes!r}))\n"
         "run(job, lambda line: None)\n"
         "assert 'accelerate' in sys.modules and 'peft' not in sys.modules"
