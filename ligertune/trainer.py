@@ -166,8 +166,6 @@ def _check_functions(given: Mapping[str, Any], task: str) -> None:
 class _LossTask(Task):
     """Supervised fine-tuning with a user's loss."""
 
-    gives_predictions = True
-
     def __init__(self, plan: Plan, model: nn.Module, loss: Loss) -> None:
         super().__init__(read_shape(model))
         self._loss = loss

@@ -314,7 +314,7 @@ class LayerStack:
 
     number: of layers with a backward. tower: bytes that the tower saves. weights: bytes of one layer's weights
     if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense: the layers of a mixture
-    of experts that have a dense MLP instead, of which there are `dense_number`.
+    of experts that have a dense MLP instead; dense_number: how many they are.
     """
 
     number: int
