@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.forked_ranks import on_ranks
-from support.tasks.preference_runs import pairs, train_pairs
+from support.tasks.preference_runs import pairs, train_pairs, write_rows
 
 from ligertune.data.examples import Example, Examples
 from ligertune.features.preference.kto_task import mismatched_examples
@@ -105,6 +105,7 @@ def test_each_key_of_kto_changes_the_losses(key, expected, tmp_path):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_as_one_process(strategy, expected, tmp_path):
     settings = {"parallel.strategy": strategy, "eval.per_device_eval_batch_size": 5}
+    write_rows(tmp_path, ROWS)
     check_close(on_ranks(2, lambda rank: run(tmp_path, **settings))[0], expected)
 
 

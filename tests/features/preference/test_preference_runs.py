@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.forked_ranks import on_ranks
 from support.quickstart_runs import RESUME, plan_run, saves, unfinished
-from support.tasks.preference_runs import pairs, settings, train_pairs
+from support.tasks.preference_runs import pairs, settings, train_pairs, write_rows
 
 from ligertune.data.cache import cache_home
 from ligertune.errors import UserError
@@ -31,6 +31,11 @@ def numbers(lines: list[dict]) -> list[list[float]]:
     names = [["loss", "grad_norm", *MEASURES], ["eval_loss", *(f"eval_{name}" for name in MEASURES)]]
     lines[0]["rewards/accuracies"] = 0.0
     return [[line[name] for name in names["eval_loss" in line]] for line in lines]
+
+
+def run_ranks(folder: Path, **changes: object) -> list[list[float]]:
+    write_rows(folder, ROWS)
+    return on_ranks(2, lambda rank: run(folder, **changes))[0]
 
 
 def run(folder: Path, **changes: object) -> list[list[float]]:
@@ -102,7 +107,7 @@ def test_each_key_of_preference_changes_the_losses(key, value, others, expected,
 def test_two_ranks_train_as_one_process(strategy, expected, tmp_path):
     """Eight evaluation pairs in batches of five: the second rank has none left of a second batch."""
     changes = {"parallel.strategy": strategy, "eval.per_device_eval_batch_size": 5}
-    check_close(on_ranks(2, lambda rank: run(tmp_path, **changes))[0], expected)
+    check_close(run_ranks(tmp_path, **changes), expected)
 
 
 def test_the_plan_counts_the_weights_of_a_copy(tmp_path):
@@ -128,7 +133,7 @@ def test_precomputed_log_probabilities_are_those_without_the_adapter(adapted, tm
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_an_adapter_as_one_process(strategy, adapted, tmp_path):
     """The first forward of an adapter's run computes the reference, with the adapter switched off."""
-    check_close(on_ranks(2, lambda rank: run(tmp_path, **LORA, **{"parallel.strategy": strategy}))[0], adapted)
+    check_close(run_ranks(tmp_path, **LORA, **{"parallel.strategy": strategy}), adapted)
 
 
 def test_a_run_reuses_the_log_probabilities_of_another(tmp_path, monkeypatch):

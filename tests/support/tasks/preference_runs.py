@@ -25,9 +25,11 @@ def pairs(count: int, *, shortest: int = 3) -> list[dict[str, str]]:
 
 
 def write_rows(folder: Path, rows: list[dict]) -> Path:
-    """Write rows to a JSON lines file in `folder`."""
+    """Write rows to a JSON lines file in `folder`, unless it holds them: another rank may be reading it."""
     path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
     return path
 
 
