@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ligertune.bad_rows import DROP_REASONS, LENGTH_REASONS
+from ligertune.data.bad_rows import DROP_REASONS, LENGTH_REASONS
 from ligertune.data.rows.row_kind import row_kinds
 from ligertune.errors import UserError, plural
 

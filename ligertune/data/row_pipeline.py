@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from ligertune.bad_rows import DROP_REASONS, LENGTH_REASONS, BadRow
+from ligertune.data.bad_rows import DROP_REASONS, LENGTH_REASONS, BadRow
 from ligertune.data.examples import Block, Example, Preparation
 from ligertune.data.modalities.modality import RowFile
 from ligertune.data.rows.data_files import Record, display_path

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.modalities.marks import MARK, marked_parts
 from ligertune.data.modalities.modality import ModalityReader, modality_of
 from ligertune.data.rows.conversation import Conversation, Message

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ligertune.bad_rows import BadRow
 from ligertune.data.answers.answer_spans import find_tags, tag_messages
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Message
 from ligertune.data.templates.control_tokens import Span
 

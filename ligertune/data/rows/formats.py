@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs

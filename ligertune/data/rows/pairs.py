@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import OTHER_NAMES, Format, FormatType, check_format_name, checked, recognise_format

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import ROLES, Message, ToolCall
 from ligertune.data.shapes.marked_texts import quoted_call
 from ligertune.data.shapes.turn_lists import as_turns

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 
 
 class Markers(NamedTuple):

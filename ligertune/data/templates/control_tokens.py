@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

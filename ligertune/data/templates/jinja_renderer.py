@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.modalities.marks import marked_parts
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template
 from ligertune.data.templates.control_tokens import Span

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
 from ligertune.data.templates.words import WordTokens, word_tokenizer
 

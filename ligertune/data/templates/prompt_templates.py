@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ligertune.bad_rows import BadRow
 from ligertune.data.answers.answer_spans import AnswerFinder
 from ligertune.data.answers.reasoning import ReasoningMask, drop_history_reasoning, end_of_think_block
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.templates.bounded_jinja import template_name

@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import product, takewhile
 from typing import Any, NamedTuple
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Message, ToolCall
 
 # a template that reads this field of a message, and not only a variable with the same name

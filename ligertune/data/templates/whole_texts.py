@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, Format, check_format_name, recognise_format

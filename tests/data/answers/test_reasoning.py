@@ -6,7 +6,7 @@ import pytest
 from support.data.published_templates import add_special_tokens, published
 from transformers import AutoTokenizer
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.cache import data_key
 from ligertune.data.examples import Preparation
 from ligertune.data.rows.formats import recognise_format

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ligertune.bad_rows import DROP_REASONS, REPAIRS, BadRow
+from ligertune.data.bad_rows import DROP_REASONS, REPAIRS, BadRow
 from ligertune.data.rows.conversation import ROLES, Conversation
 from ligertune.data.rows.formats import FORMATS, recognise_format
 from ligertune.data.rows.row_kind import check_columns

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from support.data.row_files import write_rows
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import RowShape, plain_format

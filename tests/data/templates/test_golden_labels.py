@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.prepare import prepare
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record

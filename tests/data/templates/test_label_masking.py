@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message, ToolCall
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered

@@ -5,7 +5,7 @@ import pytest
 from support.data.family_templates import FAMILIES
 from transformers import AutoTokenizer
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record

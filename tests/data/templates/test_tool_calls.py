@@ -10,7 +10,7 @@ import pytest
 from support.data.published_templates import CALLING, PARALLEL, TOOLS, WITH_TOOLS, add_special_tokens, published
 from transformers import AutoTokenizer
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.formats import recognise_format
 from ligertune.data.rows.sources import Record
 from ligertune.data.templates.prompt_templates import ChatTemplate

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import ParsedRow
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.row_kind import CONVERSATIONS, FirstRows, check_columns, row_kinds

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.row_kind import FirstRows, row_kinds

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.cache import cache_home
 from ligertune.data.modalities.image.image_files import ImageFile, check_image, locate_image
 from ligertune.data.modalities.image.image_settings import ImageSettings

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ligertune.bad_rows import BadRow
+from ligertune.data.bad_rows import BadRow
 from ligertune.data.modalities.image.families import Family
 from ligertune.data.modalities.image.image_files import ImageFile, read_image
 from ligertune.data.modalities.modality import FileInputs
