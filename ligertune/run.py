@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from ligertune.progress import Display, Phases
 from ligertune.report import Report, make_report, write_run_report
+from ligertune.training.build import Change
 from ligertune.training.checkpoint.final_model import save_final_model
 from ligertune.training.checks import explain_out_of_memory
 from ligertune.training.loop import fit
 from ligertune.training.metrics.train_result import TrainResult
-from ligertune.training.model_builder import Change
 from ligertune.training.session import Session, open_session
 from ligertune.training.setup import Custom, Job
 

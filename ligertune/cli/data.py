@@ -47,13 +47,13 @@ def data(
             from ligertune.data.statistics import data_statistics
             from ligertune.models.load_tokenizer import load_tokenizer
             from ligertune.models.read_config import read_config
-            from ligertune.planning.batch_layout import StatisticsOptions, resolve_packing
+            from ligertune.planning.batch_layout import StatisticsOptions, choose_packing
             from ligertune.recipe.feature import part_of_task
 
             config = read_config(loaded.model)  # transformers imports the code of its kind here
         # as in training: packing is switched off if packed rows are not exact
         modality = modality_of(config)
-        loaded, _ = resolve_packing(loaded, modality.facts)
+        packing, _ = choose_packing(loaded.data, modality.facts)
         tokenizer = load_tokenizer(loaded.model).tokenizer
         reader = modality.load_reader(loaded.model, loaded, tokenizer)
         part = part_of_task(loaded.task)
@@ -62,7 +62,7 @@ def data(
     shown = preview_examples(prepared)
     previews = preview(shown, tokenizer, examples, reader, labels=prepared.labels)
     pairs = {"longest": shown.longest_documents, "documents": shown.documents_per_example}
-    options = StatisticsOptions.of(loaded, processes=world_size())
+    options = StatisticsOptions.of(loaded, packing=packing, processes=world_size())
     statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)
     summary = preview_summary(prepared, shown, previews, statistics)
     data_report.data_preview(summary, previews)

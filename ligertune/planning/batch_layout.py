@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ligertune.errors import UserError
-from ligertune.planning.options import BatchLayoutOptions, RowKind
+from ligertune.planning.options import BatchLayoutOptions, DataOptions, RowKind
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import MAX_ROWS_OF_A_STEP, TrainSpec
 
@@ -157,27 +157,29 @@ class StatisticsOptions:
     batching: Batching
 
     @staticmethod
-    def of(recipe: Recipe, *, processes: int) -> StatisticsOptions:
-        """Return those of a recipe. An `auto` micro-batch counts as the whole batch, since no model is built."""
+    def of(recipe: Recipe, *, processes: int, packing: bool | None = None) -> StatisticsOptions:
+        """Return those of a recipe. An `auto` micro-batch counts as the whole batch, since no model is built.
+
+        packing: as resolved for the model; None: the recipe's.
+        """
         batching = choose_batching(recipe, processes, lambda micro, accumulates: True)
-        return StatisticsOptions(BatchLayoutOptions.of(recipe), recipe.train, batching)
+        return StatisticsOptions(BatchLayoutOptions.of(recipe, packing=packing), recipe.train, batching)
 
 
-def resolve_packing(recipe: Recipe, modality: ModalityFacts) -> tuple[Recipe, tuple[str, ...]]:
-    """Switch packing off for a model that packed rows would change, and return a note that says so.
+def choose_packing(data: DataOptions, modality: ModalityFacts) -> tuple[bool, tuple[str, ...]]:
+    """Resolve `data.packing`: off for a model that packed rows would change, with a note that says so.
 
     Packing is on by default; a recipe that sets it for such a model raises UserError.
     """
-    if modality.packs_exactly or not recipe.data.packing:
-        return recipe, ()
-    if "packing" in recipe.data.model_fields_set:
+    if modality.packs_exactly or not data.packing:
+        return data.packing, ()
+    if "packing" in data.model_fields_set:
         raise UserError(
             f"data.packing: in {modality.family} the documents of a packed row would attend to each other's "
             f"{modality.inputs}.",
             hint="Write data.packing: false, or leave it out.",
         )
-    data = recipe.data.model_copy(update={"packing": False})
-    return recipe.model_copy(update={"data": data}), (f"packing is off: it is not exact for {modality.family}",)
+    return False, (f"packing is off: it is not exact for {modality.family}",)
 
 
 def padding_free_notes(recipe: Recipe) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ of it that are final are copied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -74,16 +75,17 @@ class BatchLayoutOptions:
         return self.kind == "packed"
 
     @staticmethod
-    def of(recipe: Recipe) -> BatchLayoutOptions:
-        """Copy the values out of a recipe."""
+    def of(recipe: Recipe, *, packing: bool | None = None) -> BatchLayoutOptions:
+        """Copy the values out of a recipe. packing: as resolved for its model; None: the recipe's."""
         kernels = recipe.kernels
         train = recipe.train
         data = recipe.data
         enabled = kernels.enabled is not False
+        packed = data.packing if packing is None else packing
         # Compiled layers with our attention were not measured, so `auto` leaves it out there.
         allowed = enabled and not (kernels.attention == "auto" and train.torch_compile)
         return BatchLayoutOptions(
-            kind="packed" if data.packing else "grouped" if train.group_by_length else "shuffled",
+            kind="packed" if packed else "grouped" if train.group_by_length else "shuffled",
             max_length=data.max_length,
             attn_implementation=recipe.model.attn_implementation,
             kernels_enabled=enabled,
@@ -177,18 +179,31 @@ class RunOptions:
         )
 
 
-def with_fused_lora(recipe: Recipe, machine: Machine) -> Recipe:
-    """Return the recipe with true or false for `kernels.lora: auto`: true where it was measured to be faster."""
-    kernels = recipe.kernels
+def fuses_lora(recipe: Recipe, machine: Machine) -> bool:
+    """Resolve `kernels.lora`. auto: true where it was measured to be faster."""
     train = recipe.train
     method = recipe.method
-    if kernels.lora != "auto":
-        return recipe
+    if recipe.kernels.lora != "auto":
+        return recipe.kernels.lora
     # torch.compile optimises peft's own code better. CUDA graphs and 8-bit weights were not measured. On several GPUs,
     # only LoRA under DDP and FSDP2 was.
     several = machine.world_size > 1 and not recipe.parallel.strategy.startswith("deepspeed")
     several = several and method.type == "lora" and recipe.parallel.cp_size == 1
     one = machine.world_size == 1 and method.type in ("lora", "qlora")
     measured = machine.arch == "sm90" and (one or several)
-    measured = measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
-    return recipe.model_copy(update={"kernels": kernels.model_copy(update={"lora": measured})})
+    return measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
+
+
+def completed(
+    recipe: Recipe, *, packing: bool, fused_lora: bool, token_ids: tuple[int, ...], sections: Mapping[str, Section]
+) -> Recipe:
+    """Return the recipe with the values that the machine, the model, its tokenizer and the data decide.
+
+    token_ids: of `method.trainable_token_indices`. sections: those that a feature completes from the data.
+    """
+    changes = {
+        "data": recipe.data.model_copy(update={"packing": packing}),
+        "kernels": recipe.kernels.model_copy(update={"lora": fused_lora}),
+        "method": recipe.method.model_copy(update={"trainable_token_indices": token_ids}),
+    }
+    return recipe.model_copy(update={**changes, **sections})

@@ -21,17 +21,17 @@ from ligertune.models.added_tokens import trained_tokens
 from ligertune.models.load_tokenizer import LoadedTokenizer, check_vocabulary, load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
-from ligertune.planning.batch_layout import resolve_packing
+from ligertune.planning.batch_layout import choose_packing
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.hub import hub_notes
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
-from ligertune.planning.options import BatchLayoutOptions, RunOptions, with_fused_lora
+from ligertune.planning.options import BatchLayoutOptions, RunOptions, completed, fuses_lora
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
+from ligertune.training.build import preview_model
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
-from ligertune.training.model_builder import preview_model
 from ligertune.training.parallel.distributed import launched_with_fsdp
 from ligertune.training.setup import Job
 
@@ -58,9 +58,8 @@ def plan_for(
     machine = machine if processes is None else replace(machine, world_size=processes)
     check_packages(recipe)
     check_float8(recipe, machine)
-    job = _load_and_plan(
-        recipe, machine, progress, sharded=for_show and gpus is not None and recipe.method.stored_as is None
-    )
+    sharded = for_show and gpus is not None and recipe.method.stored_as is None
+    job = resolve(recipe, machine, progress, sharded=sharded)
     if for_show:
         return job
     plan = replace(job.plan, notes=(*job.plan.notes, *check_unfinished(job.plan)))
@@ -68,28 +67,37 @@ def plan_for(
     return replace(job, plan=warn_of_host_memory(plan, processes=on_this_host, free=available_memory()))
 
 
-def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback | None, *, sharded: bool) -> Job:
-    """Load everything but the weights, and make the plan. sharded: plan for FSDP, whatever fits.
+def resolve(
+    recipe: Recipe, machine: Machine, progress: ProgressCallback | None = None, *, sharded: bool = False
+) -> Job:
+    """Load everything but the weights, and make the plan. Writes nothing. Raises UserError.
 
-    The recipe is completed in three steps, as its values become known: by model and machine, tokenizer, and data.
+    Each value that the recipe leaves open is decided once: by machine and model, then tokenizer, then data. sharded:
+    plan for FSDP, whatever fits.
     """
+    feature = feature_of(recipe.task)
+    written = RunOptions.of(recipe)
     config = read_config(recipe.model)
     check_task(config, recipe.task)
     modality = modality_of(config)
-    by_model, packing_notes = resolve_packing(with_fused_lora(recipe, machine), modality.facts)
+    packing, packing_notes = choose_packing(recipe.data, modality.facts)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
-    layout = BatchLayoutOptions.of(by_model)
+    layout = BatchLayoutOptions.of(recipe, packing=packing)
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
     tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)
-    by_tokenizer = _with_token_ids(by_model, tokenizer)
-    feature = feature_of(recipe.task)
-    before_data = RunOptions.of(by_tokenizer)
-    frozen = feature.frozen_model(before_data, config, tokenizer.tokenizer, machine, precision)
-    reader = modality.load_reader(recipe.model, before_data.build, tokenizer.tokenizer)
-    data = _prepare_data(by_tokenizer, tokenizer, reader, progress)
-    resolved = by_tokenizer.model_copy(update=dict(feature.resolve(by_tokenizer, data)))
-    options = RunOptions.of(resolved)
+    token_ids = trained_tokens(tokenizer.tokenizer, recipe.method)
+    frozen = feature.frozen_model(written, config, tokenizer.tokenizer, machine, precision)
+    reader = modality.load_reader(recipe.model, written.build, tokenizer.tokenizer)
+    data = _prepare_data(recipe, tokenizer, reader, progress)
+    complete = completed(
+        recipe,
+        packing=packing,
+        fused_lora=fuses_lora(recipe, machine),
+        token_ids=token_ids,
+        sections=feature.resolve(recipe, data),
+    )
+    options = RunOptions.of(complete)
     data_notes = feature.check_data(options.build, data, config.get_text_config().vocab_size)
     lengths = None if data.streamed else data.train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
@@ -109,14 +117,7 @@ def _load_and_plan(recipe: Recipe, machine: Machine, progress: ProgressCallback 
         teacher=teacher,
     )
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *data_notes)
-    return Job(make_plan(resolved, inputs, notes=(*notes, *hub_notes())), config, tokenizer, data, reader)
-
-
-def _with_token_ids(recipe: Recipe, tokenizer: LoadedTokenizer) -> Recipe:
-    """Return the recipe with ids for the texts of `method.trainable_token_indices`."""
-    ids = trained_tokens(tokenizer.tokenizer, recipe.method)
-    method = recipe.method.model_copy(update={"trainable_token_indices": ids})
-    return recipe.model_copy(update={"method": method})
+    return Job(make_plan(complete, inputs, notes=(*notes, *hub_notes())), config, tokenizer, data, reader)
 
 
 def _prepare_data(

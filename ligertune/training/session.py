@@ -14,9 +14,9 @@ from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import hide_loading_bars
 from ligertune.planning.make_plan import check_host_memory
 from ligertune.progress import Display, Phases
+from ligertune.training.build import Change, trained_model
 from ligertune.training.checks import explain_out_of_memory
 from ligertune.training.metrics.metrics_logger import open_trackers
-from ligertune.training.model_builder import Change, trained_model
 from ligertune.training.output_dir import begin_output, output_dir_of
 from ligertune.training.parallel.distributed import start_accelerator
 from ligertune.training.setup import Custom, Job, Training, start

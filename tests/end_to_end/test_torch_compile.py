@@ -13,7 +13,7 @@ from ligertune.decode.generate import SampleAnswers
 from ligertune.errors import UserError
 from ligertune.models.compile import compile_layers
 from ligertune.run import run
-from ligertune.training.model_builder import trained_model
+from ligertune.training.build import trained_model
 from ligertune.training.parallel.distributed import start_accelerator
 
 # Rows of one length and no evaluation: one graph for the check of packing, one for training.

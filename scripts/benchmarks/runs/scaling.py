@@ -273,9 +273,9 @@ def train_and_show_logits(path: Path) -> int:
     from ligertune.launcher.signals import StopRequest
     from ligertune.progress import Display, Phases
     from ligertune.recipe import load_recipe
+    from ligertune.training.build import trained_model
     from ligertune.training.checkpoint.final_model import save_final_model
     from ligertune.training.loop import fit
-    from ligertune.training.model_builder import trained_model
     from ligertune.training.output_dir import begin_output
     from ligertune.training.parallel.distributed import reshard, start_accelerator
     from ligertune.training.resolve import plan_for

@@ -17,10 +17,10 @@ from ligertune.models.adapters.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.patch import patch
-from ligertune.planning.options import MethodOptions, with_fused_lora
+from ligertune.planning.options import MethodOptions, fuses_lora
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
-from ligertune.training.model_builder import trained_model
+from ligertune.training.build import trained_model
 from ligertune.training.parallel.distributed import start_accelerator
 from ligertune.training.resolve import plan_for
 
@@ -247,7 +247,7 @@ def test_auto_fuses_where_it_was_measured_to_be_faster(changes, arch, processes,
     overrides = [f"{key}={value}" for key, value in {"method.type": "lora", **changes}.items()]
     recipe = load_recipe(bundled("quickstart/stories260k.yaml"), overrides=overrides)
     machine = dataclasses.replace(this_machine(), arch=arch, world_size=processes)
-    assert with_fused_lora(recipe, machine).kernels.lora is fused
+    assert fuses_lora(recipe, machine) is fused
 
 
 def test_an_adapter_starts_from_the_runs_seed(tmp_path):

@@ -1,4 +1,4 @@
-"""Model building: load, patch with kernels, then add adapters and heads; on the meta device for a plan."""
+"""Build the model of a run by one list of steps: on devices to train it, on the meta device to plan it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,31 @@ from ligertune.training.optim.parameter_groups import check_lr_groups
 Change = Callable[[PreTrainedModel], None]
 
 
+@dataclass
+class Preview:
+    """A model on the meta device: what the plan will say of it."""
+
+    options: BuildOptions
+    kernels: list[KernelLine]
+    notes: list[str]
+
+
+def _unchanged(model: nn.Module, *context: object) -> nn.Module:
+    return model
+
+
+@dataclass(frozen=True)
+class BuildStep:
+    """One change of the patched model.
+
+    trained: makes it on the model that trains: (model, plan, accelerator). previewed: makes it without weights, or only
+    checks that it is possible, and adds its lines and notes: (model, preview). Both return the model.
+    """
+
+    trained: Callable[[nn.Module, Plan, Accelerator], nn.Module] = _unchanged
+    previewed: Callable[[nn.Module, Preview], nn.Module] = _unchanged
+
+
 def preview_model(
     options: BuildOptions, config: PreTrainedConfig, attention: AttentionChoice, *, device: str
 ) -> BuiltModel:
@@ -58,28 +83,22 @@ def preview_model(
     original = copy.deepcopy(config)  # building a model changes it
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
     carried = find_carried(options.model, original, model)
-    float8 = options.execution.fp8
-    if float8:
-        linears = float8_linears(model)
-        kernels += (KernelLine("float8_linear", *linears.counts()),)
-        mlps = float8_mlps(model, linears.taken)
-    checkpointing = options.execution.gradient_checkpointing
-    if checkpointing in ("offload_gate", "offload_both"):
-        require_gates(offload_gates(model), model.config.model_type, asked=checkpointing)
     implementation = model.config._attn_implementation
-    notes = (*head_notes, *_adapter_notes(options, model))
-    notes += _carried_notes(options, carried)
-    model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
-    kernels += (*_adapter_lines(options, model), *([mlps.line()] if float8 is True else []))
-    check_new_rows(model, options.model.tokenizer)
-    check_lr_groups(model, [group.parameters for group in options.lr_groups])
-    model = feature.wrap(options, model)
-    kernels += feature.kernel_lines(options.kernels)
+    preview = Preview(options, list(kernels), list(head_notes))
+    for step in STEPS:
+        model = step.previewed(model, preview)
     shape = read_shape(model) if feature.shape is None else feature.shape(model)
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
-    kernels_backend = "triton" if simulated else backend(device)
-    return BuiltModel(shape, implementation, attention.why, kernels_backend, kernels, notes=notes, carried=carried)
+    return BuiltModel(
+        shape,
+        implementation,
+        attention.why,
+        kernels_backend="triton" if simulated else backend(device),
+        kernels=tuple(preview.kernels),
+        notes=(*preview.notes, *_carried_notes(options, carried)),
+        carried=carried,
+    )
 
 
 def trained_model(
@@ -91,8 +110,6 @@ def trained_model(
     documents of a row influence each other in this model. change: called with the patched model, for comparisons.
     """
     options = plan.build
-    execution = plan.build.execution
-    feature = feature_of(options.task)
     dtype = getattr(torch, plan.precision.weights)
     quantization = quantization_of(config)
     original = copy.deepcopy(config)  # building a model changes it
@@ -100,37 +117,130 @@ def trained_model(
     if change is not None:
         change(model)
     prepare_masks(model)
-    with accelerator.autocast():
-        feature.check_model(model, plan)
-    if plan.rows.is_padding_free:
-        with accelerator.autocast(), _without_outliers(model):
-            why = why_not_padding_free(plan, model)
-        if why is not None:
-            del model
-            config = read_config(options.model)  # building a model changes its configuration
-            return trained_model(_with_padding(plan, config, why), config, accelerator, change=change)
-    # Compilation and float8 come after that check. Its rows are shorter, so compiled layers would make a graph for
+    # The model is checked before the steps: rows of the checks are shorter, so compiled layers would make a graph for
     # them; and the documents of a batch share one float8 scale, so they change each other's rounding.
-    if execution.torch_compile:
-        compile_layers(model)
-    if execution.fp8:
-        to_torchao_float8(model) if execution.fp8 == "torchao" else to_float8(model)
-    if plan.tile:
-        tile_layers(model, plan.tile)
-    if kind := execution.gradient_checkpointing:
-        options_of_graph = {"compiled": execution.torch_compile, "overlap": not plan.tile}
-        checkpoint_layers(model, kind, first=plan.checkpointed_layers, **options_of_graph)
-    model = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
-    if options.method.type == "lora":
-        hold_frozen_weights(model)
-    if plan.tile:
-        tile_projections(model, plan.tile)
-    with accelerator.autocast():  # added heads are compared with the model's own output, and adapters are float32
-        model = feature.wrap(options, model)
+    why = _check_loaded(model, plan, accelerator)
+    if why is not None:
+        del model
+        config = read_config(options.model)  # building a model changes its configuration
+        return trained_model(_with_padding(plan, config, why), config, accelerator, change=change)
+    for step in STEPS:
+        model = step.trained(model, plan, accelerator)
     plan = _with_carried(replace(plan, base=_base_of(plan, quantization)), original)
     for adapter in getattr(model, "peft_config", {}).values():
         adapter.revision = plan.base.revision
     return model, plan
+
+
+def _check_loaded(model: PreTrainedModel, plan: Plan, accelerator: Accelerator) -> str | None:
+    """Check the patched model on a few rows; return why its batches must be padded, or None. Raises UserError."""
+    with accelerator.autocast():
+        feature_of(plan.build.task).check_model(model, plan)
+        if not plan.rows.is_padding_free:
+            return None
+        with _without_outliers(model):
+            return why_not_padding_free(plan, model)
+
+
+def _compile(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    if plan.build.execution.torch_compile:
+        compile_layers(model)
+    return model
+
+
+def _use_float8(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    fp8 = plan.build.execution.fp8
+    if fp8 == "torchao":
+        to_torchao_float8(model)
+    elif fp8:
+        to_float8(model)
+    return model
+
+
+def _preview_float8(model: nn.Module, preview: Preview) -> nn.Module:
+    fp8 = preview.options.execution.fp8
+    if not fp8:
+        return model
+    linears = float8_linears(model)
+    preview.kernels.append(KernelLine("float8_linear", *linears.counts()))
+    if fp8 is True:
+        preview.kernels.append(float8_mlps(model, linears.taken).line())
+    return model
+
+
+def _tile_layers(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    if plan.tile:
+        tile_layers(model, plan.tile)
+    return model
+
+
+def _checkpoint(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    execution = plan.build.execution
+    if kind := execution.gradient_checkpointing:
+        overlap = not plan.tile
+        checkpoint_layers(
+            model, kind, first=plan.checkpointed_layers, compiled=execution.torch_compile, overlap=overlap
+        )
+    return model
+
+
+def _preview_checkpoints(model: nn.Module, preview: Preview) -> nn.Module:
+    asked = preview.options.execution.gradient_checkpointing
+    if asked in ("offload_gate", "offload_both"):
+        require_gates(offload_gates(model), model.config.model_type, asked=asked)
+    return model
+
+
+def _apply_method(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    options = plan.build
+    return apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+
+
+def _preview_method(model: nn.Module, preview: Preview) -> nn.Module:
+    options = preview.options
+    preview.notes += _adapter_notes(options, model)
+    model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
+    preview.kernels += _adapter_lines(options, model)
+    check_new_rows(model, options.model.tokenizer)
+    check_lr_groups(model, [group.parameters for group in options.lr_groups])
+    return model
+
+
+def _hold_frozen(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    if plan.build.method.type == "lora":
+        hold_frozen_weights(model)
+    return model
+
+
+def _tile_projections(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    if plan.tile:
+        tile_projections(model, plan.tile)
+    return model
+
+
+def _add_heads(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+    with accelerator.autocast():  # added heads are compared with the model's own output, and adapters are float32
+        return feature_of(plan.build.task).wrap(plan.build, model)
+
+
+def _preview_heads(model: nn.Module, preview: Preview) -> nn.Module:
+    feature = feature_of(preview.options.task)
+    preview.kernels += feature.kernel_lines(preview.options.kernels)
+    return feature.wrap(preview.options, model)
+
+
+# In this order: float8 and tiles replace the layers that adapters wrap, a compiled or checkpointed layer keeps what is
+# added inside it, and the projections of a tiled layer are tiled together with their adapters.
+STEPS = (
+    BuildStep(trained=_compile),
+    BuildStep(trained=_use_float8, previewed=_preview_float8),
+    BuildStep(trained=_tile_layers),
+    BuildStep(trained=_checkpoint, previewed=_preview_checkpoints),
+    BuildStep(trained=_apply_method, previewed=_preview_method),
+    BuildStep(trained=_hold_frozen),
+    BuildStep(trained=_tile_projections),
+    BuildStep(trained=_add_heads, previewed=_preview_heads),
+)
 
 
 def _with_carried(plan: Plan, config: PreTrainedConfig) -> Plan:
