@@ -33,7 +33,7 @@ from ligertune.files.model_files import (
     weight_files,
 )
 from ligertune.models.score_head import gives_scores, is_outside_backbone
-from ligertune.planning.saved_model import CarriedTensors
+from ligertune.planning.base_model import CarriedTensors
 
 if TYPE_CHECKING:
     from torch import nn

@@ -34,9 +34,10 @@ from ligertune.models.load import auto_class, build_model, carried_by, quiet_rep
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
+from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
-from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, TrainedBase, trained_base
+from ligertune.planning.saved_model import PROMPT_FILE, trained_base
 from ligertune.recipe.section import path_fault
 
 if TYPE_CHECKING:

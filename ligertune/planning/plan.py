@@ -9,6 +9,7 @@ from typing import Any
 
 from ligertune.errors import format_bytes, plural
 from ligertune.hardware import Machine
+from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.batch_layout import Batching, DataSummary, Rows
 from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
 from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
@@ -16,7 +17,6 @@ from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strate
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Precision
-from ligertune.planning.saved_model import CarriedTensors, TrainedBase
 
 # Kernels that compute a loss in the output head, so that the logits are never stored.
 LOSS_KERNELS = ("linear_cross_entropy", "multi_head_linear_cross_entropy", "linear_jsd", "linear_log_probs")

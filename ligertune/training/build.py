@@ -35,10 +35,10 @@ from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
+from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import BuiltModel, KernelLine, Plan
-from ligertune.planning.saved_model import CarriedTensors, TrainedBase
 from ligertune.training.checks import why_not_padding_free
 from ligertune.training.optim.parameter_groups import check_lr_groups
 

@@ -24,8 +24,7 @@ from ligertune.features.task import RESERVED_NAMES, Task
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.planning.plan import Plan
-from ligertune.training.parallel.distributed import reduce_sum, reshard
-from ligertune.training.step import HostThrottle
+from ligertune.training.parallel.distributed import HostThrottle, reduce_sum, reshard
 
 
 class EvalPrediction(NamedTuple):

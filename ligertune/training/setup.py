@@ -53,6 +53,7 @@ from ligertune.training.optim.gradients import attach_to_prepared
 from ligertune.training.optim.optimizers import build_optimizer, set_learning_rate
 from ligertune.training.optim.schedules import LearningRates
 from ligertune.training.parallel.distributed import (
+    HostThrottle,
     ProcessGroupTimeout,
     autocast_under_fsdp,
     full_tensor,
@@ -61,7 +62,7 @@ from ligertune.training.parallel.distributed import (
     reduce_sum,
     uses_deepspeed,
 )
-from ligertune.training.step import HostThrottle, TrainStep
+from ligertune.training.step import TrainStep
 
 
 @dataclass(frozen=True)

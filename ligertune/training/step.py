@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from ligertune.attention.sdpa import deterministic_backward
 from ligertune.features.task import Task
 from ligertune.models.float8.float8_linear import scales_of
-from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
 from ligertune.training.cuda_graphs import CudaGraphedStep
 from ligertune.training.optim.gradients import check_gradients, clip_gradients
-from ligertune.training.parallel.distributed import reduce_max, reduce_sum, uses_deepspeed
+from ligertune.training.parallel.distributed import reduce_max, uses_deepspeed
 
 Rows = Sequence[np.ndarray]  # the rows of one micro-batch, each as example indices
 
@@ -142,26 +141,3 @@ class EmbeddingNoise:
         begin, end = self._places
         bounds = self._alpha / ((end - begin) * embedded.shape[2]).float().sqrt()  # (T,)
         return embedded + torch.empty_like(embedded).uniform_(-1.0, 1.0) * bounds.to(embedded.dtype)[None, :, None]
-
-
-class HostThrottle:
-    """Keep the host one step ahead of its device, and agree over ranks on the step after which all stop.
-
-    Called after each training step and each evaluation batch. It waits for the device to finish the step before. The
-    host runs no further ahead, because a process that receives SIGTERM first waits for all launched work. A single
-    process stops at once. Several ranks stop one step after the signal, because an answer within the same step would
-    need a device synchronisation in every step.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._before: HostCopy | None = None
-
-    def __call__(self, stop: bool) -> bool:
-        """Return whether all ranks stop after this step. stop: this rank has received a signal."""
-        # torch.full launches a kernel; torch.tensor would copy from the host, which synchronises.
-        flag = torch.full((), float(stop), device=self._accelerator.device)
-        before = self._before
-        self._before = HostCopy(reduce_sum(self._accelerator, flag))
-        late = before is not None and bool(before.read() > 0)
-        return late if self._accelerator.num_processes > 1 else stop

@@ -32,7 +32,8 @@ from ligertune.files.checked_files import DamagedFileError, parse_fields, read_j
 from ligertune.files.model_files import ModelOrigin, read_json
 from ligertune.files.storage import new_folder, write_text
 from ligertune.models.save import write_prompt
-from ligertune.planning.saved_model import TrainedBase, trained_base
+from ligertune.planning.base_model import TrainedBase
+from ligertune.planning.saved_model import trained_base
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,18 +33,12 @@ from ligertune.models.save import (
     write_model,
 )
 from ligertune.models.trainable import apply_method
+from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.hub import MODEL_FILES
 from ligertune.planning.options import BuildOptions, ModelOptions
 from ligertune.planning.preflight import check_out_folder, make_out_folder
-from ligertune.planning.saved_model import (
-    CarriedTensors,
-    SavedModel,
-    TrainedBase,
-    find_saved_model,
-    saved_options,
-    trained_base,
-)
+from ligertune.planning.saved_model import SavedModel, find_saved_model, saved_options, trained_base
 from ligertune.training.checkpoint.checkpoint_record import damage_of
 from ligertune.training.checkpoint.load_checkpoint import explain_unusable
 from ligertune.training.checkpoint.model_card import CARD, write_card

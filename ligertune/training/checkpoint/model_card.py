@@ -15,17 +15,11 @@ from ligertune.files.storage import mask_secrets, read_object, write_text
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
 from ligertune.models.score_head import PIPELINE_TAG, SCORE_AUTO_CLASS, is_scored_class
+from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import MethodOptions, RunOptions
 from ligertune.planning.preflight import looks_local
-from ligertune.planning.saved_model import (
-    PROMPT_FILE,
-    CarriedTensors,
-    SavedModel,
-    TrainedBase,
-    saved_options,
-    trained_base,
-)
+from ligertune.planning.saved_model import PROMPT_FILE, SavedModel, saved_options, trained_base
 
 CARD = "README.md"
 PROMPT_FORMATS = {

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from ligertune.data.batching.context_parallel import ContextParallelSplit
+from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
 
 LONG_TIMEOUT = timedelta(minutes=30)
@@ -295,3 +296,26 @@ def is_sharded(accelerator: Accelerator) -> bool:
     if uses_deepspeed(accelerator):
         return accelerator.state.deepspeed_plugin.zero_stage == 3
     return accelerator.distributed_type == DistributedType.FSDP
+
+
+class HostThrottle:
+    """Keep the host one step ahead of its device, and agree over ranks on the step after which all stop.
+
+    Called after each training step and each evaluation batch. It waits for the device to finish the step before. The
+    host runs no further ahead, because a process that receives SIGTERM first waits for all launched work. A single
+    process stops at once. Several ranks stop one step after the signal, because an answer within the same step would
+    need a device synchronisation in every step.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._before: HostCopy | None = None
+
+    def __call__(self, stop: bool) -> bool:
+        """Return whether all ranks stop after this step. stop: this rank has received a signal."""
+        # torch.full launches a kernel; torch.tensor would copy from the host, which synchronises.
+        flag = torch.full((), float(stop), device=self._accelerator.device)
+        before = self._before
+        self._before = HostCopy(reduce_sum(self._accelerator, flag))
+        late = before is not None and bool(before.read() > 0)
+        return late if self._accelerator.num_processes > 1 else stop
