@@ -23,6 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ligertune.errors import UserError, format_bytes, plural
+from ligertune.files.base_model import CarriedTensors
 from ligertune.files.model_files import (
     SAFE_INDEX,
     SAFE_WEIGHTS,
@@ -33,7 +34,6 @@ from ligertune.files.model_files import (
     weight_files,
 )
 from ligertune.models.score_head import gives_scores, is_outside_backbone
-from ligertune.planning.base_model import CarriedTensors
 
 if TYPE_CHECKING:
     from torch import nn

@@ -40,7 +40,7 @@ from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores, is_outsi
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 
 if TYPE_CHECKING:
-    from ligertune.planning.base_model import CarriedTensors
+    from ligertune.files.base_model import CarriedTensors
     from ligertune.planning.options import ModelOptions
 
 

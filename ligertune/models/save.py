@@ -18,6 +18,7 @@ import torch
 
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
+from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import (
     ADAPTER_CONFIG,
     ModelOrigin,
@@ -34,7 +35,6 @@ from ligertune.models.load import auto_class, build_model, carried_by, quiet_rep
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import gives_scores, make_scored_as_saved
-from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, trained_base

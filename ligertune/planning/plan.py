@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.errors import format_bytes, plural
+from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.hardware import Machine
-from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.batch_layout import Batching, DataSummary, Rows
 from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
 from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.errors import UserError
+from ligertune.files.base_model import TrainedBase
 from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
-from ligertune.planning.base_model import TrainedBase
 from ligertune.planning.hub import MODEL_FILES, check_hub_model
 from ligertune.planning.options import RunOptions
 from ligertune.planning.preflight import looks_local

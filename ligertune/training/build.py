@@ -22,6 +22,7 @@ from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.attention.choice import AttentionChoice
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.data.modalities.modality import modality_of
+from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
 from ligertune.models.carried_tensors import carried_note, find_carried
@@ -35,7 +36,6 @@ from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.packed.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
-from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import BuiltModel, KernelLine, Plan

@@ -28,11 +28,11 @@ from ligertune.features.medusa.decode.candidate_tree import Path as TreePath
 from ligertune.features.medusa.decode.candidate_tree import chain
 from ligertune.features.medusa.heads import MedusaHeads
 from ligertune.features.medusa.recipe import HEADS_FOLDER
+from ligertune.files.base_model import TrainedBase
 from ligertune.files.checked_files import DamagedFileError, parse_fields, read_json_value
 from ligertune.files.model_files import ModelOrigin, read_json
 from ligertune.files.storage import new_folder, write_text
 from ligertune.models.save import write_prompt
-from ligertune.planning.base_model import TrainedBase
 from ligertune.planning.saved_model import trained_base
 
 if TYPE_CHECKING:

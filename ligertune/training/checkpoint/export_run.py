@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.errors import UserError
+from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.models.carried_tensors import carried_note
@@ -33,7 +34,6 @@ from ligertune.models.save import (
     write_model,
 )
 from ligertune.models.trainable import apply_method
-from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.hub import MODEL_FILES
 from ligertune.planning.options import BuildOptions, ModelOptions

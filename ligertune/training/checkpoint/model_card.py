@@ -10,12 +10,12 @@ from huggingface_hub import ModelCardData
 
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.errors import UserError, printable
+from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import mask_secrets, read_object, write_text
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
 from ligertune.models.score_head import PIPELINE_TAG, SCORE_AUTO_CLASS, is_scored_class
-from ligertune.planning.base_model import CarriedTensors, TrainedBase
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import MethodOptions, RunOptions
 from ligertune.planning.preflight import looks_local

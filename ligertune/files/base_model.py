@@ -1,4 +1,4 @@
-"""Facts about the base model of a run that the plan, checkpoints and exports share."""
+"""Facts about the base model of a run, as plans, checkpoints and saved models record them."""
 
 from __future__ import annotations
 
