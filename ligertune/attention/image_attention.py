@@ -62,7 +62,7 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
 
 # Replacements of globals that such a forward reads. It then takes its branch for flash attention, which passes the
 # bounds of the images on; the longest length is not needed, since `per_image_attention` computes it.
-IMAGE_ATTENTION_GLOBALS = {
+IMAGE_ATTENTION_GLOBALS: dict[str, Any] = {
     "ALL_ATTENTION_FUNCTIONS": SimpleNamespace(get_interface=lambda name, default: per_image_attention),
     "is_flash_attention_requested": lambda config: True,
     "get_max_seqlen": lambda cu_seqlens, *args, **kwargs: None,
