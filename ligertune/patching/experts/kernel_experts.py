@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ligertune_kernels.ops.moe.expert_passes import ExpertLora, Weight
 from ligertune_kernels.ops.moe.experts import experts
@@ -49,7 +50,8 @@ def weights_of(module: nn.Module) -> ExpertWeights | Refusal:
 
     FSDP2, expert parallelism and parametrizations may have changed them since the module was recognised.
     """
-    held = {name: getattr(module, name, None) for name in (*WEIGHTS, *BIASES)}  # once: a parametrization computes them
+    # once: a parametrization computes them
+    held: dict[str, Any] = {name: getattr(module, name, None) for name in (*WEIGHTS, *BIASES)}
     for name, weight in held.items():
         why = None if weight is None else unreadable(weight)
         if why is not None:
