@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 # Optional packages and the versions that work, as in the extras of pyproject.toml. Messages name the packages: the
@@ -35,7 +35,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Callable[[], UserError], tuple[()]]:
         # the default pickling between processes drops keyword-only arguments
         return (partial(type(self), self.message, hint=self.hint, exit_code=self.exit_code), ())
 

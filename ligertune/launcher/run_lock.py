@@ -67,8 +67,14 @@ class RunHolder:
         try:
             found = parse_json_text(text)
             processes = {int(pid): int(start) for pid, start in found["processes"].items()}
-            words = [str(found[name]) for name in ("token", "host", "place", "started")]
-            return cls(*words, processes) if processes else None
+            holder = cls(
+                token=str(found["token"]),
+                host=str(found["host"]),
+                place=str(found["place"]),
+                started=str(found["started"]),
+                processes=processes,
+            )
+            return holder if processes else None
         except (ArithmeticError, ValueError, TypeError, LookupError, AttributeError):
             return None
 

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ligertune.errors import printable
 from ligertune.files.storage import newest_checkpoint
@@ -54,7 +55,7 @@ class StopRequest:
         self._from_hold = from_hold
         self._installed = False
         self._doing = ""
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
         if self._enabled and not self._from_hold:

@@ -89,7 +89,7 @@ def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero:
 
 def _legend(labels: Sequence[str]) -> list[tuple[float, float]]:
     """Return the place of each label below the plot, in as many lines as they need; none for a single label."""
-    places = []
+    places: list[tuple[float, float]] = []
     x = 4.0
     y = HEIGHT + 12.0
     for label in labels if len(labels) > 1 else ():

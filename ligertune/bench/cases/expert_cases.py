@@ -35,7 +35,7 @@ def _inputs(case: Case, device: torch.device) -> Tensors:
     n, n_experts, top_k, width, inner = case.sizes
     hidden = torch.randn(n, width, dtype=case.dtype, device=device)
     scores, index = torch.randn(n, n_experts, device=device).topk(top_k)
-    shapes = ((n_experts, 2 * inner, width), (n_experts, width, inner))
+    shapes: tuple[tuple[int, int, int], ...] = ((n_experts, 2 * inner, width), (n_experts, width, inner))
     if _options(case):
         shapes = tuple((x, columns, rows) for x, rows, columns in shapes)
     inputs = (width, inner)

@@ -44,8 +44,9 @@ def _mean_over(labels: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _logits_inputs(case: Case, device: torch.device) -> Tensors:
-    logits = 2.0 * torch.randn(case.sizes, dtype=case.dtype, device=device)
-    return logits.requires_grad_(), _labels(case, *case.sizes, device)
+    n, vocab_size = case.sizes
+    logits = 2.0 * torch.randn(n, vocab_size, dtype=case.dtype, device=device)
+    return logits.requires_grad_(), _labels(case, n, vocab_size, device)
 
 
 def _logits_work(case: Case) -> Work:
@@ -136,7 +137,8 @@ def _sum_of_heads(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         losses = (loss(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
-        return sum(c * loss for c, loss in zip(HEAD_WEIGHTS, losses, strict=True))
+        first, *others = (c * loss for c, loss in zip(HEAD_WEIGHTS, losses, strict=True))
+        return sum(others, start=first)
 
     return call
 
@@ -224,8 +226,9 @@ LOSSES = (LINEAR_CROSS_ENTROPY, CROSS_ENTROPY, MULTI_HEAD, LOG_PROBS, STATISTICS
 def _jsd(student: Tensor, teacher: Tensor) -> Tensor:
     """Compute the Jensen-Shannon divergence of log-probabilities (N, V), averaged over the rows."""
     mixture = torch.logaddexp(student, teacher) - math.log(2.0)
-    parts = (F.kl_div(mixture, side, reduction="sum", log_target=True) for side in (student, teacher))
-    return 0.5 * sum(parts) / student.shape[0]
+    of_student = F.kl_div(mixture, student, reduction="sum", log_target=True)
+    of_teacher = F.kl_div(mixture, teacher, reduction="sum", log_target=True)
+    return 0.5 * (of_student + of_teacher) / student.shape[0]
 
 
 OUR_KL_DIV, KL_DIV = (partial(loss, reduction="batchmean") for loss in (kernels.kl_div, F.kl_div))
@@ -237,7 +240,12 @@ def _of_all_rows(loss: Callable[..., Tensor]) -> Callable[[Case, Tensors], Calla
 
 
 def _divergence(
-    op: str, args: tuple[str, str], teacher: Callable, ours: Callable[..., Tensor], baseline: str, loss: Callable
+    op: str,
+    args: tuple[str, str],
+    teacher: Callable[..., Tensor],
+    ours: Callable[..., Tensor],
+    baseline: str,
+    loss: Callable[..., Tensor],
 ) -> OpBenchmark:
     """Return the benchmark of a divergence of two tensors (N, V) in fp32.
 

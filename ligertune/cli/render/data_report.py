@@ -88,8 +88,8 @@ def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[t
         (f"{_sequence(summary)} length", f"mean {lengths['mean']}, {percentiles}, longest {lengths['max']} tokens")
     )
     evaluation = summary["eval_report"]
-    held_out = _data_sets(evaluation) + (_reasons("dropped", evaluation) if with_counts else [])
-    return rows + [(f"eval {name}", value) for name, value in held_out]
+    of_evaluation = _data_sets(evaluation) + (_reasons("dropped", evaluation) if with_counts else [])
+    return rows + [(f"eval {name}", value) for name, value in of_evaluation]
 
 
 def _answers(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -208,8 +208,8 @@ def _of_struct(kind: pyarrow.StructType, feature: Any) -> Converter:
         inner = features.get("feature")
         features = {name: [of_item] for name, of_item in inner.items()} if isinstance(inner, dict) else {}
     fields = [kind.field(number) for number in range(kind.num_fields)]
-    converters = {field.name: _of_field(field, features.get(field.name)) for field in fields}
-    converters = {name: convert for name, convert in converters.items() if convert is not None}
+    of_fields = {field.name: _of_field(field, features.get(field.name)) for field in fields}
+    converters = {name: convert for name, convert in of_fields.items() if convert is not None}
 
     def convert_struct(struct: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in struct.items() if value is not None}

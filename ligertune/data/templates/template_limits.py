@@ -76,9 +76,9 @@ budget = Budget()
 
 def add(left: Any, right: Any) -> Any:
     """Compute `+`, the most frequent operation of chat templates."""
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return budget.measured(left + right)  # each is measured, so the sum needs little memory
     result = left + right
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return budget.measured(result)  # each operand is measured, so the sum needs little memory
     if isinstance(result, str | bytes) and len(result) > LONG:
         budget.take(len(result))
     return result
