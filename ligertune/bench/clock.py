@@ -16,7 +16,7 @@ import torch
 
 from ligertune.bench.case import Rates
 
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 256 << 20  # the largest cache of the GPUs in hardware.PEAKS, that of MI300X, holds as many
 MOST_FLUSHES = 16  # a slower host waits for the device first
 COPY_BYTES = {"cuda": 512 << 20, "cpu": 16 << 20}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}

@@ -32,6 +32,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, wi
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, max=2**20, help="Maximum number of new tokens of an answer.")]
+# torch's generators take seeds of 64 bits
 Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed for sampling.")]
 
 

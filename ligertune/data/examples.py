@@ -232,6 +232,7 @@ def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
 def _split_source(source: str) -> tuple[str, int]:
     """Split "file:line" into ("file", line), if joining them gives the same source again."""
     file, _, line = source.rpartition(":")
+    # of at most 18 digits, which fit in the int64 of `line_of`
     is_number = file and line.isascii() and line.isdigit() and (line == "0" or line[0] != "0") and len(line) < 19
     return (file, int(line)) if is_number else (source, _NO_LINE)
 

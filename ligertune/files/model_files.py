@@ -123,7 +123,7 @@ _SIZES = (
 )
 _LIMITS = {key: (smallest, largest) for keys, smallest, largest in _SIZES for key in keys}
 _DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop")  # endings of probabilities
-MAX_PARAMETERS = 10**13
+MAX_PARAMETERS = 10**13  # the largest published models have 10**12
 MAX_DEPTH = 8  # configurations within configurations
 
 

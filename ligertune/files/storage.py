@@ -170,6 +170,7 @@ def step_folders(output_dir: Path) -> list[tuple[int, Path]]:
     folder = output_dir / "checkpoints"
     if not folder.is_dir():
         return []
+    # at most 18 digits: such a step fits in 64 bits
     named = [(int(m[1]), entry) for entry in folder.iterdir() if (m := re.fullmatch(r"step-(\d{1,18})", entry.name))]
     return sorted(named)
 

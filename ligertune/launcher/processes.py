@@ -116,6 +116,7 @@ class Ranks:
         with _forwarded_signals(context) as received:
             watch = StalledProcesses(plan.parallel.timeout)
             stalled: set[int] = set()
+            # Before the start a longer look would delay the first step; afterwards `stalled` is called every second.
             while (result := context.wait(timeout=1 if started else 0.1, period=0.1)) is None:
                 if not started and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
                     write_json(self._folder / GO, make_message())

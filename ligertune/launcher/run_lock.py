@@ -38,7 +38,7 @@ SIGN_OF_LIFE = 15.0  # seconds between two renewals
 # Seconds. NFS may show a modification time that is a minute old.
 ENDED_AFTER = 180.0
 TAKEOVER = ".takeover"  # suffix: the process that creates this file may replace a lock that is left over
-FIRST_BLOCK = 1 << 16  # bytes of a lock file that are read
+FIRST_BLOCK = 1 << 16  # bytes of a lock file that are read: those of a run with 2,000 processes on the node
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _RunLock:
             if _look(right)[1] > ENDED_AFTER or not _alive_here(RunHolder.read(right)):
                 right.unlink()
         if not self._create(right):
-            self._ended.wait(0.05)
+            self._ended.wait(0.05)  # the other run needs milliseconds, and then the lock has a living holder
             return False
         try:
             if RunHolder.read(self._path) != left:

@@ -29,6 +29,7 @@ from ligertune.files.storage import newest_checkpoint
 from ligertune.hardware import is_main_process
 from ligertune.launcher.failures import is_started_rank
 
+# Windows has neither SIGUSR1 nor SIGHUP.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 HANGUP = getattr(signal, "SIGHUP", None)
 END = 0  # not a signal: ends the thread of a StopRequest

@@ -18,7 +18,7 @@ from ligertune.recipe.document import Document, KeyPath, Place, dotted
 
 TAG = "tag:yaml.org,2002:"
 MAX_NODES = 10_000
-_MAX_INTEGER = 10**15
+_MAX_INTEGER = 10**15  # below 2**53, so that a float holds every integer of a recipe exactly
 
 # (tag, pattern of an unquoted scalar with this tag, its possible first characters); the first match counts.
 # PyYAML's own patterns are those of YAML 1.1, where `no` is false, 1:30 is 90 and 1e-4 is a string.
@@ -60,7 +60,9 @@ for _tag, _pattern, _first in PLAIN_WORDS:
 
 def _number(text: str) -> float | int:
     value = float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
-    return int(value) if "." not in text and value.is_integer() and abs(value) < 2**53 else value  # 1e3 is an integer
+    return (
+        int(value) if "." not in text and value.is_integer() and abs(value) < 2**53 else value
+    )  # 1e3 is an integer, if exact
 
 
 SCALARS: dict[str, Callable[[str], Any]] = {

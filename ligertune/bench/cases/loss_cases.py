@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ligertune.bench.case import Case, OpBenchmark, Outputs, Tensors, Work, elementwise_work, providers_of
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = -100  # torch's default, which the baselines use
 HEAD_WEIGHTS = tuple(0.8**k for k in range(5))  # as in the heads of the default recipe
 
 
@@ -80,6 +80,7 @@ CROSS_ENTROPY = OpBenchmark(
 def _linear_inputs(case: Case, device: torch.device) -> Tensors:
     n, width, vocab_size = case.sizes
     hidden = torch.randn(n, width, dtype=case.dtype, device=device, requires_grad=True)
+    # so that the standard deviation of the logits is 2, as in `_logits_inputs`
     weight = torch.randn(vocab_size, width, dtype=case.dtype, device=device) * (2.0 / width**0.5)
     return hidden, weight.requires_grad_(not case.frozen_head), _labels(case, n, vocab_size, device)
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ligertune.bench.case import Case, OpBenchmark, Outputs, Provider, Tensors, elementwise_work, providers_of
 
-EPS = 1e-6
+EPS = 1e-6  # the default of LlamaRMSNorm, with which the eager side is made
 GROUPS = 32
 
 
