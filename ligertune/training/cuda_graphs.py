@@ -23,6 +23,7 @@ HOST_ONLY = ("document_lengths",)
 HINT = "Write train.cuda_graphs: false."
 
 Step = Callable[[dict[str, Any]], Tensor]
+Shapes = tuple[tuple[Any, ...], ...]  # of a batch: its tensors' names, shapes and dtypes, and its other values
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class CudaGraphedStep:
         self._step = step
         self._device = device
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._graphs: dict[tuple, _Graph] = {}
-        self._seen: set[tuple] = set()
+        self._graphs: dict[tuple[Shapes, bool], _Graph] = {}
+        self._seen: set[Shapes] = set()
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._overwriting: tuple | None = None  # the shapes of the graph that overwrites gradients
+        self._overwriting: Shapes | None = None  # the shapes of the graph that overwrites gradients
         self._pool: Any = None  # memory that all graphs share, because they never run at the same time
         self.replayed = self.launched = 0
         self.peak = 0  # allocated bytes while recording; torch does not count what a replay uses
@@ -89,11 +90,11 @@ class CudaGraphedStep:
             f"CUDA graphs: {len(self._graphs)} recorded, {self.replayed} micro batches by them, {self.launched} without"
         )
 
-    def _can_record(self, shapes: tuple, overwrites: bool) -> bool:
+    def _can_record(self, shapes: Shapes, overwrites: bool) -> bool:
         """Require that the shape has run before, and that an adding graph has gradients at fixed addresses."""
         return shapes in self._seen and len(self._graphs) < MAX_GRAPHS and (overwrites or bool(self._gradients))
 
-    def _keep_gradients(self, shapes: tuple, overwrites: bool) -> None:
+    def _keep_gradients(self, shapes: Shapes, overwrites: bool) -> None:
         """Keep the gradients of the overwriting graph; check that an adding graph has found all of them."""
         found = [(p, p.grad) for p in self._parameters if p.grad is not None]
         if overwrites:
@@ -125,7 +126,7 @@ class CudaGraphedStep:
         return _Graph(graph, inputs, loss)
 
 
-def _shapes(batch: dict[str, Any]) -> tuple:
+def _shapes(batch: dict[str, Any]) -> Shapes:
     """Return the key of a graph: names, shapes and dtypes of tensors, and the values of everything else."""
     return tuple(
         (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, value)

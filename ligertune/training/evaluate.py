@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.batching.packing import pack
+from ligertune.data.examples import Examples
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import UserError
 from ligertune.features.task import RESERVED_NAMES, Task
@@ -108,10 +109,12 @@ def evaluate(
     All ranks call it, and each evaluates its share. The result depends neither on the batch size nor on the number of
     ranks. Where kernels compute the loss in the output head, no logits are made.
     """
-    loss_inputs = task.inputs(batcher.examples, np.arange(len(batcher.examples)))
+    examples = batcher.examples
+    assert isinstance(examples, Examples)  # evaluation sets are never streamed
+    loss_inputs = task.inputs(examples, np.arange(len(examples)))
     rank = accelerator.process_index // plan.batching.cp_size
     world = plan.batching.row_ranks
-    lengths = batcher.examples.lengths
+    lengths = examples.lengths
     size = plan.batching.eval_batch_size
     # Packs as in training, or single examples, longest first: little padding, and an early out-of-memory.
     rows = pack(lengths, plan.rows.length) if plan.rows.packed else np.argsort(-lengths, kind="stable")[:, None]

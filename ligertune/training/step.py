@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ligertune.attention.sdpa import deterministic_backward
 from ligertune.features.task import Task
@@ -40,7 +41,7 @@ class TrainStep:
         self._parameters: tuple[nn.Parameter, ...] = ()
         alpha = plan.build.execution.neftune_noise_alpha
         embedding = None if alpha is None else accelerator.unwrap_model(model).get_input_embeddings()
-        self._noise = None if embedding is None else EmbeddingNoise(embedding, alpha)
+        self._noise = None if alpha is None or embedding is None else EmbeddingNoise(embedding, alpha)
         self._float8 = scales_of(model)
         graphed = plan.build.execution.cuda_graphs and accelerator.device.type == "cuda"
         self.graphs = CudaGraphedStep(self._launch, model.parameters(), accelerator.device) if graphed else None
@@ -75,7 +76,7 @@ class TrainStep:
             self._accelerator.backward(loss * self._accelerator.num_processes)
         return loss.detach()
 
-    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager:
+    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Choose when ranks reduce gradients: DDP and copies of FSDP once a step, FSDP shards in each micro-batch.
 
         Without a reduction in each micro-batch every FSDP rank would hold whole gradients.
@@ -83,6 +84,7 @@ class TrainStep:
         if uses_deepspeed(self._accelerator):
             self._accelerator.sync_gradients = last
         if self._plan.parallel.dp_replicate_size > 1:
+            assert isinstance(self._model, FSDPModule)  # only FSDP2 has copies of a sharded model
             # Reducing only over shards until the last micro-batch: else each rank holds its gradients twice.
             self._model.set_requires_all_reduce(last)
         if self._plan.strategy == "ddp" and not last:
@@ -134,7 +136,7 @@ class EmbeddingNoise:
             self._is_on = False
             self._places = None
 
-    def _add_noise(self, module: nn.Module, inputs: tuple, embedded: Tensor) -> Tensor | None:
+    def _add_noise(self, module: nn.Module, inputs: tuple[Tensor, ...], embedded: Tensor) -> Tensor | None:
         if not (self._is_on and module.training):
             return None
         if self._places is None:

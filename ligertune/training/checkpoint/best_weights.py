@@ -48,7 +48,9 @@ def load_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> t
             hint="Continue with --resume, which makes them again from an earlier checkpoint if there is one.",
             exit_code=1,
         )
-    step = read_object(folder / RECORD)["step"]
+    record = read_object(folder / RECORD)
+    assert record is not None  # `damage_of_best` has read it
+    step: int = record["step"]
     with explain_unusable(folder):
         if is_sharded(accelerator):
             return step, load_file(folder / FILE)

@@ -144,13 +144,13 @@ class Saver:
         """Return copies in host memory. Tied weights stay tied, since safetensors must store them once."""
         model = self._accelerator.unwrap_model(self._model)
         found = model.state_dict() if all_train(model) else trained(model)
-        copies: dict[tuple, Tensor] = {}
+        copies: dict[tuple[Any, ...], Tensor] = {}
         for name, tensor in found.items():
             memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
             copies[memory] = found[name] = copies[memory] if memory in copies else _copy_to_host(tensor)
         return found
 
-    def write_and_complete(self, step: int, partial: Path, weights: dict, states: dict) -> None:
+    def write_and_complete(self, step: int, partial: Path, weights: dict[str, Tensor], states: dict[str, Any]) -> None:
         """Write the files as `save_state` does, and trainable weights alone as `save_only_what_trains` does."""
         with explain_failed_save(self._plan, step, partial):
             if all_train(self._model):

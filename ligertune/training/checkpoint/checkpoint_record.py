@@ -13,15 +13,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ligertune.files.checked_files import MAX_WHOLE, DamagedFileError, open_regular, read_json_value
 from ligertune.files.storage import PROGRESS_FILE, write_text
 from ligertune.planning.plan import Plan
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 16 << 20
 CHECKSUM = "crc32"  # of the record itself, without this key
@@ -115,12 +117,12 @@ def _checksum_of(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _name_rows(rows: dict) -> str:
+def _name_rows(rows: dict[str, Any]) -> str:
     """Return what decides which examples are in a step."""
     return f"{rows['count']} {rows['kind']} rows of at most {rows['length']} tokens"
 
 
-def _name_optimizer(optimizer: dict) -> str:
+def _name_optimizer(optimizer: dict[str, Any]) -> str:
     """Return what decides the shapes and the order of an optimizer's states."""
     rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
     groups = ", ".join(group["parameters"] for group in optimizer["lr_groups"])
@@ -147,7 +149,7 @@ def difference(folder: Path, files: dict[str, tuple[int, int]]) -> str | None:
         path = folder / name
         if path.is_file() and path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    found = file_checksums(folder, files)
+    found = _in_threads(_checksum_or_fault, folder, files)
     for name, (_, crc) in files.items():
         if isinstance(found[name], str):
             return f"{name} {found[name]}"
@@ -156,30 +158,39 @@ def difference(folder: Path, files: dict[str, tuple[int, int]]) -> str | None:
     return None
 
 
-def file_checksums(folder: Path, names: Collection[str] | None = None) -> dict[str, tuple[int, int] | str]:
-    """Return relative path -> (bytes, CRC-32), or why a file cannot be read.
+def file_checksums(folder: Path, names: Collection[str] | None = None) -> dict[str, tuple[int, int]]:
+    """Return relative path -> (bytes, CRC-32). Raises OSError and DamagedFileError for a file that cannot be read.
 
     names: the files; all but progress.json by default.
     """
     if names is None:
         paths = (path for path in folder.rglob("*") if path.is_file() and path.name != PROGRESS_FILE)
         names = sorted(path.relative_to(folder).as_posix() for path in paths)
+    return _in_threads(_checksum, folder, names)
+
+
+def _in_threads(read: Callable[[Path], T], folder: Path, names: Collection[str]) -> dict[str, T]:
     with ThreadPoolExecutor(max_workers=8) as pool:  # zlib releases the GIL
-        return dict(zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True))
+        return dict(zip(names, pool.map(lambda name: read(folder / name), names), strict=True))
 
 
-def _checksum(path: Path) -> tuple[int, int] | str:
-    size = 0
-    crc = 0
+def _checksum_or_fault(path: Path) -> tuple[int, int] | str:
+    """Return (bytes, CRC-32), or why the file cannot be read."""
     try:
-        with open_regular(path) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                size = size + len(chunk)
-                crc = zlib.crc32(chunk, crc)
+        return _checksum(path)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     except DamagedFileError as error:
         return str(error)
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = 0
+    crc = 0
+    with open_regular(path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
     return size, crc

@@ -30,7 +30,7 @@ def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
         return _named_folder(wanted), _about_lines(plan)
     folders = step_folders(plan.output_dir)
     limits = _limits(plan)
-    notes = []
+    notes: list[str] = []
     for step, folder in reversed(folders):
         why = next((f"cannot be continued from: {why}" for last, why in limits if step > last), None)
         if why is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import modality_of
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
@@ -204,7 +205,8 @@ def _base(plan: ExportPlan, options: RunOptions) -> PreTrainedModel:
 
 
 def _on_device(model: PreTrainedModel) -> PreTrainedModel:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device)  # type: ignore[arg-type]  # the type of transformers' decorated `to` lacks self
 
 
 # ---- what the models read
@@ -233,6 +235,7 @@ def _rows(plan: ExportPlan, options: RunOptions | None, prompt: str | None) -> t
         rows=part.rows(options.build),
         label_options=part.labels(options.build),
     )
+    assert isinstance(data.train, Examples)  # `few` switches streaming off
     chosen = data.train.select(range(min(MAX_ROWS, len(data.train))))
     rows = [torch.from_numpy(row.documents()[0].input_ids[:MAX_TOKENS].astype("int64")) for row in chosen]
     if not rows:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from accelerate import load_checkpoint_in_model
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import ADAPTER_CONFIG
@@ -36,7 +37,7 @@ from ligertune.models.save import (
 from ligertune.models.trainable import apply_method
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.hub import MODEL_FILES
-from ligertune.planning.options import BuildOptions, ModelOptions
+from ligertune.planning.options import BuildOptions, ModelOptions, RunOptions
 from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import SavedModel, find_saved_model, saved_options, trained_base
 from ligertune.training.checkpoint.checkpoint_record import damage_of
@@ -44,9 +45,8 @@ from ligertune.training.checkpoint.load_checkpoint import explain_unusable
 from ligertune.training.checkpoint.model_card import CARD, write_card
 from ligertune.training.checkpoint.trained_weights import FILE, load_trained
 
-if TYPE_CHECKING:
-    from torch import nn
-
+ExportKind = Literal["merged model", "adapter", "model"]
+ExportStep = Literal["in place", "there already", "copy", "merge", "checkpoint"]
 WEIGHTS = "model.safetensors"  # in a checkpoint without frozen weights
 
 
@@ -56,8 +56,8 @@ class ExportPlan:
 
     source: SavedModel
     folder: Path
-    kind: Literal["merged model", "adapter", "model"]
-    how: Literal["in place", "there already", "copy", "merge", "checkpoint"]
+    kind: ExportKind
+    how: ExportStep
     trust_remote_code: bool = False
 
     def write(self) -> str:
@@ -117,8 +117,8 @@ def plan_export(
     has_adapter = _has_adapter(source)
     if adapter and not has_adapter:
         raise UserError(f"{folder} holds a whole model, and no adapter.", hint="Leave --adapter out.")
-    kind = "model" if not has_adapter else "adapter" if adapter else "merged model"
-    how = "checkpoint" if source.is_checkpoint else "merge" if kind == "merged model" else "copy"
+    kind: ExportKind = "model" if not has_adapter else "adapter" if adapter else "merged model"
+    how: ExportStep = "checkpoint" if source.is_checkpoint else "merge" if kind == "merged model" else "copy"
     if how == "copy":
         check_saved(folder, trust_remote_code=trust_remote_code)
         if in_place and out is None:
@@ -135,10 +135,16 @@ def _has_adapter(source: SavedModel) -> bool:
     """Return whether a saved model is an adapter on a base. Raises UserError if its run does not say."""
     if not source.is_checkpoint:
         return (Path(source.name) / ADAPTER_CONFIG).is_file()
+    return _run_of_checkpoint(source)[1].build.method.type in ("lora", "qlora")
+
+
+def _run_of_checkpoint(source: SavedModel) -> tuple[Path, RunOptions]:
+    """Return the run that wrote a checkpoint, and its options. Raises UserError if it does not say them."""
+    assert source.run is not None  # a checkpoint is found through its run, or its path names it
     options = saved_options(source.run)
     if options is None:
         raise UserError(f"--checkpoint: {source.run} has no resolved_recipe.yaml, so its model is not known.")
-    return options.build.method.type in ("lora", "qlora")
+    return source.run, options
 
 
 def _find_source(name: str, checkpoint: str | None) -> SavedModel:
@@ -157,7 +163,7 @@ def _find_source(name: str, checkpoint: str | None) -> SavedModel:
     return SavedModel(str(folder), run, is_checkpoint=True)
 
 
-def _check_earlier(out: Path, kind: str) -> None:
+def _check_earlier(out: Path, kind: ExportKind) -> None:
     if (out / ADAPTER_CONFIG).is_file() != (kind == "adapter"):
         raise UserError(
             f"--check: {out} holds {'a whole model' if kind == 'adapter' else 'an adapter'}, and the export is"
@@ -204,13 +210,13 @@ def spec_of_base(build: BuildOptions, base: TrainedBase | None, *, trust_remote_
     return spec
 
 
-def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module:
+def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> AnyModule:
     """Return the model of the run's recipe with the weights of a checkpoint; with its adapter, not merged.
 
     Raises UserError for a damaged checkpoint, and for one that holds shards.
     """
     folder = Path(source.name)
-    build = saved_options(source.run).build
+    build = _run_of_checkpoint(source)[1].build
     base = source_base(source)
     damage = damage_of(folder, only=(FILE, WEIGHTS))
     if damage is not None:
@@ -218,8 +224,7 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
     spec = spec_of_base(build, base, trust_remote_code=trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
     feature_of(build.task).prepare_config(config, build, SAVED_MODEL)
-    model = base_as_trained(spec, config, base)
-    model = apply_method(model, build.method, seed=build.seed)
+    model = apply_method(base_as_trained(spec, config, base), build.method, seed=build.seed)
     if not any((folder / name).is_file() for name in (FILE, WEIGHTS)):
         raise UserError(
             f"--checkpoint: {folder} holds the shards of several ranks.",
@@ -234,18 +239,18 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> nn.Module
     return model
 
 
-def _export_checkpoint(source: SavedModel, out: Path, kind: str, *, trust_remote_code: bool) -> str:
+def _export_checkpoint(source: SavedModel, out: Path, kind: ExportKind, *, trust_remote_code: bool) -> str:
     """Write the model of a checkpoint in Hugging Face's format, and return a note."""
-    options = saved_options(source.run)
+    run, options = _run_of_checkpoint(source)
     model = load_checkpoint(source, trust_remote_code=trust_remote_code)
     if kind == "merged model":
         from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
 
         model = merged_model(model)
-    plan = read_object(source.run / "plan.json") or {}  # it has the template that auto chose
+    plan = read_object(run / "plan.json") or {}  # it has the template that auto chose
     template = plan["data"].get("template") if isinstance(plan.get("data"), dict) else None
     if not isinstance(template, str):
-        raise UserError(f"--checkpoint: {source.run / 'plan.json'} is missing or damaged, so its prompt is not known.")
+        raise UserError(f"--checkpoint: {run / 'plan.json'} is missing or damaged, so its prompt is not known.")
     base = source_base(source)
     spec = spec_of_base(options.build, base, trust_remote_code=trust_remote_code)
     prompt = prompt_of(template, options.data_options)
@@ -274,7 +279,7 @@ def files_to_upload(folder: Path) -> dict[str, int]:
 def check_repository(name: str) -> None:
     """Raise UserError if a name cannot be that of a repository on the hub."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, without an __all__
 
     try:
         validate_repo_id(name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ligertune.any_types import AnyModule
 from ligertune.data.templates.named_templates import read_template
 from ligertune.features.task import TrainedModel
 from ligertune.files.storage import writing
@@ -18,7 +20,7 @@ from ligertune.training.setup import Job
 
 
 @writing("The model")
-def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, dict | None]:
+def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) -> tuple[str, dict[str, Any] | None]:
     """Write the trained model or heads; return (their path, the report on heads, which only the main rank has).
 
     All ranks call it, and the main one writes.
@@ -49,7 +51,7 @@ def _trained_model(job: Job, accelerator: Accelerator, model: nn.Module) -> Trai
     )
 
 
-def _write_base_model(job: Job, accelerator: Accelerator, model: nn.Module, weights: dict[str, Tensor] | None) -> str:
+def _write_base_model(job: Job, accelerator: Accelerator, model: AnyModule, weights: dict[str, Tensor] | None) -> str:
     """Write model, tokenizer, prompt template and image processor on the main rank."""
     folder = job.plan.output_dir / "model"
     template = job.plan.data_options.prompt_template

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from ligertune.errors import UserError
 from ligertune.models.float8.delayed_scales import DelayedScales
@@ -24,7 +24,7 @@ def save_float8_scales(accelerator: Accelerator, model: nn.Module) -> None:
     if scales is None:
         return
 
-    def save(models: list[nn.Module], weights: list[dict], folder: str) -> None:
+    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
         if accelerator.is_main_process:
             write_scales(scales, Path(folder))
 

@@ -19,17 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME, DistributedType, load
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ligertune.errors import UserError, plural
@@ -230,10 +231,10 @@ def _gather_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     set_optimizer_state_dict(model, optimizer, states["optimizer"])
 
 
-def _read_shards(into: dict, shards: Path) -> None:
+def _read_shards(into: dict[str, Any], shards: Path) -> None:
     with warnings.catch_warnings():  # torch warns that there is one process, which is intended
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(into, storage_reader=dcp.FileSystemReader(shards), no_dist=True)
+        load_shards(into, storage_reader=FileSystemReader(shards), no_dist=True)
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ def _base_model(source: SavedModel, options: RunOptions | None) -> tuple[str, bo
     return (base, True) if _is_hub_id(base) else (Path(base).name, False)
 
 
-def _base_rows(name: str, base: TrainedBase | None, plan: dict, *, is_adapter: bool) -> Rows:
+def _base_rows(name: str, base: TrainedBase | None, plan: dict[str, Any], *, is_adapter: bool) -> Rows:
     """Return what the base model was while it was trained: revision, dtype, quantisation, tensors that are not loaded.
 
     plan: of the run. is_adapter: the card is that of an adapter alone.
@@ -161,13 +161,13 @@ def _base_arguments(base: TrainedBase | None) -> str:
     return f', dtype="{base.dtype}"{revision}'
 
 
-def _prompt(source: SavedModel, plan: dict, options: RunOptions | None) -> dict:
+def _prompt(source: SavedModel, plan: dict[str, Any], options: RunOptions | None) -> dict[str, Any]:
     if options is not None and not (Path(source.name) / PROMPT_FILE).is_file():  # a checkpoint
         return prompt_of(plan["data"]["template"], options.data_options)
     return read_prompt(Path(source.name))
 
 
-def _training(plan: dict, options: RunOptions) -> Rows:
+def _training(plan: dict[str, Any], options: RunOptions) -> Rows:
     data = plan["data"]
     rows = plan["rows"]
     batching = plan["batching"]
@@ -207,7 +207,7 @@ def _method(method: MethodOptions) -> str:
     return f"{kind}, rank {method.lora_r}, alpha {method.lora_alpha:g}, dropout {method.lora_dropout:g}, on {where}"
 
 
-def _results(report: dict) -> Rows:
+def _results(report: dict[str, Any]) -> Rows:
     """Return rows for what the report holds; reports of earlier versions hold less."""
     rows = [
         (name, f"{report[key]:.4f}")

@@ -25,7 +25,7 @@ def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
     if shards_itself or all_train(model):
         return
 
-    def save(models: list[nn.Module], weights: list[dict], folder: str) -> None:
+    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
         weights.clear()  # accelerate then writes none
         if accelerator.is_main_process:
             model = accelerator.unwrap_model(models[0])

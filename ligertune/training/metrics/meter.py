@@ -55,7 +55,9 @@ class Lap:
     def seconds(self) -> float:
         """Return the duration without pauses. The caller has waited for the device to reach the end."""
         if isinstance(self.start, float):
+            assert isinstance(self.end, float)  # `Meter` takes both from one clock
             return self.end - self.start - self.paused
+        assert isinstance(self.end, torch.cuda.Event)
         return self.start.elapsed_time(self.end) / 1000 - self.paused  # elapsed_time is in milliseconds
 
 
@@ -105,7 +107,7 @@ class Meter:
         """Return an event in the device's current stream, or on a CPU the clock's time in seconds."""
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
         event.record(torch.cuda.current_stream(self._device))
         return event
 

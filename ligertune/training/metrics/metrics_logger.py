@@ -40,7 +40,7 @@ class _Record:
 
 
 @dataclass(eq=False)
-class MetricsLogger(contextlib.AbstractContextManager):
+class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
     """Write metrics without a GPU synchronisation: `record` at the end of a step, `flush` one step later.
 
     As a context manager it also writes the last record of a run that ends by an exception, if its numbers have arrived.
@@ -51,21 +51,22 @@ class MetricsLogger(contextlib.AbstractContextManager):
     meter: Meter
     loss_check: FiniteLossCheck
     file: MetricsFile
-    show: Callable[[dict], None]
+    show: Callable[[dict[str, Any]], None]
     measures: Measures
     callbacks: Callbacks
     _pending: _Record | None = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None or self._pending is None:
             return
         with contextlib.suppress(RuntimeError):  # the device may have failed
-            if self._pending.numbers.has_arrived():
-                loss, *_ = self._pending.numbers.read().tolist()
-                if math.isfinite(loss):
-                    self.log(self._line(self._pending))
+            pending = self._pending
+            if pending.numbers.has_arrived() and math.isfinite(float(pending.numbers.read()[0])):
+                self.log(self._line(pending))
 
-    def log(self, line: dict) -> None:
+    def log(self, line: dict[str, Any]) -> None:
         """Send a line to metrics.jsonl, the trackers and the terminal. Only the main rank does."""
         if self.accelerator.is_main_process:
             self.file.write({**line, "time": utc_now()})
@@ -94,7 +95,7 @@ class MetricsLogger(contextlib.AbstractContextManager):
         numbers = [reduce_sum(self.accelerator, sums)]
         numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)[None]]
         lap = self.meter.lap()
-        peak = {"kind": self.meter.memory_kind, **self.meter.peak_memory()}
+        peak: dict[str, int | str] = {"kind": self.meter.memory_kind, **self.meter.peak_memory()}
         self._pending = _Record(step, learning_rate, HostCopy(torch.cat(numbers)), lap, peak)
         if loss_sum.device.type == "cpu":  # the host does not run ahead of a CPU
             self.flush()
@@ -110,7 +111,7 @@ class MetricsLogger(contextlib.AbstractContextManager):
         self.loss_check.forget()
         self.log(self._line(pending))
 
-    def _line(self, record: _Record) -> dict:
+    def _line(self, record: _Record) -> dict[str, Any]:
         """Return the line of metrics.jsonl for the steps of a lap."""
         numbers = record.numbers.read()
         n_measures = len(self.measures.names)
@@ -173,7 +174,7 @@ def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
         ) from problem
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict[str, str | int | float | bool]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
     """Return {"a.b": 1} for {"a": {"b": 1}}; values that trackers refuse become strings."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -209,7 +210,7 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
             yield step
         finally:
             if snapshot:
-                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))  # type: ignore[no-untyped-call]
                 torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -27,17 +27,17 @@ ITERATIONS = 2
 class ParameterWise(torch.optim.Optimizer):
     """An optimizer whose `update` changes one parameter that has a gradient. hyperparameters: of all groups."""
 
-    def __init__(self, params: list[dict], **hyperparameters: float | tuple[float, float]) -> None:
+    def __init__(self, params: list[dict[str, Any]], **hyperparameters: float | tuple[float, float]) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, **hyperparameters})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is called
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.update(parameter, group, self.state[parameter])
+                    self.update(parameter, parameter.grad, group, self.state[parameter])
 
-    def update(self, parameter: Tensor, group: dict, state: dict[str, Tensor]) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
         raise NotImplementedError
 
 
@@ -49,10 +49,11 @@ class Lion(ParameterWise):
     Every element moves by the same amount, so its learning rate is 3 to 10 times smaller than AdamW's. Needs `betas`.
     """
 
-    def update(self, parameter: Tensor, group: dict, state: dict[str, Tensor]) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
-        (beta1, beta2), momentum, grad = group["betas"], state["exp_avg"], parameter.grad
+        beta1, beta2 = group["betas"]
+        momentum = state["exp_avg"]
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(momentum.lerp(grad, 1 - beta1).sign_(), alpha=-group["lr"])
         momentum.lerp_(grad, 1 - beta2)
@@ -71,20 +72,22 @@ class AdamWBf16(ParameterWise):
     state, and ranks with copies of one weight round it alike.
     """
 
-    def update(self, parameter: Tensor, group: dict, state: dict[str, Tensor]) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
         if not state:
             state["step"] = torch.zeros(())
             state.update({name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS})
         for name in MOMENTS:  # load_state_dict casts states to the weights' dtype; casting back is exact
             state[name] = state[name].bfloat16()
         state["step"] += 1
-        (beta1, beta2), rate, step = group["betas"], group["lr"], int(state["step"])
+        beta1, beta2 = group["betas"]
+        rate = group["lr"]
+        step = int(state["step"])
         generator = torch.Generator(device=parameter.device).manual_seed(step)
-        tensors = (parameter, parameter.grad.contiguous(), *(state[name] for name in MOMENTS))
-        for piece in zip(*(local_shard(t).view(-1).split(PIECE) for t in tensors), strict=True):
-            weight, grad, mean, square = (t.float() for t in piece)
-            mean.lerp_(grad, 1 - beta1)
-            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        tensors = (parameter, grad.contiguous(), *(state[name] for name in MOMENTS))
+        for piece in zip(*(torch.split(local_shard(t).view(-1), PIECE) for t in tensors), strict=True):
+            weight, wide, mean, square = (t.float() for t in piece)
+            mean.lerp_(wide, 1 - beta1)
+            square.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
             denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
             updated = weight.mul(1 - rate * group["weight_decay"])
             updated.addcdiv_(mean, denominator, value=-rate / (1 - beta1**step))
@@ -114,9 +117,9 @@ class GaLoreAdamW(ParameterWise):
     so ranks with copies of one weight, and resumed runs, project it alike.
     """
 
-    def update(self, parameter: Tensor, group: dict, state: dict[str, Tensor]) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
         rows, columns = parameter.shape
-        weight, grad = (t if rows <= columns else t.T for t in (parameter, parameter.grad))  # (S, L)
+        weight, grad = (t if rows <= columns else t.T for t in (parameter, grad))  # (S, L)
         done = int(state["step"]) if state else 0
         if done % group["update_proj_gap"] == 0:
             rank = min(group["rank"], len(grad))
@@ -131,7 +134,7 @@ class GaLoreAdamW(ParameterWise):
         weight.add_(state["projector"] @ direction, alpha=-group["lr"] * group["scale"])
 
 
-def _adam(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, group: dict, *, step: int) -> Tensor:
+def _adam(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, group: dict[str, Any], *, step: int) -> Tensor:
     """Return Adam's direction (R, L) in the gradient's dtype; update both moments (R, L) in place."""
     beta1, beta2 = group["betas"]
     wide = grad.float()
@@ -181,7 +184,9 @@ class KernelAdamW(torch.optim.AdamW):
         self._steps.clear()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]  # torch has an overload for each of the two results
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         on_triton = all(runs_triton(p) for group in self.param_groups for p in group["params"])
         # A loss scaler may skip the step on the device (`found_inf`), which torch's kernel supports.
         if closure is not None or getattr(self, "found_inf", None) is not None or not on_triton:
@@ -192,7 +197,8 @@ class KernelAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(5)]
             trained, grads, means, squares, steps = lists
-            self._init_group(group, trained, grads, means, squares, [], steps)
+            # torch's own AdamW fills these lists here; torch does not annotate it
+            self._init_group(group, trained, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]
             if not trained:
                 continue
             torch._foreach_add_(steps, 1)

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -43,7 +44,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is called
         for part in self.parts:
             part.step()
 
@@ -58,7 +59,7 @@ class OptimizerInBackward(CombinedOptimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(parts)
         self.updates = 0
-        self._hooks = []
+        self._hooks: list[RemovableHandle] = []
         self.attach()
 
     def attach(self) -> None:
@@ -76,7 +77,7 @@ class OptimizerInBackward(CombinedOptimizer):
         self.updates += 1
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is called
         for part in self.parts:
             if any(p.grad is not None for group in part.param_groups for p in group["params"]):
                 part.step()
@@ -114,9 +115,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return [(on_device["params"][0], on_host["params"][0]) for on_device, on_host in groups]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is called
         pairs = self._pairs()
-        waits = [_start_copy(p.grad, copy.grad) if p.grad is not None else None for p, copy in pairs]
+        waits = [_start_gradient_copy(p, copy) for p, copy in pairs]
         work = zip(pairs, waits, self._on_host.parts, self.param_groups, strict=True)
         for (parameter, copy), wait, part, group in work:
             if wait is None:
@@ -128,19 +129,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             parameter.copy_(copy, non_blocking=True)
 
 
-def _start_copy(source: Tensor, target: Tensor) -> Callable[[], None]:
-    """Start a copy to the host; return a function that waits for it."""
-    target.copy_(source, non_blocking=True)
-    if not source.is_cuda:
+def _start_gradient_copy(parameter: nn.Parameter, copy: nn.Parameter) -> Callable[[], None] | None:
+    """Start to copy a gradient to the host; return a function that waits for it, or None without a gradient."""
+    if parameter.grad is None:
+        return None
+    assert copy.grad is not None  # `host_copy_of` makes it, and `zero_grad` drops gradients on the device only
+    copy.grad.copy_(parameter.grad, non_blocking=True)
+    if not parameter.grad.is_cuda:
         return lambda: None
-    done = torch.cuda.Event()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
     done.record()
     return done.synchronize
 
 
 def host_copy_of(parameter: nn.Parameter) -> nn.Parameter:
     """Return a copy in host memory with room for its gradient; pinned if the parameter is on a GPU."""
-    how = {"device": "cpu", "requires_grad": False, "pin_memory": parameter.is_cuda}
-    copy = nn.Parameter(torch.empty_like(parameter, **how).copy_(parameter.detach()))
-    copy.grad = torch.empty_like(parameter, **how).zero_()
+    pins = parameter.is_cuda  # a copy between a GPU and pageable memory makes the host wait
+    host = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=pins)
+    copy = nn.Parameter(host.copy_(parameter.detach()))
+    copy.grad = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=pins).zero_()
     return copy

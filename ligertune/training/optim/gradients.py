@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from ligertune.errors import UserError
@@ -33,7 +34,8 @@ def clip_gradients(
     norm = gradient_norm(gradients, accelerator.device)
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     if _divides_while_reading(accelerator, inner, gradients):
-        inner.grad_scale = _like_gradients(divisor, gradients[0])
+        # torch's fused AdamW reads this attribute, which no type declares: GradScaler sets it in the same way.
+        inner.grad_scale = _like_gradients(divisor, gradients[0])  # type: ignore[attr-defined]
     else:
         torch._foreach_div_([local_shard(gradient) for gradient in gradients], divisor.to(gradients[0].device))
     return norm
@@ -49,7 +51,8 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     would change the rounding of bfloat16 weights, and with them the losses of all later steps.
     """
     norms = torch._foreach_norm([local_shard(gradient) for gradient in gradients], 2.0, dtype=torch.float64)
-    groups: dict[tuple, list[Tensor]] = {}  # the process groups over which gradients are sharded -> norms of shards
+    # the process groups over which gradients are sharded -> norms of shards
+    groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms, strict=True):
         groups.setdefault(_sharding_groups(gradient), []).append(norm)
     total = norms[0].new_zeros(())
@@ -61,7 +64,7 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     return total.sqrt().float()
 
 
-def _sharding_groups(gradient: Tensor) -> tuple[torch.distributed.ProcessGroup, ...]:
+def _sharding_groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
     """Return the process groups over which the gradient is sharded; () for a gradient that each rank holds whole."""
     if not isinstance(gradient, DTensor):
         return ()

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
 
+from ligertune.any_types import AnyModule
 from ligertune.planning.optimization import Optimizer
 from ligertune.training.optim.algorithms import AdamWBf16, GaLoreAdamW, Lion
 from ligertune.training.optim.combined import CombinedOptimizer, OffloadedOptimizer, OptimizerInBackward, host_copy_of
-from ligertune.training.optim.parameter_groups import Settings, group_settings_of, parameter_groups
+from ligertune.training.optim.parameter_groups import ParameterGroup, Settings, group_settings_of, parameter_groups
 
-Builder = Callable[[list[dict], Optimizer], torch.optim.Optimizer]
+Builder = Callable[[list[ParameterGroup], Optimizer], torch.optim.Optimizer]
 
 
 def _adamw(fused: bool) -> Builder:
@@ -24,7 +26,7 @@ def _adamw(fused: bool) -> Builder:
 
 
 def _bitsandbytes(name: str) -> Builder:
-    def build(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
+    def build(groups: list[ParameterGroup], plan: Optimizer) -> torch.optim.Optimizer:
         import bitsandbytes
 
         return getattr(bitsandbytes.optim, name)(groups, lr=0.0, betas=plan.betas, eps=plan.eps)
@@ -33,13 +35,13 @@ def _bitsandbytes(name: str) -> Builder:
 
 
 def _torchao(name: str) -> Builder:
-    def build(groups: list[dict], plan: Optimizer) -> torch.optim.Optimizer:
+    def build(groups: list[ParameterGroup], plan: Optimizer) -> torch.optim.Optimizer:
         import torch._functorch.config
         import torchao.optim
 
-        base = getattr(torchao.optim, name)
+        base: Any = getattr(torchao.optim, name)
 
-        class ShardableOptimizer(base):
+        class ShardableOptimizer(base):  # type: ignore[misc]  # torchao has no types
             @staticmethod
             def _subclass_zeros(p: torch.Tensor, *others: object) -> torch.Tensor:
                 # FSDP2 takes a view of each state, which forgets a dtype other than float32.
@@ -109,7 +111,7 @@ def _build(
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
-def hidden_parameters(model: nn.Module) -> set[nn.Parameter]:
+def hidden_parameters(model: AnyModule) -> set[nn.Parameter]:
     """Return all parameters except those of the input embedding and the output head."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     outside = {p for module in ends if module is not None for p in module.parameters()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +27,7 @@ class GroupSettings:
 
 
 Settings = dict[nn.Parameter, GroupSettings]
+ParameterGroup = dict[str, Any]  # of a torch optimizer: its parameters and hyperparameters by name
 
 
 def group_settings_of(model: nn.Module, plan: Optimizer) -> Settings:
@@ -48,7 +50,9 @@ def check_lr_groups(model: nn.Module, expressions: Sequence[str]) -> list[set[st
     return [named_parameters(text, names, key=f"train.lr_groups[{i}].parameters") for i, text in enumerate(expressions)]
 
 
-def parameter_groups(parameters: Sequence[nn.Parameter], settings: Settings, weight_decay: float) -> list[dict]:
+def parameter_groups(
+    parameters: Sequence[nn.Parameter], settings: Settings, weight_decay: float
+) -> list[ParameterGroup]:
     """Return the groups of some parameters for a torch optimizer: for each settings with and without weight decay.
 
     Norms and biases (fewer than two dimensions) get no weight decay unless their entry names one. The loop sets the

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from ligertune.planning.optimization import TrainSchedule
 
@@ -16,7 +18,7 @@ def _cosine(progress: float) -> float:
 
 
 # lr_scheduler_type -> share of the peak rate, of (progress after the warm-up from 0 to 1, min_lr_ratio)
-SHAPES = {
+SHAPES: dict[str, Callable[[float, float], float]] = {
     "cosine": lambda progress, floor: _cosine(progress),
     "cosine_with_min_lr": lambda progress, floor: floor + (1.0 - floor) * _cosine(progress),
     "linear": lambda progress, floor: 1.0 - progress,
@@ -41,12 +43,20 @@ def learning_rate(schedule: TrainSchedule, step: int) -> float:
     return schedule.learning_rate * SHAPES[schedule.type](progress, schedule.min_lr_ratio)
 
 
+class _LossScheduler(Protocol):
+    """ReduceLROnPlateau of torch and GreedyLR of transformers, which have no class in common."""
+
+    optimizer: torch.optim.Optimizer
+
+    def step(self, metrics: float) -> None: ...
+
+
 class LearningRates:
     """The learning rate of each step of a run. losses: those of the evaluations before a resume."""
 
     def __init__(self, schedule: TrainSchedule, losses: Iterable[float] = ()) -> None:
         self._schedule = schedule
-        self._by_loss = _scheduler(schedule) if schedule.follows_evaluations else None
+        self._by_loss: _LossScheduler | None = _scheduler(schedule) if schedule.follows_evaluations else None
         for loss in losses:
             self.observe(loss)
 
@@ -65,10 +75,11 @@ class LearningRates:
 @cache
 def _share_of_transformers(schedule: TrainSchedule) -> Callable[[int], float]:
     """Return the function of transformers: step -> share of the peak rate."""
-    return _scheduler(schedule).lr_lambdas[0]
+    scheduler: LambdaLR = _scheduler(schedule)
+    return scheduler.lr_lambdas[0]
 
 
-def _scheduler(schedule: TrainSchedule) -> torch.optim.lr_scheduler.LRScheduler:
+def _scheduler(schedule: TrainSchedule) -> Any:
     """Build the scheduler of transformers over one number, for its rates alone."""
     from transformers import get_scheduler  # imports peft, which takes seconds
 

@@ -28,7 +28,7 @@ from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from ligertune.data.batching.context_parallel import ContextParallelSplit
@@ -173,7 +173,8 @@ def leave_four_bit_weights(model: nn.Module) -> None:
     """Keep DDP from sending 4-bit experts to the other ranks, which quantise the same weights to the same bytes."""
     names = [name for name, parameter in model.named_parameters() if isinstance(parameter, Nf4Weight)]
     if names:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, names)  # type: ignore[no-untyped-call]
 
 
 def launched_with_fsdp() -> bool:
@@ -269,7 +270,7 @@ def max_over_ranks(accelerator: Accelerator, amounts: dict[str, int]) -> dict[st
 
 def reshard(model: nn.Module) -> None:
     """Shard the last FSDP2 unit again, which stays gathered after a forward without a backward."""
-    if hasattr(model, "reshard"):
+    if isinstance(model, FSDPModule):
         model.reshard()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from ligertune.errors import UserError
 from ligertune.files.storage import newest_checkpoint, read_metrics
 from ligertune.planning.options import MethodOptions
 from ligertune.training.checkpoint.best_weights import damage_of_best, load_best, save_best
-from ligertune.training.checkpoint.checkpoint_files import complete
+from ligertune.training.checkpoint.checkpoint_files import complete, explain_failed_save
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished, saved_progress
 from ligertune.training.evaluate import EarlyStopping
@@ -52,6 +53,19 @@ def test_the_newest_has_the_highest_step_and_the_oldest_are_removed(saved):
     assert newest_checkpoint(plan.output_dir) == folder / "step-10"  # step-9 is the last by name
     assert {path.name for path in folder.iterdir()} == {"step-9", "step-10"}
     assert resume_folder(plan) == (folder / "step-10", ())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file of /proc that cannot be read")
+def test_a_save_that_cannot_be_read_back_fails_and_leaves_the_older_checkpoint(saved):
+    """A record with a reason in the place of a checksum would be damaged, and found only at the next resume."""
+    plan, folder = saved(8)
+    partial = folder / ".step-9.partial"
+    partial.mkdir()
+    (partial / "weights").symlink_to("/proc/self/mem")  # its first byte is not mapped: EIO
+    with pytest.raises(UserError, match=r"step 9 .*Input/output error"), explain_failed_save(plan, 9, partial):
+        complete(plan, 9, partial)
+    assert resume_folder(plan) == (folder / "step-8", ())
+    assert not partial.exists()
 
 
 def test_an_incomplete_folder_is_no_checkpoint(saved):
