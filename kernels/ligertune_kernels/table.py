@@ -48,7 +48,8 @@ OPS = (
     Op("losses", "linear_token_statistics", ("TokenStatistics",), file="linear_log_probs"),
     Op("distill", "kl_div", ("KLDivLoss",), ("input", "target")),
     Op("distill", "jsd", ("JSDLoss",), ("input",)),
-    Op("distill", "linear_jsd", ("LinearJSDLoss",), ("student_hidden", "student_weight")),  # none for the teacher
+    # no gradient for the teacher
+    Op("distill", "linear_jsd", ("LinearJSDLoss", "divergence_workspace"), ("student_hidden", "student_weight")),
     Op("moe", "dequantize_nf4", ("quantize_nf4", "nf4_bytes", "Nf4")),
     Op("float8", "quantize_float8", ("Float8Copies",)),
     Op("float8", "swiglu_float8", ("swiglu_float8_backward", "SwigluFloat8Gradients")),

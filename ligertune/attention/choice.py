@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import transformers
 from ligertune_kernels import backend
 from transformers import PreTrainedConfig
 
@@ -14,7 +15,6 @@ from ligertune.attention import flash_4
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.models.load import model_class
 from ligertune.models.read_config import config_value
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
@@ -208,6 +208,12 @@ def installed(package: str) -> bool:
     return True
 
 
+def _model_class(config: PreTrainedConfig) -> type | None:
+    """Return the class of a configuration's model that writes text; None if its code is in the model's repository."""
+    auto_class = getattr(transformers, modality_of(config).auto_class)
+    return auto_class._model_mapping.get(type(config), None)
+
+
 def _refusal(
     row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision, cp_size: int
 ) -> str | None:
@@ -222,7 +228,7 @@ def _refusal(
     head_dim = head_dim or config_value(text, "hidden_size", 1) // config_value(text, "num_attention_heads", 1)
     soft_cap = config_value(text, "attn_logit_softcapping")
     dropout = config_value(text, "attention_dropout", 0.0)
-    model = model_class(config) if row.flag is not None else None
+    model = _model_class(config) if row.flag is not None else None
     reasons = (
         (row.half_only and not precision.half, "it computes in bfloat16 or float16 only"),
         (soft_cap is not None and not row.soft_cap,

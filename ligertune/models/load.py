@@ -59,11 +59,6 @@ def auto_class(config: PreTrainedConfig) -> type:
     return getattr(transformers, modality_of(config).auto_class)
 
 
-def model_class(config: PreTrainedConfig) -> type | None:
-    """Return the model class of a configuration; None if its code is in the model's own repository."""
-    return auto_class(config)._model_mapping.get(type(config), None)
-
-
 def build_model(
     spec: ModelOptions,
     config: PreTrainedConfig,
