@@ -13,19 +13,14 @@ import copyreg
 import functools
 import types
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ligertune.patching.probe import Definition, definition_of
 
-if TYPE_CHECKING:
-    _Patched = nn.Module  # `patched_class` puts the module's class behind each mixin, so `self` is a module
-else:
-    _Patched = object
 
-
-class ModulePatch(_Patched):
+class ModulePatch:
     """Base of the mixins. The classes made by `patched_class` record what they replaced and what they were made of."""
 
     patch_original: type
