@@ -95,7 +95,6 @@ class Float8Linear(ModulePatch):
     """Mixin of an nn.Linear that multiplies in float8. Name, weight and bias stay those of the layer."""
 
     weight: Tensor  # (F, E)
-    bias: Tensor | None  # (F,)
     float8_scales: DelayedScales  # of all layers of the model
     float8_slot: int  # the first of the layer's SLOTS
     float8_weight: tuple[Hashable, Quantized] | None  # version of the weight, and its copies
