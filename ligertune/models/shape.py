@@ -13,7 +13,7 @@ from ligertune.any_types import AnyModule
 from ligertune.data.modalities.modality import modality_of
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
 from ligertune.models.read_config import config_value
-from ligertune.models.score_head import score_head
+from ligertune.models.score_head import embedding_of, lm_head_of, score_head
 from ligertune.planning.memory.model_shape import (
     DTYPE_BYTES,
     FrozenModelShape,
@@ -118,31 +118,9 @@ def _hidden_size(model: PreTrainedModel) -> int:
     return config_value(model.config.get_text_config(), "hidden_size") or _table(embedding).shape[1]
 
 
-def base_of(model: PreTrainedModel) -> PreTrainedModel:
+def base_of(model: AnyModule) -> PreTrainedModel:
     """Return the transformers model inside a PEFT model; any other model itself."""
-    unwrap = getattr(model, "get_base_model", None)
-    return model if unwrap is None else unwrap()
-
-
-def embedding_of(model: PreTrainedModel) -> AnyModule:
-    """Return the input embedding."""
-    return model.get_input_embeddings()
-
-
-def embedding_rows(model: PreTrainedModel) -> int:
-    """Return the rows of the input embedding; more than the vocabulary has tokens if some are spare."""
-    return embedding_of(model).weight.shape[0]
-
-
-def lm_head_of(model: PreTrainedModel) -> AnyModule:
-    """Return the output head; None for a model without one."""
-    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
-
-
-def is_tied(model: PreTrainedModel) -> bool:
-    """Return whether the output head has the embedding's weight (tie_word_embeddings)."""
-    head = lm_head_of(model)
-    return head is not None and head.weight is embedding_of(model).weight
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
@@ -253,7 +231,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
     query, key = _attention_widths(config)
     experts = read_experts(config, layer)
     hidden = config_value(config, "hidden_size")
-    mlp = config_value(config, "intermediate_size") or 4 * hidden
+    mlp = config_value(config, "intermediate_size") or 4 * hidden  # null in GPT-2, whose MLP is this wide then
     if experts is not None:
         mlp = experts.chosen * experts.mlp + experts.shared
     of_experts = tuple(expert_stacks(layer, config))

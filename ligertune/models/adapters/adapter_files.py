@@ -17,7 +17,7 @@ from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelOrigin, loading, read_json, shapes_in
 from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.models.added_tokens import grow_for_adapter
-from ligertune.models.shape import embedding_rows
+from ligertune.models.score_head import embedding_rows
 
 if TYPE_CHECKING:
     from peft import PeftConfig

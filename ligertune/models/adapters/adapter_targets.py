@@ -22,8 +22,7 @@ from torch import nn
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
 from ligertune.models.adapters.name_patterns import matching_names
-from ligertune.models.score_head import score_head
-from ligertune.models.shape import embedding_of, is_tied, lm_head_of
+from ligertune.models.score_head import embedding_of, is_tied, lm_head_of, score_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
-from ligertune.models.shape import embedding_of, is_tied, lm_head_of
+from ligertune.models.score_head import embedding_of, is_tied, lm_head_of
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module
