@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ligertune.any_types import AnyModule
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
@@ -31,10 +32,11 @@ from ligertune.files.model_files import (
 from ligertune.files.storage import new_folder, write_text
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.carried_tensors import add_carried
-from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, through, whole_model
+from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
-from ligertune.models.score_head import gives_scores, make_scored_as_saved
+from ligertune.models.score_head import embedding_rows, gives_scores, make_scored_as_saved
+from ligertune.models.shape import base_of
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, trained_base
@@ -67,7 +69,7 @@ def write_model(
     UserError, with the model written, if they are gone.
     """
     # Without this option peft asks the hub whether the embedding was resized.
-    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    options: dict[str, Any] = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     if gives_scores(model.config) and tokenizer.pad_token_id is not None:  # the score is read before padding
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if state_dict and not options:  # PEFT looks for both names of a tied embedding that trains
@@ -87,7 +89,7 @@ def write_model(
 
 @contextlib.contextmanager
 def _plain_adapter(
-    model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None
+    model: AnyModule, state_dict: dict[str, torch.Tensor] | None
 ) -> Iterator[dict[str, torch.Tensor] | None]:
     """Yield the weights to write: those of plain LoRA for an adapter whose start has changed the model's weights."""
     if not getattr(model, "initial_lora", None):
@@ -138,7 +140,7 @@ def write_prompt(folder: Path, prompt: Mapping[str, Any], base: TrainedBase | No
     write_text(folder / PROMPT_FILE, json.dumps(written, indent=1) + "\n")
 
 
-def read_prompt(folder: Path) -> dict:
+def read_prompt(folder: Path) -> dict[str, Any]:
     """Return {prompt_template, system_prompt} of a saved model, and chat_template_kwargs if training had them.
 
     Other models get their chat template. Raises UserError for a damaged file.
@@ -236,14 +238,15 @@ def load_saved(
     loaded = read_tokenizer(spec, origin)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if base is None:
-        model = build_model(spec, config, dtype=config.dtype or torch.float32, device=device, seed=0, origin=origin)
+        model = build_model(spec, config, dtype=stored_dtype(config), device=device, seed=0, origin=origin)
     else:
-        model = base_as_trained(spec, config, base, origin).to(device)
+        model = base_as_trained(spec, config, base, origin)
+        model = model.to(device)  # type: ignore[arg-type]  # as in `load.py`
     if is_adapter(folder):
         from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
-        model = load_adapter(model, name, origin).get_base_model()  # with the adapter in its layers
-    return model.eval(), loaded
+        model = base_of(load_adapter(model, name, origin))  # with the adapter in its layers
+    return model.eval(), loaded  # type: ignore[no-untyped-call]
 
 
 def base_as_trained(
@@ -330,9 +333,8 @@ def merge_saved_adapter(
     adapted = load_adapter(model, str(folder), origin)
     with loading(origin, f"the adapter in {folder} cannot be merged"):  # some kinds of LoRA change with the prompt
         merged = merged_model(adapted)
-    rows = merged.get_input_embeddings().weight.shape[0]
-    carried = carried_by(spec, original, rows=rows, origin=origin)
-    return merged, tokenizer, carried and (spec, carried)
+    carried = carried_by(spec, original, rows=embedding_rows(merged), origin=origin)
+    return merged, tokenizer, None if carried is None else (spec, carried)
 
 
 def check_saved(folder: Path, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL) -> None:

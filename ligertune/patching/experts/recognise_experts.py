@@ -172,11 +172,7 @@ def unreadable(weight: Tensor) -> str | None:
 # (dtype, tolerance of a row's largest value, training). In fp32 the classes of transformers 5.24 need 6 % of the
 # tolerance, and the nearest other form 70 times as much. Half precision shows the dtype of the result only: models and
 # kernels round in other places.
-PROBES = (
-    (torch.float32, 2e-6, True),
-    (torch.float32, 2e-6, False),
-    (torch.bfloat16, 5e-2, True),
-)
+PROBES = ((torch.float32, 2e-6, True), (torch.float32, 2e-6, False), (torch.bfloat16, 5e-2, True))
 ON_GPU_ONLY = ("deepgemm", "sonicmoe")  # transformers' kernels that compute what the class's own loop does
 
 
