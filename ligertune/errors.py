@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 # Optional packages and the versions that work, as in the extras of pyproject.toml. Messages name the packages: the
@@ -35,7 +35,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Callable[[], UserError], tuple[()]]:
         # the default pickling between processes drops keyword-only arguments
         return (partial(type(self), self.message, hint=self.hint, exit_code=self.exit_code), ())
 
@@ -82,6 +82,7 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
 
 def format_rate(per_second: float) -> str:
     """Return a rate with three digits or more: "12,345", "57.1", "0.86"."""
+    # 99.95 is rounded to 100: from there on three digits are a whole number
     return f"{per_second:,.0f}" if per_second >= 99.95 else f"{per_second:#.3g}".rstrip(".")
 
 
@@ -102,6 +103,6 @@ def format_duration(seconds: float) -> str:
 
 def format_bytes(n_bytes: float) -> str:
     """Return bytes in GiB, MiB or KiB: "1.50 GiB"."""
-    if n_bytes < 2**20 / 10 and n_bytes:
+    if n_bytes < 2**20 / 10 and n_bytes:  # in MiB it would be rounded to 0.0 or 0.1
         return f"{n_bytes / 2**10:.1f} KiB"
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

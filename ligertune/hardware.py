@@ -191,6 +191,7 @@ def this_machine() -> Machine:
         arch=arch,
         device_count=torch.cuda.device_count(),
         memory_bytes=properties.total_memory,
+        # by default also true for NVIDIA GPUs before sm80, which emulate bfloat16
         has_bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
         peak_flops=peak.bf16 if peak else None,
         peak_bandwidth=peak.bandwidth if peak else None,

@@ -12,7 +12,7 @@ from typing import Any
 
 # About the time of the command: the console script imports this module before anything heavy.
 COMMAND_GIVEN = time.perf_counter()
-
+Show = Callable[[dict[str, Any]], None]  # receives each line of metrics.jsonl
 
 # Where these are installed, transformers imports them with its model classes: for losses of object detection and for
 # assisted decoding, which no command uses. That takes about a second.
@@ -34,7 +34,8 @@ def importing() -> Iterator[None]:
     known = len(sys.modules)
     gc.disable()
     hidden = [package for package in UNUSED if package not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # an import of a module that is None raises ModuleNotFoundError
+    # an import of a module that is None raises ModuleNotFoundError; the stubs do not know of such entries
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     if utils := sys.modules.get("transformers.utils.import_utils"):
         for package in hidden:
             if getattr(utils, f"is_{package}_available")():  # it looks once, and has looked before
@@ -82,7 +83,7 @@ class Display:
         """Show that a step is finished. Called after every step, without a GPU synchronisation."""
 
 
-class Phases(AbstractContextManager):
+class Phases(AbstractContextManager["Phases"]):
     """Consecutive phases of a start-up. `seconds` holds the duration of each finished phase by name.
 
     say: is called with a phase's name when it begins, and every `every` seconds with its duration so far, because a
@@ -107,7 +108,7 @@ class Phases(AbstractContextManager):
         self._over = False
         self._every = every
         if say is not None:
-            threading.Thread(target=self._remind, name="phases", daemon=True).start()
+            threading.Thread(target=self._remind, args=(say,), name="phases", daemon=True).start()
 
     def __exit__(self, *exc: object) -> None:
         self.end()
@@ -140,12 +141,12 @@ class Phases(AbstractContextManager):
         self._name = ""
         self._start = now
 
-    def _remind(self) -> None:
+    def _remind(self, say: Callable[[str, float], None]) -> None:
         while not self._over:
             if self._changed.wait(self._every):
                 self._changed.clear()
             elif name := self._name:
-                self.say(name, time.perf_counter() - self._start)
+                say(name, time.perf_counter() - self._start)
 
 
 def taken_over(there: dict[str, Any], say: Callable[[str, float], None] | None) -> Phases:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from ligertune.progress import Display, Phases
+from ligertune.progress import Display, Phases, Show
 from ligertune.report import Report, make_report, write_run_report
 from ligertune.training.build import Change
 from ligertune.training.checkpoint.final_model import save_final_model
@@ -18,7 +17,7 @@ from ligertune.training.setup import Custom, Job
 
 def run(
     job: Job,
-    show: Callable[[dict], None],
+    show: Show,
     *,
     change: Change | None = None,
     phases: Phases | None = None,

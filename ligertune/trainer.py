@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from ligertune.errors import UserError
@@ -21,6 +20,7 @@ from ligertune.hardware import is_launched
 from ligertune.models.shape import read_shape
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
+from ligertune.progress import Show
 from ligertune.recipe.read import recipe_of
 from ligertune.recipe.schema import Recipe
 from ligertune.report import Report
@@ -30,12 +30,11 @@ from ligertune.training.evaluate import EvalPrediction, EvaluationMetrics
 from ligertune.training.resolve import plan_for
 from ligertune.training.session import open_session
 from ligertune.training.setup import Custom, Job, Training, no_predictions
+from ligertune.training.step import StepFunction
 
 DEFAULT_TASK = Recipe.model_fields["task"].default
 RecipeLike = Recipe | str | os.PathLike[str] | Mapping[str, Any]
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
-# called as TrainStep: (micro-batches, function that makes a batch, inputs of the loss, sum of losses) -> grad_norm
-Step = Callable[[Sequence[Sequence[np.ndarray]], Callable[..., dict[str, Any]], dict[str, Any], Tensor], Tensor | None]
 
 
 class Trainer:
@@ -52,11 +51,11 @@ class Trainer:
         data: Iterable[Mapping[str, Any]] | None = None,
         task: type[Task] | Callable[[Plan, nn.Module], Task] | None = None,
         loss: Loss | None = None,
-        step: Callable[[Training], Step] | None = None,
+        step: Callable[[Training], StepFunction] | None = None,
         callbacks: Sequence[object] = (),
         compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        show: Callable[[dict[str, Any]], None] | None = None,
+        show: Show | None = None,
     ) -> None:
         """Check the recipe; nothing is loaded before `plan`, `open` or `train`. Raises UserError.
 
@@ -69,7 +68,8 @@ class Trainer:
         show: receives each logged line.
         """
         self.recipe = recipe_of(recipe, overrides)
-        functions = {"task": task, "loss": loss, "step": step, "compute_metrics": compute_metrics, "show": show}
+        functions: dict[str, object] = {"task": task, "loss": loss, "step": step, "show": show}
+        functions["compute_metrics"] = compute_metrics
         functions["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         given = {name: function for name, function in functions.items() if function is not None}
         _check_functions(given, self.recipe.task)
@@ -184,7 +184,7 @@ def _task_maker(
     """Return the function that makes a user's task, or None for the recipe's."""
     if loss is not None:
         return lambda plan, model: _LossTask(plan, model, loss)
-    if isinstance(task, type) and issubclass(task, Task):
+    if isinstance(task, type):
         return lambda plan, model: task(read_shape(model))
     return task
 

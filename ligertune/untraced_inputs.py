@@ -25,7 +25,9 @@ def reveal(value: Any) -> Any:
     return value.value if isinstance(value, Untraced) else value
 
 
-def hide_from_layers(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def hide_from_layers(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of a model: wrap the keywords `HIDDEN`; their users call `reveal`."""
     hidden = {name: Untraced(kwargs[name]) for name in HIDDEN if kwargs.get(name) is not None}
     return args, kwargs | hidden

@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # These files take longest. If they started last, the other cores would wait for them.
 LONG = (
     "test_under_interpreter", "test_medusa_command", "test_vision_training", "test_recompute",
-    "test_patch_in_place", "test_ahead_of_time", "test_keys", "test_signals", "test_ranks",
+    "test_patch_in_place", "test_types", "test_ahead_of_time", "test_keys", "test_signals", "test_ranks",
 )  # fmt: skip
 
 FILES = itertools.count(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -14,11 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
+from ligertune.any_types import AnyModule
 from ligertune.attention.sdpa import deterministic_backward
 from ligertune.errors import UserError
 from ligertune.models.shape import text_layers
 
 Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # the values of train.gradient_checkpointing
+Context = contextlib.AbstractContextManager[None]
 
 
 def checkpoint_layers(
@@ -33,7 +35,7 @@ def checkpoint_layers(
     """
     # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    left_out = () if first is None else _layers(model)[first:]
+    left_out: Sequence[AnyModule] = () if first is None else _layers(model)[first:]
     # two offloaders: layer inputs and gates are read back in different orders
     inputs = ActivationOffloader(overlap=overlap)
     gates = ActivationOffloader()
@@ -41,8 +43,9 @@ def checkpoint_layers(
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,
     # frozen layers before the first trained one, such as a tower, would run again for gradients nothing uses.
-    model.disable_input_require_grads()
-    for module in model.modules() if kind is not True else ():
+    model.disable_input_require_grads()  # type: ignore[no-untyped-call]
+    modules: Iterable[AnyModule] = model.modules() if kind is not True else ()
+    for module in modules:
         if hasattr(module, "_gradient_checkpointing_func"):
             checkpoint = module._gradient_checkpointing_func
             if kind != "offload_gate":
@@ -57,7 +60,7 @@ def checkpoint_layers(
     return count
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the language model's layers. Raises UserError if they cannot be checkpointed one by one."""
     layers = text_layers(model)
     if layers is None or not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
@@ -65,7 +68,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
             f"train.gradient_checkpointing_layers: {type(model).__name__} checkpoints all its layers or none.",
             hint="Leave it out.",
         )
-    return layers
+    return list(layers)
 
 
 def _only_with_gradients(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,17 +100,17 @@ def _in_host_memory(checkpoint: Callable[..., Any], offloader: ActivationOffload
     return offloaded
 
 
-def _contexts(gates: ActivationOffloader) -> tuple[contextlib.AbstractContextManager, ...]:
+def _contexts(gates: ActivationOffloader) -> tuple[Context, Context]:
     """Return torch.utils.checkpoint's contexts: the second run has the mode of the first, also in the backward."""
     layer = CheckpointedLayer(gates)
     again = _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True))
     return layer.running(again=False), again
 
 
-class _Reusable(contextlib.AbstractContextManager):
+class _Reusable(contextlib.AbstractContextManager[None]):
     """Contexts that can be entered many times: with retain_graph layers run again in each backward."""
 
-    def __init__(self, *makes: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def __init__(self, *makes: Callable[[], Context]) -> None:
         self._makes = makes
         self._stack = contextlib.ExitStack()
 

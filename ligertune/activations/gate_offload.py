@@ -88,7 +88,7 @@ class OffloadedGate(LinearPatch):
         layer = getattr(_thread, "layer", None)
         if layer is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return super().forward(input)
-        return _Gate.apply(input, self.weight, self.bias, layer)
+        return _Gate.apply(input, self.weight, self.bias, layer)  # type: ignore[no-untyped-call]
 
 
 def require_gates(count: int, family: str, *, asked: str = "offload_gate") -> None:
@@ -107,7 +107,7 @@ def offload_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:
     """
     others = {id(module) for layer in but for module in layer.modules()}
     gates = [gate_of(module) for module in model.modules() if id(module) not in others]
-    plain = [gate for gate in gates if is_linear(gate) and "forward" not in vars(gate)]
+    plain = [gate for gate in gates if gate is not None and is_linear(gate) and "forward" not in vars(gate)]
     for gate in plain:
         if isinstance(gate, RecomputingLinear):
             unpatch_module(gate)

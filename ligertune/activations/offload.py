@@ -23,6 +23,8 @@ BLOCK = 32 << 20  # bytes: torch rounds pinned memory up to a power of two, so b
 ROOM = 0.97  # share of the time of the layers that copies may take
 WRITTEN_OVER = "a tensor of {shape} that the backward needs was written over before its copy to the host had begun"
 
+Span = tuple[torch.cuda.Event, torch.cuda.Event]  # begin and end
+
 
 class OffloadPace:
     """The share of layers that offload, spread evenly; all of them until a pass has been measured."""
@@ -33,13 +35,15 @@ class OffloadPace:
         self._due = 0.0
         self._layers = 0
         self._ends: list[torch.cuda.Event] = []  # of the first layer and of the last one so far
-        self._copies: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._copies: list[Span] = []
+        self._waits: list[Span] = []
 
     def begin(self) -> None:
         """Start a pass over the layers, and set the share from the measurements of the last one."""
-        spans = [*self._copies, *self._waits, *([tuple(self._ends)] if len(self._ends) == 2 else [])]
-        if self._layers > 1 and self._copies and all(end.query() for _, end in spans):
+        spans = [*self._copies, *self._waits]
+        if len(self._ends) == 2:
+            spans.append((self._ends[0], self._ends[1]))
+        if self._layers > 1 and self._copies and _have_ended(spans):
             copies = _milliseconds(self._copies)
             waits = _milliseconds(self._waits)
             layer = (self._ends[0].elapsed_time(self._ends[1]) - waits) / (self._layers - 1)
@@ -82,12 +86,16 @@ def offloadable_share(layer: float, copy: float) -> float:
 
 def record_event() -> torch.cuda.Event:
     """Record a timing event on the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-def _milliseconds(spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+def _have_ended(spans: list[Span]) -> bool:
+    return all(ended.query() for _, ended in spans)  # type: ignore[no-untyped-call]
+
+
+def _milliseconds(spans: list[Span]) -> float:
     return sum(began.elapsed_time(ended) for began, ended in spans)
 
 
@@ -113,9 +121,8 @@ class OffloadedTensor:
 
     def take(self) -> Tensor:
         """Return the tensor on its device, and prefetch the one stored before it. May be called again."""
-        self.prefetch()
+        tensor = self.prefetch()
         self._wait_for_copy()
-        tensor = self._tensor
         if self._blocks:
             self._tensor = None
             self._copied = None
@@ -123,7 +130,8 @@ class OffloadedTensor:
         return tensor
 
     def offload(self) -> None:
-        """Start the copy to the host."""
+        """Start the copy to the host of a tensor that is on the device."""
+        assert self._tensor is not None
         if self._tensor._version != self._version:
             raise RuntimeError(WRITTEN_OVER.format(shape=tuple(self._tensor.shape)))
         source = self._tensor = self._tensor.contiguous()
@@ -141,11 +149,12 @@ class OffloadedTensor:
         self._tensor = None
         self._copied = None
 
-    def prefetch(self) -> None:
-        """Start the copy back, unless the tensor is on the device."""
+    def prefetch(self) -> Tensor:
+        """Start the copy back, unless the tensor is on the device, and return the tensor that the copy fills."""
         if self._tensor is None:
             self._tensor = torch.empty(self._shape, dtype=self._dtype, device=self._offloader.device)
             self._copied = self._offloader.copy(_pieces(self._tensor), self._blocks, to_host=False)
+        return self._tensor
 
     def _wait_for_copy(self) -> None:
         if self._copied is not None:
@@ -181,7 +190,7 @@ class ActivationOffloader:
         """Store `tensor`. It must not be written over before the next one is stored."""
         if tensor.is_cuda and self._stream is None:
             self.device = tensor.device
-            self._stream = torch.cuda.Stream(tensor.device)
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         self._release_leaving()
         last = self._last()
         if self._stream is not None and last is not None and last.on_device:
@@ -221,6 +230,7 @@ class ActivationOffloader:
 
     def copy(self, pieces: tuple[Tensor, ...], blocks: list[Tensor], *, to_host: bool) -> torch.cuda.Event:
         """Queue copies after the work that the device has been given so far; return the event of their end."""
+        assert self._stream is not None  # `store` makes it for the first tensor of a GPU
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             began = record_event()
@@ -247,4 +257,4 @@ class ActivationOffloader:
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the bytes of a contiguous tensor in pieces of one block."""
-    return tensor.view(-1).view(torch.uint8).split(BLOCK)
+    return torch.split(tensor.view(-1).view(torch.uint8), BLOCK)

@@ -24,6 +24,7 @@ from ligertune_kernels.autograd import no_double_backward
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
 from ligertune.models.adapters.joint_lora import leave_siblings
 from ligertune.models.shape import base_of, text_layers
@@ -68,14 +69,14 @@ class _Tiled(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         rows = _rows_of(x)
         d_rows = _rows_of(dy)
-        gradients = [None] * len(ctx.parameters)
+        gradients: list[Tensor | None] = [None] * len(ctx.parameters)
         for start in range(0, len(rows), ctx.tile):
             tile = slice(start, start + ctx.tile)
             given = rows[tile][None].detach().requires_grad_(needs_dx)
             wanted = [*([given] if needs_dx else []), *ctx.parameters]
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 found = list(torch.autograd.grad(ctx.layer(given), wanted, d_rows[tile][None], allow_unused=True))
-            if needs_dx:
+            if dx is not None:
                 _rows_of(dx)[tile] = found.pop(0)[0]
             gradients = [_sum(*pair) for pair in zip(gradients, found, strict=True)]
             del found, given
@@ -99,13 +100,13 @@ def _rows_of(x: Tensor) -> Tensor:
 
 def _each_tile(layer: Layer, x: Tensor, tile: int) -> Tensor:
     """Return layer(x) (..., F) in one buffer, to which each tile is copied."""
-    out = None
     rows = _rows_of(x)
-    for start in range(0, len(rows), tile):
-        found = layer(rows[start : start + tile][None])[0]
-        out = found.new_empty(len(rows), found.shape[-1]) if out is None else out
-        out[start : start + tile] = found
-        del found
+    first = layer(rows[:tile][None])[0]
+    out = first.new_empty(len(rows), first.shape[-1])
+    out[:tile] = first
+    del first  # only one tile exists beside the buffer
+    for start in range(tile, len(rows), tile):
+        out[start : start + tile] = layer(rows[start : start + tile][None])[0]
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -118,8 +119,8 @@ def tiled(layer: Layer, x: Tensor, parameters: list[Tensor], tile: int) -> Tenso
         return tiled(lambda rows: layer(KernelNorm.forward(norm, rows)), normed.source, parameters, tile)
     if not (torch.is_grad_enabled() and (x.requires_grad or parameters)):
         return _each_tile(layer, x, tile)
-    given = _Input.apply(x, None if x.requires_grad else parameters[0])
-    return _Tiled.apply(given, given.grad_fn, layer, tile, *parameters)
+    given = _Input.apply(x, None if x.requires_grad else parameters[0])  # type: ignore[no-untyped-call]
+    return _Tiled.apply(given, given.grad_fn, layer, tile, *parameters)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class TiledNorm(KernelNorm):
     """Mixin of a norm whose output tells its readers how it was made."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = super().forward(hidden_states, *args, **kwargs)
+        output: Any = super().forward(hidden_states, *args, **kwargs)
         if torch.is_grad_enabled() and not (args or kwargs or has_own_hooks(self)):
             output.normed = Normed(self, hidden_states, output._version)
         return output
@@ -148,7 +149,7 @@ class TiledMLP(KernelMLP):
         given = [value for value in (*args, *kwargs.values()) if value is not None]
         if len(given) != 1:
             return super().forward(*args, **kwargs)
-        return tiled(super().forward, *given, trained_parameters(self), self.patch_spec.tile)
+        return tiled(super().forward, given[0], trained_parameters(self), self.patch_spec.tile)
 
 
 class TiledLinear(ModulePatch):
@@ -190,7 +191,7 @@ def tile_layers(model: PreTrainedModel, tile: int) -> int:
     return len(mlps)
 
 
-def tile_projections(model: nn.Module, tile: int) -> int:
+def tile_projections(model: PreTrainedModel, tile: int) -> int:
     """Let the other linear layers of the decoder layers, with or without adapters, work on `tile` tokens at a time.
 
     Call it after adapters were added. Returns the number of layers.
@@ -201,7 +202,7 @@ def tile_projections(model: nn.Module, tile: int) -> int:
     linear = (m for m in modules if isinstance(getattr(m, "base_layer", m), nn.Linear) and id(m) not in inside)
     found = [module for module in linear if getattr(module, "patch_spec", None) is None]
     for module in found:
-        mixin = TiledLinear
+        mixin: type[ModulePatch] = TiledLinear
         if isinstance(module, ModulePatch):  # `kernels.lora`
             leave_siblings(module)
             mixin = _tiled(module.patch_mixin)
@@ -216,7 +217,7 @@ def _tiled(mixin: type[ModulePatch]) -> type[ModulePatch]:
     return type(f"Tiled{mixin.__name__}", (TiledLinear, mixin), {"__module__": __name__})
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
+def _modules(model: PreTrainedModel) -> list[AnyModule]:
     """Return all modules of the language model's decoder layers; none if the layers are not understood."""
     layers = text_layers(base_of(model))
     return [] if layers is None else list(layers.modules())

@@ -177,9 +177,10 @@ def check_shared_rows(config: PreTrainedConfig) -> None:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # rope_parameters are one dictionary, or one per layer type
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if kinds & LENGTH_DEPENDENT_ROPE:
+    found = LENGTH_DEPENDENT_ROPE & kinds
+    if found:
         raise UserError(
-            f"parallel.cp_size: the rotary angles of {config.model_type} ({', '.join(kinds & LENGTH_DEPENDENT_ROPE)}) "
+            f"parallel.cp_size: the rotary angles of {config.model_type} ({', '.join(found)}) "
             "depend on how long a row is, and a rank knows only its part.",
             hint="Leave it out.",
         )

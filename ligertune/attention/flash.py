@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 # torch 2.11 accepts fewer key heads than query heads without an argument; 2.12 requires it
-GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 class _Flash(torch.autograd.Function):
@@ -67,5 +69,6 @@ def flash_varlen(
     arXiv:2307.08691).
     """
     if torch.compiler.is_compiling():  # it traces these operators with dynamic lengths
-        return varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=window, **GROUPED_HEADS)
-    return _Flash.apply(query, key, value, bounds, longest, scale, window)
+        out: Any = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=window, **GROUPED_HEADS)
+        return out  # a tuple only with return_aux
+    return _Flash.apply(query, key, value, bounds, longest, scale, window)  # type: ignore[no-untyped-call]

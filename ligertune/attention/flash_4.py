@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def flash_4(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: 
 
 
 @cache
-def _function() -> Callable:
+def _function() -> Callable[..., Any]:
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:  # a package that it needs is missing or of another version

@@ -41,10 +41,11 @@ def per_image_attention(
     if _one_launch(query, dropout):
         longest = max(_lengths(cu_seq_lens_q))
         bounds = cu_seq_lens_q.to(torch.int32)
-        tokens_first = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (S, H, D)
-        return flash_varlen(*tokens_first, (bounds, bounds), (longest, longest), scale=scaling)[None], None
-    pieces = zip(*(t.split(_lengths(cu_seq_lens_q), dim=2) for t in (query, key, value)), strict=True)
-    out = [F.scaled_dot_product_attention(*piece, dropout_p=dropout, scale=scaling) for piece in pieces]
+        query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (S, H, D)
+        return flash_varlen(query, key, value, (bounds, bounds), (longest, longest), scale=scaling)[None], None
+    lengths = _lengths(cu_seq_lens_q)
+    images = zip(*(torch.split(t, lengths, dim=2) for t in (query, key, value)), strict=True)
+    out = [F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling) for q, k, v in images]
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -62,7 +63,7 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
 
 # Replacements of globals that such a forward reads. It then takes its branch for flash attention, which passes the
 # bounds of the images on; the longest length is not needed, since `per_image_attention` computes it.
-IMAGE_ATTENTION_GLOBALS = {
+IMAGE_ATTENTION_GLOBALS: dict[str, Any] = {
     "ALL_ATTENTION_FUNCTIONS": SimpleNamespace(get_interface=lambda name, default: per_image_attention),
     "is_flash_attention_requested": lambda config: True,
     "get_max_seqlen": lambda cu_seqlens, *args, **kwargs: None,

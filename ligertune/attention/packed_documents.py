@@ -55,7 +55,8 @@ def document_mask(
 ) -> Tensor | WindowMask | None:
     """Return the mask of our attention functions: sdpa's mask, or no tensor where rows are packed."""
     if not ROWS.packed:
-        return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **kwargs)
+        # args: transformers 5.24 gives all by keyword
+        return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **kwargs)  # type: ignore[misc]
     if kwargs.get("use_vmap") or "allow_is_causal_skip" not in kwargs:
         _refuse("has its own attention pattern")
     return None if local_size is None else WindowMask(local_size)
@@ -77,7 +78,7 @@ def varlen(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
     """Attend with torch's flash attention. Raises ValueError for a soft cap or dropout, which it does not have."""
-    if cu_seq_lens_q is None:
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
         return _unpacked(module, query, key, value, attention_mask, **kwargs)
     terms = _layer_terms(attention_mask, **kwargs)
     if terms.softcap is not None or terms.dropout:
@@ -86,6 +87,7 @@ def varlen(
     value_dim = value.shape[-1]
     value = _pad_value(value, query)
     if context_parallel is not None:
+        assert key_rows is not None  # the collator writes both
         key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
     out = flash_varlen(
         *_tokens_first(query, key, value),
@@ -141,16 +143,21 @@ def flash_4_or_kernel(
         tensors = _tokens_first(*_autocast(query, key, value))
         plain = terms.window is None and terms.softcap is None and not terms.dropout
         if plain and flash_4.takes(*tensors, documents=len(reveal(document_lengths))):
+            assert cu_seq_lens_q is not None and max_length_q is not None  # the collator writes them with the lengths
             return flash_4.flash_4(*tensors, cu_seq_lens_q, max_length_q, scale=terms.scaling)[None], None
     kwargs["document_lengths"] = document_lengths
     return kernel_attention(module, query, key, value, attention_mask, **kwargs)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> QueryKeyValue:
     """Cast as torch casts the inputs of sdpa under autocast: rope may return float32."""
-    if not (tensors[0].is_cuda and torch.is_autocast_enabled("cuda")):
-        return tensors
-    return tuple(t.to(torch.get_autocast_dtype("cuda")) for t in tensors)
+    if not (query.is_cuda and torch.is_autocast_enabled("cuda")):
+        return query, key, value
+    dtype = torch.get_autocast_dtype("cuda")
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _pad_value(value: Tensor, query: Tensor) -> Tensor:
@@ -159,9 +166,10 @@ def _pad_value(value: Tensor, query: Tensor) -> Tensor:
     return F.pad(value, (0, missing)) if missing > 0 else value
 
 
-def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _tokens_first(query: Tensor, key: Tensor, value: Tensor) -> QueryKeyValue:
     """(1, H, T, D) -> (T, H, D), each."""
-    return tuple(t.squeeze(0).transpose(0, 1) for t in tensors)
+    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    return query, key, value
 
 
 def per_document(
@@ -184,7 +192,7 @@ def per_document(
 
 
 # Compiled, this would be one graph per number of documents, of calls that torch.compile cannot fuse.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _each_document(
     query: Tensor,
     key: Tensor,
@@ -194,13 +202,15 @@ def _each_document(
     key_rows: Tensor | None,
     terms: _LayerTerms,
 ) -> Tensor:  # (1, T, H, D)
-    lengths = key_lengths = reveal(document_lengths)
+    lengths = key_lengths = list(reveal(document_lengths))
     if context_parallel is not None:
+        assert key_rows is not None  # the collator writes both
         key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
-        key_lengths = context_parallel.key_lengths
-    each = (lengths, key_lengths, key_lengths)
-    parts = (t.split(lengths, dim=2) for t, lengths in zip((query, key, value), each, strict=True))
-    out = [_attend(*document, terms) for document in zip(*parts, strict=True)]
+        key_lengths = list(context_parallel.key_lengths)
+    queries = torch.split(query, lengths, dim=2)
+    keys = torch.split(key, key_lengths, dim=2)
+    values = torch.split(value, key_lengths, dim=2)
+    out = [_attend(q, k, v, terms) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(out, dim=2).transpose(1, 2).contiguous()
 
 
@@ -210,7 +220,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, terms: _LayerTerms) -> Te
     keys = key.shape[2]
     window = terms.window or keys
     if terms.softcap is not None:
-        return _attend_capped(query, key, value, _band(length, keys, window, query.device), terms)
+        return _attend_capped(query, key, value, _band(length, keys, window, query.device), terms.softcap, terms)
     whole = length == keys and window >= keys
     return F.scaled_dot_product_attention(
         query,
@@ -224,13 +234,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, terms: _LayerTerms) -> Te
     )
 
 
-def _attend_capped(query: Tensor, key: Tensor, value: Tensor, band: Tensor, terms: _LayerTerms) -> Tensor:
+def _attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, band: Tensor, softcap: float, terms: _LayerTerms
+) -> Tensor:
     """Attend with scores s -> softcap * tanh(s / softcap), as transformers' eager attention computes them."""
     groups = query.shape[1] // key.shape[1]
     key = repeat_kv(key, groups)
     value = repeat_kv(value, groups)
     scaling = query.shape[-1] ** -0.5 if terms.scaling is None else terms.scaling
-    scores = terms.softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / terms.softcap)  # (1, H, T, keys)
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)  # (1, H, T, keys)
     scores = scores.masked_fill(~band, float("-inf"))
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(weights, terms.dropout) @ value

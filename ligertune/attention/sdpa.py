@@ -36,7 +36,7 @@ def deterministic_backward(enabled: bool, attn_implementation: str = "sdpa") -> 
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(enabled and attn_implementation != ALWAYS_DETERMINISTIC)
     # torch would also fill every new tensor with NaN, which costs bandwidth
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by a property
     try:
         yield
     finally:

@@ -62,17 +62,20 @@ def truth(benchmark: OpBenchmark, case: Case, args: Tensors) -> dict[str, torch.
         if leaves_of(args):
             torch.autograd.backward(outputs, [None if g is None else g[rows].double() for g in upstream])
         outputs_of_parts.append(tuple(y.detach() for y in outputs))
-        for name in row_gradients:
-            row_gradients[name].append(part[name].grad)
+        for name, gradients_of_parts in row_gradients.items():
+            gradient = part[name].grad
+            if gradient is not None:  # labels and indices have none
+                gradients_of_parts.append(gradient)
     outputs = tuple(
         torch.stack(ys).sum(0) if ys[0].dim() == 0 else torch.cat(ys) for ys in zip(*outputs_of_parts, strict=True)
     )
-    gradients = tuple(
-        shared[name].grad if name in shared else torch.cat(row_gradients[name])
-        for name, t in named.items()
-        if t.requires_grad
-    )
-    return results(benchmark, args, outputs, gradients)
+    gradients: list[torch.Tensor] = []
+    for name, t in named.items():
+        if t.requires_grad:
+            gradient = shared[name].grad if name in shared else torch.cat(row_gradients[name])
+            assert gradient is not None  # every leaf takes part in the outputs
+            gradients.append(gradient)
+    return results(benchmark, args, outputs, tuple(gradients))
 
 
 def _upstream_of_all_rows(
@@ -103,7 +106,7 @@ def _parts(benchmark: OpBenchmark, case: Case, named: dict[str, torch.Tensor]) -
 def error_of(found: torch.Tensor, true: torch.Tensor) -> float:
     """Return the relative error, computed by parts: another float64 copy of all logits might not fit in memory."""
     step = max(1, PART_ELEMENTS // max(1, true[0].numel())) if true.dim() else 1
-    pairs = zip(found.split(step), true.split(step), strict=True) if true.dim() else ((found, true),)
+    pairs = zip(torch.split(found, step), torch.split(true, step), strict=True) if true.dim() else ((found, true),)
     lost = 0.0
     size = 0.0
     for found_part, true_part in pairs:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligertune.bench.case import Mode
 from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.measure import Row
 from ligertune.errors import UserError, pip_install
@@ -14,7 +16,7 @@ from ligertune.files.plots import has_matplotlib, new_figure, save_figure
 if TYPE_CHECKING:
     from ligertune.files.plots import Axes
 
-TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+TITLES: dict[Mode, str] = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 # A provider has the same colour in all figures.
 COLOURS = {"ours": "#d62728", "ours, in place": "#ff9896", "eager": "#7f7f7f", "torch": "#1f77b4",
            "torch.compile": "#2ca02c"}  # fmt: skip
@@ -46,7 +48,7 @@ def draw(rows: list[Row], folder: Path, *, device: str) -> Path:
     name = benchmark.dims[place]
     del fixed[place]
     for panel, mode in zip(panels, modes, strict=False):
-        _panel(panel, rows, place, lambda row, mode=mode: _time(row, mode), f"{TITLES[mode]}, ms")
+        _panel(panel, rows, place, partial(_time, mode=mode), f"{TITLES[mode]}, ms")
         floors = sorted({(row.case.sizes[place], 1e3 * row.floors[mode]) for row in rows})
         panel.plot(*zip(*floors, strict=True), color="black", linestyle=":", linewidth=1.2, label="roofline")
     if with_memory:
@@ -64,7 +66,7 @@ def draw(rows: list[Row], folder: Path, *, device: str) -> Path:
 Point = tuple[float, float, float]  # a value and the ends of its band
 
 
-def _time(row: Row, mode: str) -> Point | None:
+def _time(row: Row, mode: Mode) -> Point | None:
     timing = row.device.get(mode)
     return None if timing is None else (1e3 * timing.median, 1e3 * timing.p20, 1e3 * timing.p80)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -32,7 +32,7 @@ class Case:
         words += [f"{100 * self.ignored:.0f} % ignored"] if self.ignored else []
         return ", ".join(words)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the case for JSON, without what only losses have."""
         return {"op": self.op, "sizes": self.sizes, "dtype": str(self.dtype).removeprefix("torch.")}
 
@@ -78,7 +78,7 @@ class Provider:
     name: str
     make: Callable[[Case, Tensors], Callable[[], Outputs]]
     overwrites: bool = False  # writes over its arguments, and therefore receives separate ones
-    within: Callable[[], AbstractContextManager] = nullcontext  # context of all passes, not timed
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of all passes, not timed
 
 
 def function(name: str, call: Callable[..., Outputs], *, overwrites: bool = False) -> Provider:

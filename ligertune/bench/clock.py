@@ -16,7 +16,7 @@ import torch
 
 from ligertune.bench.case import Rates
 
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 256 << 20  # the largest cache of the GPUs in hardware.PEAKS, that of MI300X, holds as many
 MOST_FLUSHES = 16  # a slower host waits for the device first
 COPY_BYTES = {"cuda": 512 << 20, "cpu": 16 << 20}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
@@ -52,7 +52,8 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._flush_seconds = 1.0
         self._flush_seconds = min(self.time(self._cache.zero_)[0] for _ in range(3))
 

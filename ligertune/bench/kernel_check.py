@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ class Check:
         """True if the error is within its bound, False for NaN."""
         return self.error is not None and self.error <= self.bound
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the result for JSON, where NaN is a string."""
         error = self.error if self.error is None or math.isfinite(self.error) else str(self.error)
         others = {name: getattr(self, name) for name in ("form", "worst", "bound", "seconds", "failure")}

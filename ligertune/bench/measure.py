@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ def default_setup(dtype: str) -> BenchSetup:
     return bench_setup(torch.device(machine.device), getattr(torch, dtype), repetitions)
 
 
-def report_header(setup: BenchSetup) -> dict:
+def report_header(setup: BenchSetup) -> dict[str, Any]:
     """Return device, measured rates, versions and date, and all of them in one `line`."""
     name = this_machine().name
     date = time.strftime("%Y-%m-%d")
@@ -99,7 +100,7 @@ class Row:
         """The largest error; NaN if any is NaN."""
         return max(self.errors.values(), key=lambda error: (math.isnan(error), error), default=None)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
         return {
             **self.case.as_dict(),

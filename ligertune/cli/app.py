@@ -10,11 +10,11 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ligertune import progress  # noqa: F401  first: it records when the process started
 from ligertune.errors import UserError, panics_as_errors, printable
@@ -24,11 +24,12 @@ from ligertune.progress import importing
 class _Commands(TyperGroup):
     """The group of all commands. What a user typed is escaped in its errors: "No such option"."""
 
-    def make_context(self, *args: Any, **kwargs: Any) -> typer.Context:
+    # contexts are of type Any: they are click's, and typer keeps a copy of click that it does not export
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _escaped_usage_errors():
             return super().make_context(*args, **kwargs)
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         with _escaped_usage_errors():
             return super().invoke(ctx)
 
@@ -38,8 +39,9 @@ def _escaped_usage_errors() -> Iterator[None]:
     try:
         yield
     except Exception as problem:
-        if hasattr(problem, "format_message"):  # click's; typer keeps a copy of click that it does not export
-            problem.message = printable(problem.message, one_line=True)
+        if hasattr(problem, "format_message"):
+            usage_error: Any = problem  # click's
+            usage_error.message = printable(usage_error.message, one_line=True)
         raise
 
 
@@ -69,9 +71,13 @@ with importing():
 
     TRAINERS = (train, *(part.train for part in command_parts()))
 
-for command in (init, *TRAINERS, plan, compare, bench, data, generate, chat, export, doctor):
-    kinds = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}
-    app.command(cls=kinds.get(command))(command)
+# in the order of `ligertune --help`
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    init, *TRAINERS, plan, compare, bench, data, generate, chat, export, doctor
+)  # fmt: skip
+_KINDS: dict[Callable[..., None], type[TyperCommand]] = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}
+for command in _COMMANDS:
+    app.command(cls=_KINDS.get(command))(command)
 app.add_typer(recipe_app, name="recipe")
 
 

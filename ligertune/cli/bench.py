@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,9 +15,10 @@ from ligertune.errors import UserError
 from ligertune.progress import importing
 
 if TYPE_CHECKING:
+    from ligertune.bench.case import Mode
     from ligertune.bench.measure import Row
 
-SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
+SHORT: dict[Mode, str] = {"forward": "fwd", "backward": "bwd", "both": "both"}
 LEGEND = (
     "Milliseconds: median device time with cold caches. Spread: its 20 % and 80 % quantiles. Host: launch time on the "
     "CPU. GiB: peak memory above the inputs. Error: largest error of outputs and gradients against float64. "
@@ -86,11 +88,12 @@ def _show(rows: list[Row]) -> None:
             render.sentence(f"{row.case.label}, {row.provider}: {note}", indent="  ")
 
 
-def _cells(row: Row, modes: list[str]) -> list[str]:
+def _cells(row: Row, modes: Sequence[Mode]) -> list[str]:
     if row.failure:
         return [f"  {row.provider}", "failed"]
     # the last mode is the whole op, forward and backward
     timing = row.device[modes[-1]]
+    share = row.share(modes[-1])
     return [
         f"  {row.provider}",
         *(f"{1e3 * row.device[mode].median:.3g}" for mode in modes),
@@ -98,5 +101,5 @@ def _cells(row: Row, modes: list[str]) -> list[str]:
         f"{1e3 * row.host[modes[-1]].median:.3g}",
         "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.3g}",
         "" if row.error is None else f"{row.error:.1e}",
-        f"{100 * row.share(modes[-1]):.0f}%",
+        "" if share is None else f"{100 * share:.0f}%",
     ]

@@ -58,15 +58,15 @@ def compare(
     from ligertune.compare.trial import TrialOptions, label, read_target
 
     render.people_on_stderr(json)
-    wanted = {"baselines": baseline or ["hf"], "peers": peer or []}
-    wanted["only"] = {(True, False): "with", (False, True): "without"}.get((with_, without))
-    choose_sides(**wanted)  # refuse unknown names before the device is queried
+    baselines = baseline or ["hf"]
+    only = {(True, False): "with", (False, True): "without"}.get((with_, without))
+    choose_sides(only=only, baselines=baselines, peers=peer or [])  # refuse unknown names before the device is queried
     settings = _settings(recipe, set_ or [], sweep)
     folder = out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
     check_folder(folder)
     target = read_target()
     kernels = kernels_in_use(settings[0].recipe, target["arch"]) if ablate else ()
-    sides = choose_sides(**wanted, ablate=kernels)
+    sides = choose_sides(only=only, ablate=kernels, baselines=baselines, peers=peer or [])
     check_losses(sides, settings[0].recipe.task)
     most = CPU_DEFAULTS if target["vendor"] == "cpu" else GPU_DEFAULTS
     options = TrialOptions(repeats or most[0], steps or most[1], processes, folder.absolute())

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 from ligertune.progress import importing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ligertune.data.modalities.modality import ModalityReader
+    from ligertune.data.prepare import PreparedData, ProgressCallback
+    from ligertune.recipe.schema import Recipe
 
 
 def data(
@@ -41,30 +48,20 @@ def data(
         display.begins("reading the data")
         # after the checks above: a wrong recipe is reported without waiting for torch, which these modules import
         with importing():
-            from ligertune.data.modalities.modality import modality_of
-            from ligertune.data.prepare import prepare
             from ligertune.data.preview import preview, preview_examples, preview_summary
             from ligertune.data.statistics import data_statistics
-            from ligertune.models.load_tokenizer import load_tokenizer
-            from ligertune.models.read_config import read_config
-            from ligertune.planning.batch_layout import StatisticsOptions, choose_packing
-            from ligertune.recipe.feature import part_of_task
-
-            config = read_config(loaded.model)  # transformers imports the code of its kind here
-        # as in training: packing is switched off if packed rows are not exact
-        modality = modality_of(config)
-        packing, _ = choose_packing(loaded.data, modality.facts)
-        tokenizer = load_tokenizer(loaded.model).tokenizer
-        reader = modality.load_reader(loaded.model, loaded, tokenizer)
-        part = part_of_task(loaded.task)
-        how = {"seed": loaded.train.seed, "progress": display.data, "reader": reader}
-        prepared = prepare(loaded.data, tokenizer, rows=part.rows(loaded), label_options=part.labels(loaded), **how)
-    shown = preview_examples(prepared)
-    previews = preview(shown, tokenizer, examples, reader, labels=prepared.labels)
-    pairs = {"longest": shown.longest_documents, "documents": shown.documents_per_example}
-    options = StatisticsOptions.of(loaded, packing=packing, processes=world_size())
-    statistics = data_statistics(shown.lengths, shown.trained, options, **pairs)
-    summary = preview_summary(prepared, shown, previews, statistics)
+            from ligertune.planning.batch_layout import StatisticsOptions
+        found = _read(loaded, display.data)
+    shown = preview_examples(found.prepared)
+    previews = preview(shown, found.tokenizer, examples, found.reader, labels=found.prepared.labels)
+    statistics = data_statistics(
+        shown.lengths,
+        shown.trained,
+        StatisticsOptions.of(loaded, packing=found.packing, processes=world_size()),
+        longest=shown.longest_documents,
+        documents=shown.documents_per_example,
+    )
+    summary = preview_summary(found.prepared, shown, previews, statistics)
     data_report.data_preview(summary, previews)
     render.hub_notes()
     if out is not None:
@@ -72,3 +69,40 @@ def data(
         render.text(f"\nWrote {out}")
     if json:
         render.json_report(summary)
+
+
+class _Read(NamedTuple):
+    """What is read for a recipe. packing: off if packed rows are not exact, as in training."""
+
+    packing: bool
+    prepared: PreparedData
+    tokenizer: PreTrainedTokenizerBase
+    reader: ModalityReader | None
+
+
+def _read(recipe: Recipe, progress: ProgressCallback) -> _Read:
+    """Read and prepare the data as training does."""
+    with importing():
+        from ligertune.data.modalities.modality import modality_of
+        from ligertune.data.prepare import prepare
+        from ligertune.models.load_tokenizer import load_tokenizer
+        from ligertune.models.read_config import read_config
+        from ligertune.planning.batch_layout import choose_packing
+        from ligertune.recipe.feature import part_of_task
+
+        config = read_config(recipe.model)  # transformers imports the code of its kind here
+    modality = modality_of(config)
+    packing, _ = choose_packing(recipe.data, modality.facts)
+    tokenizer = load_tokenizer(recipe.model).tokenizer
+    reader = modality.load_reader(recipe.model, recipe, tokenizer)
+    part = part_of_task(recipe.task)
+    prepared = prepare(
+        recipe.data,
+        tokenizer,
+        seed=recipe.train.seed,
+        progress=progress,
+        reader=reader,
+        rows=part.rows(recipe),
+        label_options=part.labels(recipe),
+    )
+    return _Read(packing, prepared, tokenizer, reader)

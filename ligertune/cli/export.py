@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -67,7 +67,7 @@ def export(
             run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    done = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
+    done: dict[str, Any] = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     _write(plan, dry_run=dry_run)
     render.text(f"model card: {plan.write_card(push)}")
     if check:
@@ -109,7 +109,7 @@ def _refuse_options(*, push: str | None, public: bool, check: bool, prompt: str 
         raise UserError("--check needs the exported model, which --dry-run does not write.", hint="Leave one out.")
 
 
-def _check(plan: ExportPlan, prompt: str | None, *, report: dict | None) -> dict:
+def _check(plan: ExportPlan, prompt: str | None, *, report: dict[str, Any] | None) -> dict[str, Any]:
     """Print the comparison of the trained, the saved and the exported model. Raises UserError if they differ."""
     with render.waiting("loading and comparing ..."):
         from ligertune.training.checkpoint.export_check import check_export
@@ -130,11 +130,11 @@ def _check(plan: ExportPlan, prompt: str | None, *, report: dict | None) -> dict
     return found.as_dict()
 
 
-def _upload(plan: ExportPlan, *, push: str | None, public: bool, dry_run: bool) -> dict:
+def _upload(plan: ExportPlan, *, push: str | None, public: bool, dry_run: bool) -> dict[str, Any]:
     """Upload the files, unless it is a dry run, and return what the JSON report says of them."""
     from ligertune.training.checkpoint.export_run import files_to_upload, upload
 
-    done = {"files": files_to_upload(plan.folder)}
+    done: dict[str, Any] = {"files": files_to_upload(plan.folder)}
     _show_upload(plan, done["files"], push=push, dry_run=dry_run)
     if push is not None and not dry_run:
         done["address"] = upload(plan.folder, push, public=public)

@@ -32,6 +32,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, wi
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, max=2**20, help="Maximum number of new tokens of an answer.")]
+# torch's generators take seeds of 64 bits
 Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed for sampling.")]
 
 
@@ -62,9 +63,7 @@ def generate(
 
     With an image: ligertune generate runs/qwen2-vl 'What is this?' --image photo.jpg
     """
-    if (prompt is None) == (prompts is None):
-        raise UserError("generate takes one prompt or --prompts FILE.", hint="Write the prompt after the model.")
-    asked = read_prompts(prompts) if prompts else [_read_stdin() if prompt == "-" else prompt]
+    asked = _asked(prompt, prompts)
     render.people_on_stderr(json)
     request = GenerateRequest(
         model=model,
@@ -86,20 +85,36 @@ def generate(
     _answer_prompts(request, json)
 
 
+def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
+    """Return the prompts to answer. Raises UserError unless there is either one prompt or a file of them."""
+    if prompts is not None and prompt is None:
+        return read_prompts(prompts)
+    if prompt is not None and prompts is None:
+        return [_read_stdin() if prompt == "-" else prompt]
+    raise UserError("generate takes one prompt or --prompts FILE.", hint="Write the prompt after the model.")
+
+
 def _answer_prompts(request: GenerateRequest, json: bool) -> None:
     """Answer all prompts with one loaded model, and print each answer as it is made."""
     loaded = _load(request.model, raw=request.raw, trust_remote_code=request.trust_remote_code)
     from ligertune.decode.generate import Decoding, generate_answer
 
     decoding = Decoding(request.max_new_tokens, request.temperature, request.top_p)
-    options = {"seed": request.seed, "on_text": None if json else render.piece}
     answers = []
     with contextlib.nullcontext() if json else before_leaving(partial(os.write, 1, b"\n")):  # ends a line cut off
         for number, text in enumerate(request.prompts, start=1):
             if request.prompts_file and not json:
                 render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
-            answers.append(generate_answer(loaded, text, decoding, images=list(request.images), **options))
-            if not json and not answers[-1].text.endswith("\n"):
+            answer = generate_answer(
+                loaded,
+                text,
+                decoding,
+                images=list(request.images),
+                seed=request.seed,
+                on_text=None if json else render.piece,
+            )
+            answers.append(answer)
+            if not json and not answer.text.endswith("\n"):
                 render.piece("\n")
     if json:
         _print_answers(answers, json, as_list=request.prompts_file is not None)
@@ -219,7 +234,7 @@ def read_prompts(path: Path) -> list[str]:
         raise UserError(f"--prompts: {path} cannot be read: {reason}.", hint="Name a text file.") from problem
     found = []
     for number, line in enumerate(lines, start=1):
-        prompt = line
+        prompt: Any = line
         if line.startswith("{"):
             try:
                 prompt = json_library.loads(line)["prompt"]

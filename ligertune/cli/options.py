@@ -99,7 +99,8 @@ def with_decoders(generate: Callable[..., None]) -> Callable[..., None]:
             parameters += [option for decode in _decoders() for option in _options_of(decode)]
         if parameter.kind is not parameter.VAR_KEYWORD:
             parameters.append(parameter)
-    generate.__signature__ = own.replace(parameters=parameters)
+    # `inspect` reads the attribute, and type checkers do not know it
+    generate.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return generate
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from enum import Enum
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -13,7 +13,7 @@ from ligertune.cli.render import console as render
 from ligertune.progress import importing
 
 
-class Fit(StrEnum):
+class Fit(str, Enum):
     """What `--fit` looks for. Without a value: batch."""
 
     batch = "batch"
@@ -23,7 +23,7 @@ class Fit(StrEnum):
 class PlanCommand(TyperCommand):
     """A command whose `--fit` may stand without a value: click would take the recipe after it for the value."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         written = []
         for argument, following in zip(args, [*args[1:], ""], strict=True):
             alone = argument == "--fit" and following not in [*Fit]
@@ -79,9 +79,11 @@ def plan(
         processes = choose_processes(spec.num_processes, spec.strategy) if gpus is None else gpus
         made = plan_for(loaded, display.data, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
     run_report.show_plan(made)
-    found = {None: lambda plan: None, Fit.batch: largest_fits, Fit.context: longest_contexts}[fit](made)
-    memory_report.show_memory(made, found if fit is Fit.batch else None)
-    if fit is Fit.context:
-        memory_report.show_contexts(made, found)
+    fits = largest_fits(made) if fit is Fit.batch else None
+    contexts = longest_contexts(made) if fit is Fit.context else None
+    memory_report.show_memory(made, fits)
+    if contexts is not None:
+        memory_report.show_contexts(made, contexts)
     if json:
+        found = contexts if fits is None else fits
         render.json_report({**made.as_dict(), "fit": found and [asdict(row) for row in found]})

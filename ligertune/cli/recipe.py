@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
 
 if TYPE_CHECKING:
-    from ligertune.data.shapes.detect_task import DetectedTask
+    from ligertune.data.rows.row_kind import DetectedTask
     from ligertune.recipe.importers.import_state import Import
     from ligertune.recipe.schema import Recipe
 
@@ -249,7 +249,7 @@ def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     return [one_line(reason) for reason in reasons] + others
 
 
-def _settings_overrides(detected: DetectedTask, given: dict[str, dict]) -> list[str]:
+def _settings_overrides(detected: DetectedTask, given: dict[str, dict[str, Any]]) -> list[str]:
     """Return the overrides for the keys of a detected task that the user did not give."""
     keys = {key: key.split(".") for key in detected.settings}
     free = [key for key, (section, name) in keys.items() if name not in given.get(section, {})]

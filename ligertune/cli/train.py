@@ -34,14 +34,14 @@ class ResumeFrom(str, Enum):
 class TrainCommand(TyperCommand):
     """A command whose `--resume` may stand without a value: click would take the recipe after it for the value."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _with_resume_value(args))
 
 
 def _with_resume_value(arguments: Sequence[str]) -> list[str]:
     """Join `--resume auto` to `--resume=auto`, and write a bare `--resume` as `--resume=newest`."""
     values = tuple(one.value for one in ResumeFrom)
-    written = []
+    written: list[str] = []
     for argument in arguments:
         if written and written[-1] == "--resume":
             written[-1] = f"--resume={argument if argument in values else ResumeFrom.newest.value}"

@@ -7,7 +7,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -92,8 +92,8 @@ def _table_row(point: Point, side: SideResult) -> list[str]:
     return [
         side.label,
         f"{rate.mean:,.0f}" + ("" if rate.standard_error is None else f" ± {rate.standard_error:,.0f}"),
-        f"{1e3 * side.median_step_seconds:,.1f} ms",
-        format_bytes(side.peak),
+        "" if side.median_step_seconds is None else f"{1e3 * side.median_step_seconds:,.1f} ms",
+        "" if side.peak is None else format_bytes(side.peak),
         format_bytes(reserved) if (reserved := side.peak_memory.get("reserved_steady")) else "",
         "" if side.mfu is None else f"{100 * side.mfu:.1f} %",
         "" if speed is None else f"{speed:.2f}",
@@ -114,7 +114,8 @@ def ablation_table(result: Comparison, point: Point) -> tuple[list[str], list[li
         speed += "" if one.speed_error is None else f" ± {100 * one.speed_error:.1f}"
         sign = "-" if one.memory and one.memory < 0 else ""
         memory = "" if one.memory is None else f"{sign}{format_bytes(abs(one.memory))}"
-        parity = point.side(one.side).parity
+        side = point.side(one.side)
+        parity = None if side is None else side.parity
         losses = f"{parity.worst:.1e} at step {parity.worst_step}" if parity else ""
         rows.append([one.kernel, losses] if result.on_cpu else [one.kernel, speed, memory, losses])
     gains = [] if result.on_cpu else ["gain in tokens/s", "peak memory saved"]
@@ -135,7 +136,7 @@ def remarks(side: SideResult) -> list[str]:
     return [f"{side.label}: {remark}" for remark in found]
 
 
-def _csv_row(point: Point, side: SideResult) -> tuple:
+def _csv_row(point: Point, side: SideResult) -> tuple[Any, ...]:
     steps = side.first_run
     rate = side.tokens_per_second
     return (
@@ -185,7 +186,7 @@ def _curves(point: Point) -> list[tuple[str, Markup]]:
         Series(side.label, COLOURS[side.name], [(step.step, step.seconds) for step in side.first_run])
         for side in point.sides
     ]
-    reference = point.side(point.reference).label if point.reference else ""
+    reference = point.reference_side.label if point.reference_side else ""
     charts = {
         "Loss": line_chart("Loss", "nats per trained token", losses),
         "Difference of losses": line_chart("Difference of losses", f"relative to {reference}", differences),
@@ -199,7 +200,7 @@ def loss_series(point: Point) -> tuple[list[Series], list[Series]]:
 
     The reference comes first. The others are dashed, because curves that agree lie on it.
     """
-    reference = point.side(point.reference) if point.reference else None
+    reference = point.reference_side
     sides = sorted((side for side in point.sides if side.first_run), key=lambda side: side is not reference)
     losses = [
         Series(side.label, COLOURS[side.name], [(step.step, step.loss) for step in side.first_run],
@@ -249,7 +250,7 @@ def _draw_losses(result: Comparison, path: Path) -> Path:
             axes.spines[["top", "right"]].set_visible(False)
         above.set_title(point.label, fontsize=10)
         label_steps(below)
-    reference = points[0].side(points[0].reference).label if points[0].reference else "the reference"
+    reference = points[0].reference_side.label if points[0].reference_side else "the reference"
     panels[0, 0].set_ylabel("loss, nats per trained token")
     panels[1, 0].set_ylabel(f"difference relative\nto {reference}")
     handles, labels = panels[0, 0].get_legend_handles_labels()

@@ -88,5 +88,5 @@ def _measure(setting: Setting, sides: Sequence[Side], options: TrialOptions, sho
 def _outcome(trial: Trial) -> str:
     if trial.failure:
         return str(trial.failure) if trial.failure.kind == "error" else "out of memory"
-    speed = trial.report["throughput"]
+    speed = trial.result["throughput"]
     return f"{speed['tokens_per_second']:,.0f} tokens/s" if speed else "done"

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ligertune.compare.side import SIDE_OF, Side
 from ligertune.compare.trial import Failure, Step, Trial, device_name
@@ -94,7 +95,7 @@ def _difference(a: float | None, b: float | None) -> float:
     """Return |a - b| / |b|; 0 if both are None (neither run clips gradients), inf if one is None, NaN or inf."""
     if a is None or b is None:
         return 0.0 if a is b else math.inf
-    found = abs(a - b) / max(abs(b), 1e-12)
+    found = abs(a - b) / max(abs(b), 1e-12)  # the loss or gradient norm of the reference may be 0
     return found if math.isfinite(found) else math.inf
 
 
@@ -126,7 +127,7 @@ class SideResult:
     median_tokens_per_second: float | None  # of single steps
     median_step_seconds: float | None
     slow_steps: tuple[SlowStep, ...]
-    peak_memory: dict[str, int | str]
+    peak_memory: dict[str, Any]
     mfu: float | None
     kernels: str | None
     parity: Parity | None  # None for the reference itself
@@ -171,9 +172,14 @@ class Point:
     def side(self, name: str) -> SideResult | None:
         return next((side for side in self.sides if side.name == name), None)
 
+    @property
+    def reference_side(self) -> SideResult | None:
+        """The measurements of the reference; None if no side finished."""
+        return self.side(self.reference) if self.reference else None
+
     def gain(self, side: SideResult) -> tuple[float, float] | None:
         """Return the ratios of (tokens/s, peak memory) to the reference's; None if one of them was not measured."""
-        other = self.side(self.reference) if self.reference else None
+        other = self.reference_side
         if other is None or other is side or not (side.tokens_per_second and other.tokens_per_second):
             return None
         memory = side.peak / other.peak if side.peak and other.peak else math.nan
@@ -190,10 +196,12 @@ class Point:
 def _ablation(kernel: str, whole: SideResult, side: SideResult) -> Ablation:
     ours = whole.tokens_per_second
     without = side.tokens_per_second
-    speed = ours.mean / without.mean if ours and without else None
+    speed = None
     error = None
-    if speed is not None and ours.standard_error is not None and without.standard_error is not None:
-        error = speed * math.hypot(ours.standard_error / ours.mean, without.standard_error / without.mean)
+    if ours is not None and without is not None:
+        speed = ours.mean / without.mean
+        if ours.standard_error is not None and without.standard_error is not None:
+            error = speed * math.hypot(ours.standard_error / ours.mean, without.standard_error / without.mean)
     memory = side.peak - whole.peak if side.peak and whole.peak else None
     return Ablation(kernel, side.name, speed, error, memory)
 
@@ -242,7 +250,7 @@ class Comparison:
                 found.append("Every side ran out of memory.")
         return tuple(found)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return everything for compare.json: every step of every trial, and the ratios."""
         plain = asdict(self)
         for point, found in zip(self.points, plain["points"], strict=True):
@@ -281,7 +289,7 @@ def _summarise_side(side: Side, trials: tuple[Trial, ...], reference: Trial | No
     whole = [trial for trial in trials if not trial.failure]
     measured = [step for trial in whole for step in trial.measured]
     median = statistics.median(step.seconds for step in measured) if measured else None
-    peaks = [trial.report["peak_memory"] for trial in whole]
+    peaks = [trial.result["peak_memory"] for trial in whole]
     mfus = _throughputs(whole, "mfu")
     compared = reference if reference and reference.side != side.name else None
     return SideResult(
@@ -290,18 +298,23 @@ def _summarise_side(side: Side, trials: tuple[Trial, ...], reference: Trial | No
         tokens_per_second=_estimate(_throughputs(whole, "tokens_per_second")),
         median_tokens_per_second=statistics.median(s.tokens / s.seconds for s in measured) if measured else None,
         median_step_seconds=median,
-        slow_steps=tuple(
-            SlowStep(trial.repeat, step.step, step.seconds, step.seconds / median)
-            for trial in whole
-            for step in trial.measured
-            if step.seconds > SLOW * median
-        ),
+        slow_steps=() if median is None else _slow_steps(whole, median),
         peak_memory={kind: max(peak.get(kind, 0) for peak in peaks) for peak in peaks for kind in peak},
         mfu=statistics.fmean(mfus) if mfus else None,
-        kernels=_kernels(whole[0].report) if whole else None,
+        kernels=_kernels(whole[0].result) if whole else None,
         parity=_worst_parity(whole, compared) if whole and compared else None,
         failure=next((trial.failure for trial in trials if trial.failure), None),
         trials=trials,
+    )
+
+
+def _slow_steps(trials: Sequence[Trial], median: float) -> tuple[SlowStep, ...]:
+    """Return the measured steps that took far longer than the median of their side."""
+    return tuple(
+        SlowStep(trial.repeat, step.step, step.seconds, step.seconds / median)
+        for trial in trials
+        for step in trial.measured
+        if step.seconds > SLOW * median
     )
 
 
@@ -314,19 +327,19 @@ def _estimate(values: Sequence[float]) -> Estimate | None:
 
 def _throughputs(trials: Iterable[Trial], key: str) -> list[float]:
     """Return one value of each report's throughput; a report without measured steps has none."""
-    found = [(trial.report["throughput"] or {}).get(key) for trial in trials]
+    found = [(trial.result["throughput"] or {}).get(key) for trial in trials]
     return [value for value in found if value is not None]
 
 
 def _worst_parity(trials: Sequence[Trial], reference: Trial) -> Parity:
     """Return the parity of the repeat that differs most; one that is beyond its tolerance comes first."""
-    in_float8 = any(trial.report["fp8"] for trial in (*trials, reference))
-    dtype = "float8" if in_float8 else reference.report["dtype"]
+    in_float8 = any(trial.result["fp8"] for trial in (*trials, reference))
+    dtype = "float8" if in_float8 else reference.result["dtype"]
     found = [parity(trial.steps, reference.steps, dtype) for trial in trials]
     return max(found, key=lambda each: (not each.same, each.worst))
 
 
-def _kernels(report: dict) -> str | None:
+def _kernels(report: dict[str, Any]) -> str | None:
     applied = [f"{line['kernel']} x {line['applied']}" for line in report["kernels"] if line["applied"]]
     how = "Triton" if report["kernels_backend"] == "triton" else "PyTorch reference"
     layout = "; padding-free batches" if report["padding_free"] else ""

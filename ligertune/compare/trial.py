@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.compare.side import Side
 from ligertune.errors import UserError, printable
@@ -78,12 +78,18 @@ class Trial:
     repeat: int
     warmup: int
     steps: tuple[Step, ...]
-    report: dict | None
+    report: dict[str, Any] | None  # None if it failed
     failure: Failure | None
 
     @property
     def measured(self) -> tuple[Step, ...]:
         return self.steps[self.warmup :]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The report of a run that did not fail."""
+        assert self.report is not None  # callers have looked at `failure`
+        return self.report
 
 
 def run_trial(recipe: Recipe, side: Side, repeat: int, options: TrialOptions, folder: Path) -> Trial:
@@ -135,11 +141,12 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
     full_determinism is off: compiled layers do not support it, and no other library turns it on.
     """
     kernels = KernelsSpec.model_validate({**recipe.kernels.model_dump(), **side.kernels})
-    train = {"max_steps": steps, "num_train_epochs": None, "full_determinism": False}
+    train: dict[str, Any] = {"max_steps": steps, "num_train_epochs": None, "full_determinism": False}
     # Hugging Face and liger-kernel pad their batches, and torch.compile and CUDA graphs need fixed shapes.
     pads = side.change or side.train.keys() & {"torch_compile", "cuda_graphs"} or not kernels.enabled
     # Gate offloading needs our MLP kernel, and so does checkpointing some layers only: others checkpoint whole layers.
-    whole = {"offload_gate": True, "offload_both": "offload"}.get(recipe.train.gradient_checkpointing)
+    of_whole_layers: dict[str | bool, str | bool] = {"offload_gate": True, "offload_both": "offload"}
+    whole = of_whole_layers.get(recipe.train.gradient_checkpointing)
     if (pads or not kernels.mlp) and whole:
         train["gradient_checkpointing"] = whole
     if side.change or not kernels.enabled:
@@ -258,7 +265,7 @@ def failure_of(error: Exception) -> Failure | None:
     return None
 
 
-def _train(recipe: Path, change: str | None) -> dict:
+def _train(recipe: Path, change: str | None) -> dict[str, Any]:
     """Train, and return the report with facts of the plan that a comparison shows."""
     with importing():
         from ligertune.report import batch_words

@@ -137,8 +137,8 @@ class CacheWriter:
         block = self._names.renumbered(block)
         for name, dtype in ARRAYS.items():
             array = np.ascontiguousarray(getattr(block, name), dtype=dtype)
-            self._files[name].write(array)
-            self._hashes[name].update(array)
+            self._files[name].write(array.data)
+            self._hashes[name].update(array.data)
 
     def finish(self, about: dict[str, Any]) -> None:
         """Write `meta.json`."""
@@ -179,9 +179,8 @@ def _open_entry(folder: Path) -> CacheEntry | None:
         if meta.pop(_OWN_HASH) != _hash_of_meta(meta):
             return None
         arrays = {name: _memory_map(folder / name, dtype) for name, dtype in ARRAYS.items()}
-        hashes = {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
-        names = {field: tuple(meta[field]) for field in ("files", "media_files", "label_names")}
-        block = Block(**arrays, **names)
+        hashes = {name: hashlib.sha256(array.data).hexdigest() for name, array in arrays.items()}
+        block = Block.from_arrays(arrays, meta)
         return CacheEntry(block, meta["about"]) if hashes == meta["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None

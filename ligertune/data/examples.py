@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,7 +145,28 @@ class Block:
         names = FileNames()
         parts = [names.renumbered(block) for block in blocks] or [cls.of([])]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
-        return cls(**arrays, **names.as_fields())
+        return cls.from_arrays(arrays, names.as_fields())
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], names: Mapping[str, Iterable[str]]) -> Block:
+        """Return the block of these arrays, with the names that `FileNames.as_fields` returns."""
+        return cls(
+            input_ids=arrays["input_ids"],
+            labels=arrays["labels"],
+            lengths=arrays["lengths"],
+            trained=arrays["trained"],
+            file_of=arrays["file_of"],
+            line_of=arrays["line_of"],
+            n_media=arrays["n_media"],
+            first_length=arrays["first_length"],
+            first_trained=arrays["first_trained"],
+            desirable=arrays["desirable"],
+            n_targets=arrays["n_targets"],
+            targets=arrays["targets"],
+            files=tuple(names["files"]),
+            media_files=tuple(names["media_files"]),
+            label_names=tuple(names["label_names"]),
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -211,6 +232,7 @@ def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
 def _split_source(source: str) -> tuple[str, int]:
     """Split "file:line" into ("file", line), if joining them gives the same source again."""
     file, _, line = source.rpartition(":")
+    # of at most 18 digits, which fit in the int64 of `line_of`
     is_number = file and line.isascii() and line.isdigit() and (line == "0" or line[0] != "0") and len(line) < 19
     return (file, int(line)) if is_number else (source, _NO_LINE)
 
@@ -258,7 +280,7 @@ class Examples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # nothing takes a slice
         index = range(len(self))[index]
         block = self._blocks[self.block_of[index]]
         row = self._row_of[index]
@@ -300,7 +322,7 @@ class Examples(Sequence[Example]):
         digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
         for name in ("input_ids", "labels"):
             for piece in self._pieces(name):
-                digest.update(np.ascontiguousarray(piece, dtype="<i4"))
+                digest.update(np.ascontiguousarray(piece, dtype="<i4").data)
         for values, absent in ((self.first_lengths, 0), (self.desirable, -1)):
             if (values != absent).any():
                 digest.update(values.astype("<i8").tobytes())

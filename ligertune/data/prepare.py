@@ -84,7 +84,17 @@ class PreparedData:
     @property
     def streamed(self) -> bool:
         """Whether the training examples are read during training. Then the report does not count them."""
-        return isinstance(self.train, StreamedExamples)
+        return self.stream is not None
+
+    @property
+    def stream(self) -> ExampleStream | None:
+        """The stream of the training examples; None if they are in memory."""
+        return self.train.stream if isinstance(self.train, StreamedExamples) else None
+
+    @property
+    def counted(self) -> Examples | None:
+        """The training examples in memory; None for a stream, of which neither number nor lengths are known."""
+        return None if isinstance(self.train, StreamedExamples) else self.train
 
     @property
     def notes(self) -> tuple[str, ...]:

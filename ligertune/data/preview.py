@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -80,7 +80,8 @@ def length_statistics(lengths: np.ndarray) -> dict[str, Any]:
 
 def preview_examples(prepared: PreparedData) -> Examples:
     """Return the training examples, or the first of a stream."""
-    return Examples(islice(prepared.train.stream, _STREAM_SAMPLE)) if prepared.streamed else prepared.train
+    examples = prepared.train
+    return examples if isinstance(examples, Examples) else Examples(islice(examples.stream, _STREAM_SAMPLE))
 
 
 def preview(
@@ -100,7 +101,8 @@ def preview(
     for number, example in enumerate(examples.select(range(min(n, len(examples)))), start=1):
         names = PAIR_ANSWERS if example.first_length else [_LABELS.get(example.desirable, "")]
         if labels is not None:
-            names = [labels.words(example.targets)]
+            # `resolve` of the kind of rows has replaced names of labels by numbers
+            names = [labels.words(cast("tuple[float, ...]", example.targets))]
         for name, document in zip(names, example.documents(), strict=True):
             shown.append(replace(_decoded(document, tokenizer, special, reader), number=number, answer=name))
     return shown
@@ -157,7 +159,7 @@ def _decoded(
     pieces: list[Piece] = []
     names = iter(example.media)
     for start, end in pairwise(bounds):
-        if is_image[start:end].any():
+        if reader is not None and is_image[start:end].any():
             each = reader.fixed_tokens or end - start
             shown = islice(names, (end - start) // each)
             pieces += (Piece(f"\u27e8{Path(name).name}: {each} tokens\u27e9", False, True) for name in shown)
@@ -175,8 +177,8 @@ def _pieces(
     start = 0
     for end in range(1, len(ids) + 1):
         is_last_of_run = end == len(ids) or trained[end] != trained[start]
-        context = tokenizer.decode(ids[before:start])
-        text = tokenizer.decode(ids[before:end])[len(context) :]
+        context = str(tokenizer.decode(ids[before:start]))  # one text for one list of ids
+        text = str(tokenizer.decode(ids[before:end]))[len(context) :]
         if is_last_of_run or not text.endswith(_INCOMPLETE):
             yield Piece(text, trained[start], ids[start] in special)
             before = start

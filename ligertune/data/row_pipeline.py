@@ -90,7 +90,7 @@ class RenderedRow(NamedTuple):
 
     sides: list[Rendered]
     source: str
-    files: list[RowFile]
+    files: Sequence[RowFile]
     desirable: int
     targets: tuple[str | float, ...]
 
@@ -152,17 +152,19 @@ class RowPipeline:
                 self._refuse(bad, row.source, counts)
         return examples
 
-    def _examples_of(self, row: RenderedRow, sides: list[Encoded | BadRow], counts: RowCounts) -> list[Example]:
+    def _examples_of(self, row: RenderedRow, encoded: list[Encoded | BadRow], counts: RowCounts) -> list[Example]:
         """Return the examples of a row: one, or several of a long raw text. Raises BadRow."""
-        for side in sides:
+        sides: list[Encoded] = []
+        for side in encoded:
             if isinstance(side, BadRow):
                 raise side
+            sides.append(side)
         if self._files:
             sides = [self._files.expand(side, row.files) for side in sides]
         if self._special_tokens:
             sides = [self._special_tokens.join(sides)]
         fitting = self._split(sides[0]) if self.format.raw else self._fit(sides, row.source, counts)
-        if self.format.raw and row.files and len(fitting) > 1:  # which part shows which file is unknown
+        if self.format.raw and self._files and row.files and len(fitting) > 1:  # which part shows which file is unknown
             raise BadRow(self._files.cut_reason, f"{len(sides[0].input_ids)} tokens")
         counts.rows_used += 1
         counts.literal += any(side.literal for side in row.sides)
@@ -176,9 +178,12 @@ class RowPipeline:
         if self._whole_texts:
             fitting = [labelled_at_end(side) for side in fitting]
         if len(sides) == 2:
-            return [_pair(*fitting, row.source, row.targets)]
-        more = {"desirable": row.desirable, "targets": row.targets}
-        return [Example(part.input_ids, part.labels, row.source, paths, **more) for part in fitting]
+            chosen, rejected = fitting
+            return [_pair(chosen, rejected, row.source, row.targets)]
+        return [
+            Example(part.input_ids, part.labels, row.source, paths, desirable=row.desirable, targets=row.targets)
+            for part in fitting
+        ]
 
     def _rendered(self, records: Sequence[Record], counts: RowCounts) -> Iterator[RenderedRow]:
         """Yield each row that can be used."""
@@ -194,7 +199,7 @@ class RowPipeline:
                     counts.repaired[repair] += 1
                     counts.first_repaired.setdefault(repair, record.source)
                 sides = [self.template.render(conversation) for conversation in parsed.conversations]
-                files = []
+                files: Sequence[RowFile] = ()
                 if self._files:
                     files = self._files.find(parsed.conversations[0], references, record.source)
                     sides = [self._files.insert(sides[0], files)]
@@ -252,7 +257,7 @@ class RowPipeline:
         counts.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
 
 
-def _pair(chosen: Encoded, rejected: Encoded, source: str, targets: tuple[float, ...] = ()) -> Example:
+def _pair(chosen: Encoded, rejected: Encoded, source: str, targets: tuple[str | float, ...] = ()) -> Example:
     """Return a pair as one example. Raise BadRow if both sequences are the same, for instance once cut."""
     if np.array_equal(chosen.input_ids, rejected.input_ids):
         raise BadRow("equal answers", f"within {len(chosen.input_ids)} tokens")

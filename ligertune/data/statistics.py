@@ -26,14 +26,15 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
     count = 0
     fill = None
     layout = replace(layout, max_length=length) if kind == "packed" else layout
-    if data.streamed:  # the examples are not counted, and cannot be grouped by length
+    train = data.counted
+    if train is None:  # a stream cannot be grouped by length
         kind = "packed" if kind == "packed" else "shuffled"
     elif kind == "packed":
-        packs = pack(data.train.lengths, length)
+        packs = pack(train.lengths, length)
         count = len(packs)
         fill = packs.fill
     else:
-        count = len(data.train)
+        count = len(train)
     return Rows(
         kind=kind,
         count=count,
@@ -48,14 +49,15 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
 
 def summarize_data(data: PreparedData, reader: ModalityReader | None = None) -> DataSummary:
     """Return the totals of prepared data. reader: of files; None for a text model."""
-    counted = None if data.streamed else data.train
+    counted = data.counted
+    stream = data.stream
     longest = [part.longest_documents.max() for part in (counted, data.eval) if part]
     return DataSummary(
         examples=len(counted or ()),
         eval_examples=len(data.eval or ()),
         tokens=int(counted.lengths.sum()) if counted else 0,
         trained_tokens=int(counted.trained.sum()) if counted else 0,
-        longest=data.train.stream.max_length if data.streamed else int(max(longest)),
+        longest=int(max(longest)) if stream is None else stream.max_length,
         dropped=dict(data.report.dropped),
         truncated=data.report.truncated,
         template=data.template,
@@ -106,7 +108,7 @@ def data_statistics(
     steps = total_steps(rows, batching.global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
     # a run of epochs stops exactly at the end of the last one, a run of max_steps anywhere
     whole = steps * batching.global_batch_size / rows
-    epochs = whole if train.max_steps else round(train.num_train_epochs * rows) / rows
+    epochs = whole if train.num_train_epochs is None or train.max_steps else round(train.num_train_epochs * rows) / rows
     return {
         "packed": kind == "packed",
         "padding_free": padding_free,

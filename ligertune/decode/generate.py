@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ligertune.any_types import AnyModule
 from ligertune.data.bad_rows import BadRow
 from ligertune.data.modalities.marks import MARK, marked_parts
 from ligertune.data.modalities.modality import ModalityReader, modality_of
@@ -32,6 +33,8 @@ from ligertune.planning.options import ModelOptions
 from ligertune.planning.saved_model import PROMPT_FILE
 
 SAMPLE_TOKENS = 64  # new tokens of an answer during training
+
+PromptFormat = dict[str, Any]  # {prompt_template, system_prompt}, from `read_prompt`
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with all that its prompts need. template: {prompt_template, system_prompt}, from `read_prompt`."""
+    """A model with all that its prompts need."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     reader: ModalityReader | None  # None for a text model
-    template: dict
+    template: PromptFormat
 
     @property
     def uses_chat_template(self) -> bool:
@@ -93,7 +96,7 @@ def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> Load
 def _refuse_scores(name: str, trust_remote_code: bool) -> None:
     """Raise UserError for a model with a score head, before its weights are loaded."""
     config = read_saved_config(name, saved_spec(name, trust_remote_code=trust_remote_code))
-    if gives_scores(config):
+    if config.architectures and gives_scores(config):
         raise UserError(
             f"{name} is a {config.architectures[0]}, which scores texts and writes none.",
             hint=f"Load it with transformers' {SCORE_AUTO_CLASS.__name__}.",
@@ -145,9 +148,10 @@ def token_inputs(ids: list[int]) -> dict[str, Tensor]:
 @torch.no_grad()
 def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Decoding, pieces: TextPieces) -> None:
     """Generate tokens after one prompt, and hand each to `pieces` as it is made. Raises UserError."""
+    model: AnyModule = loaded.model
     pad = loaded.tokenizer.pad_token_id
     eos = loaded.tokenizer.eos_token_id
-    rows = loaded.model.get_input_embeddings().weight.shape[0]
+    rows = model.get_input_embeddings().weight.shape[0]
     highest = int(inputs["input_ids"].max())
     if highest >= rows:
         raise UserError(
@@ -156,8 +160,8 @@ def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Deco
             hint="Use the tokenizer the model was trained with.",
         )
     try:
-        loaded.model.generate(
-            **{name: value.to(loaded.model.device) for name, value in inputs.items()},
+        model.generate(
+            **{name: value.to(model.device) for name, value in inputs.items()},
             max_new_tokens=decoding.max_new_tokens,
             pad_token_id=pad if pad is not None else eos,
             streamer=pieces,
@@ -202,7 +206,8 @@ class TextPieces(BaseStreamer):
 
     @property
     def text(self) -> str:
-        return self._tokenizer.decode(self.ids, skip_special_tokens=True)
+        text: Any = self._tokenizer.decode(self.ids, skip_special_tokens=True)
+        return text  # a list of texts only for several sequences
 
     def put(self, value: Tensor) -> None:
         """Take a token. `generate` passes the prompt first, which is skipped."""
@@ -236,14 +241,14 @@ def check_prompt(prompt: str) -> None:
         ) from error
 
 
-def choose_prompt(folder: Path, *, raw: bool) -> dict:
-    """Return {prompt_template, system_prompt} as saved in `folder`, or those of a text without a template."""
+def choose_prompt(folder: Path, *, raw: bool) -> PromptFormat:
+    """Return the prompt format that is saved in `folder`, or that of a text without a template."""
     return {"prompt_template": "raw", "system_prompt": None} if raw else read_prompt(folder)
 
 
 @panics_as_errors()
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, template: dict, history: Sequence[tuple[str, str]] = ()
+    tokenizer: PreTrainedTokenizerBase, prompt: str, template: PromptFormat, history: Sequence[tuple[str, str]] = ()
 ) -> tuple[str, list[int]]:
     """Return the prompt in its template, after the (prompt, answer) pairs of `history`, and its token ids."""
     check_prompt(prompt)
@@ -257,12 +262,11 @@ def encode_prompt(
 
 
 def format_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, template: dict, history: Sequence[tuple[str, str]] = ()
+    tokenizer: PreTrainedTokenizerBase, prompt: str, template: PromptFormat, history: Sequence[tuple[str, str]] = ()
 ) -> tuple[str, bool]:
     """Return (prompt as in training, up to the answer; whether it already has its special tokens such as BOS).
 
-    template: {prompt_template, system_prompt}, from `read_prompt`. history: (prompt, answer) of earlier turns. Texts
-    without a template have none.
+    history: (prompt, answer) of earlier turns. Texts without a template have none.
     """
     if template["prompt_template"] == "alpaca":
         answered = "".join(f"{alpaca_prompt(asked)}{said}{tokenizer.eos_token}\n\n" for asked, said in history)
@@ -273,14 +277,14 @@ def format_prompt(
     return _chat_prompt(tokenizer, prompt, template, history), True
 
 
-def _uses_chat_template(tokenizer: PreTrainedTokenizerBase, template: dict) -> bool:
+def _uses_chat_template(tokenizer: PreTrainedTokenizerBase, template: PromptFormat) -> bool:
     return template["prompt_template"] == "chat" and bool(tokenizer.chat_template)
 
 
 def _chat_prompt(
     tokenizer: PreTrainedTokenizerBase,
-    content: str | list[dict],
-    template: dict,
+    content: str | list[dict[str, Any]],
+    template: PromptFormat,
     history: Sequence[tuple[str, str]] = (),
 ) -> str:
     turns = [("system", template["system_prompt"])] if template["system_prompt"] else []
@@ -298,7 +302,11 @@ def _chat_prompt(
 
 
 def _encode_with_images(
-    reader: ModalityReader, tokenizer: PreTrainedTokenizerBase, prompt: str, images: Sequence[str], template: dict
+    reader: ModalityReader,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    images: Sequence[str],
+    template: PromptFormat,
 ) -> tuple[str, dict[str, Tensor]]:
     """Return (prompt with one token per image, inputs of `generate`), prepared as rows with images are for training."""
     row_files = reader.row_files(str(Path.cwd()))
@@ -321,18 +329,15 @@ def _encode_with_images(
 
 @dataclass(frozen=True)
 class SampleAnswers:
-    """Greedy answers to fixed prompts, to follow a model while it trains. No random numbers are drawn.
-
-    template: {prompt_template, system_prompt}, from `read_prompt`.
-    """
+    """Greedy answers to fixed prompts, to follow a model while it trains. No random numbers are drawn."""
 
     prompts: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
-    template: dict
+    template: PromptFormat
     pad_token_id: int
 
     @torch.no_grad()
-    def __call__(self, model: PreTrainedModel) -> list[dict[str, str]]:
+    def __call__(self, model: AnyModule) -> list[dict[str, str]]:
         """Return {prompt, answer} for each prompt."""
         was_training = model.training
         found = []
@@ -349,7 +354,7 @@ class SampleAnswers:
                     do_sample=False,
                     pad_token_id=self.pad_token_id,
                 )
-            answer = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+            answer: Any = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
             found.append({"prompt": prompt, "answer": answer})
         model.train(was_training)
         return found

@@ -74,7 +74,7 @@ def dtypes(machine: Machine) -> Finding:
 
 def peaks(machine: Machine) -> Finding:
     """Return the dense peak rates of the data sheet."""
-    if machine.peak_flops is None:
+    if machine.peak_flops is None or machine.peak_bandwidth is None:
         return Finding("peak rates", "unknown (reports have no MFU)")
     rates = f"{machine.peak_flops / 1e12:.0f} TFLOP/s bfloat16, {machine.peak_bandwidth / 1e12:.2f} TB/s"
     return Finding("peak rates", rates)
@@ -139,6 +139,7 @@ def communication(machine: Machine) -> Finding:
     # torch calls AMD's library by the name of NVIDIA's
     library = "RCCL" if machine.vendor == "amd" else "NCCL"
     if distributed.is_nccl_available():
-        return Finding(what, f"{library} {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return Finding(what, f"{library} {'.'.join(map(str, version))}")
     advice = f"torch {machine.torch_version} is built without {library}, which training on several GPUs needs"
     return Finding.unless(machine.device_count == 1, what, f"no {library}", advice, "pip install torch")

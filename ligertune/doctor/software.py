@@ -40,7 +40,7 @@ class Finding:
     def ok(self) -> bool:
         return not self.advice
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, str | bool]:
         return {**asdict(self), "ok": self.ok}
 
     @classmethod

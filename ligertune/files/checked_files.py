@@ -11,13 +11,16 @@ import types
 import typing
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_JSON_BYTES = 64 * 2**20  # of a file that ligertune writes: its largest, report.json, has some 100 KB
 MAX_JSON_DEPTH = 64  # containers within containers; Python's own limit, about 1,000, varies with the caller's stack
 MAX_WHOLE = 2**63 - 1  # of whole numbers: larger ones overflow numpy, torch and float
 
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class DamagedFileError(ValueError):

@@ -123,7 +123,7 @@ _SIZES = (
 )
 _LIMITS = {key: (smallest, largest) for keys, smallest, largest in _SIZES for key in keys}
 _DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop")  # endings of probabilities
-MAX_PARAMETERS = 10**13
+MAX_PARAMETERS = 10**13  # the largest published models have 10**12
 MAX_DEPTH = 8  # configurations within configurations
 
 
@@ -229,7 +229,7 @@ def stored_shapes(folder: Path, origin: ModelOrigin, *, explicit: object = None)
 
 def weight_files(folder: Path, origin: ModelOrigin, *, explicit: object = None) -> list[Path]:
     """Return the weight files of a folder that transformers would open. Raises UserError."""
-    names = WEIGHT_FILES
+    names: tuple[str, ...] = WEIGHT_FILES
     if explicit is not None:
         names = (_plain_name(explicit, folder / "config.json", origin, endings=(*ENDINGS, ".index.json")),)
     found = next((folder / name for name in names if (folder / name).is_file()), None)

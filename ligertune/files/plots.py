@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligertune.files.storage import read_metrics, write_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axes import Axes as Axes  # also for the modules that draw
     from matplotlib.figure import Figure
 
 NAME = "curves.png"
@@ -68,6 +68,6 @@ def draw_curves(output_dir: Path, *, title: str, loss_unit: str) -> Path | None:
     return output_dir / NAME
 
 
-def _plot(axis: Axes, lines: list[dict], key: str, **options: str) -> None:
+def _plot(axis: Axes, lines: list[dict[str, Any]], key: str, **options: Any) -> None:
     known = [line for line in lines if line.get(key) is not None]  # a file that was damaged can lack some
     axis.plot([line["step"] for line in known], [line[key] for line in known], **options)

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ligertune.errors import UserError, format_bytes
 from ligertune.files.checked_files import DamagedFileError, check_line, open_regular, parse_json_text, read_json_value
@@ -129,7 +129,7 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically, without secrets."""
     write_text(path, mask_secrets(json.dumps(content, indent=1, default=str)) + "\n")
 
@@ -170,6 +170,7 @@ def step_folders(output_dir: Path) -> list[tuple[int, Path]]:
     folder = output_dir / "checkpoints"
     if not folder.is_dir():
         return []
+    # at most 18 digits: such a step fits in 64 bits
     named = [(int(m[1]), entry) for entry in folder.iterdir() if (m := re.fullmatch(r"step-(\d{1,18})", entry.name))]
     return sorted(named)
 
@@ -190,7 +191,9 @@ def checkpoint_to_resume(output_dir: Path, wanted: str) -> tuple[Path, int] | No
     wanted: checkpoint.resume_from_checkpoint: auto, newest or a folder.
     """
     folder = newest_checkpoint(output_dir) if wanted in ("auto", "newest") else Path(wanted)
-    step = None if folder is None else (read_object(folder / PROGRESS_FILE) or {}).get("step")
+    if folder is None:
+        return None
+    step = (read_object(folder / PROGRESS_FILE) or {}).get("step")
     return (folder, step) if type(step) is int else None
 
 
@@ -215,11 +218,11 @@ class MetricsFile:
             kept = [line for line in read_metrics(self._path) if line["step"] <= after] if after else []
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def lines(self) -> list[dict]:
+    def lines(self) -> list[dict[str, Any]]:
         """Return the lines written so far."""
         return read_metrics(self._path)
 
-    def write(self, line: dict) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         """Append one line. The file is closed after it, so that readers see it at once."""
         if self.enabled:
             with open_to_append(self._path) as out:
@@ -231,7 +234,7 @@ MAX_LINE_BYTES = 4 * 2**20
 MAX_METRICS_BYTES = 2**30
 
 
-def read_metrics(path: Path) -> list[dict]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return all lines of metrics.jsonl that are not damaged. A last line that a kill cut off is skipped, too."""
     return [line for _, line in _metrics_lines(path) if line is not None]
 
@@ -248,11 +251,11 @@ def damaged_lines(path: Path) -> list[tuple[int, int]]:
     return damaged
 
 
-def _metrics_lines(path: Path) -> list[tuple[int, dict | None]]:
+def _metrics_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
     """Return (number, line) of metrics.jsonl; None for one that is damaged. The rest after the last \\n is left out."""
     if not path.is_file():
         return []
-    found: list[tuple[int, dict | None]] = []
+    found: list[tuple[int, dict[str, Any] | None]] = []
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_METRICS_BYTES:
@@ -270,14 +273,14 @@ def _metrics_lines(path: Path) -> list[tuple[int, dict | None]]:
     return [(number, None if line is None or not next(in_order) else line) for number, line in found]
 
 
-def _parse_line(text: bytes) -> dict | None:
+def _parse_line(text: bytes) -> dict[str, Any] | None:
     try:
         return check_line(parse_json_text(text))
     except DamagedFileError:
         return None
 
 
-def _what_of(line: dict) -> str:
+def _what_of(line: dict[str, Any]) -> str:
     """Return the number that a run writes once per step, or an empty string: notes and answers may be several."""
     return next((name for name in ("loss", "eval_loss", "loss_before_training") if name in line), "")
 
@@ -311,7 +314,7 @@ def _in_order(lines: list[tuple[int, str]]) -> Iterator[bool]:
         yield is_right
 
 
-def read_object(path: Path) -> dict | None:
+def read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if there is no such file, or something else in it."""
     try:
         found = read_json_value(path)

@@ -61,16 +61,17 @@ class Ranks:
     they wait for `run`. Leaving the context without `run` ends them.
     """
 
+    _context: PContext  # from __enter__ on
+
     def __init__(self, processes: int, arguments: Sequence[str]) -> None:
         self._world = processes
         self._arguments = tuple(arguments)
         self._folder = Path(tempfile.mkdtemp(prefix="ligertune-"))
-        self._context: PContext | None = None
         self._run = False
         self._leaving = before_leaving(partial(shutil.rmtree, self._folder, ignore_errors=True))
 
     def __enter__(self) -> Ranks:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in __all__
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
         for name in ("api", "subprocess_handler.subprocess_handler"):  # `diagnose` reports what they log
@@ -93,7 +94,7 @@ class Ranks:
                 signal.signal(number, handler)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: Any) -> None:
         self._context.close(signal.SIGKILL)  # ranks that still wait
         self._leaving.__exit__(*exc)
         if not self._run:
@@ -114,7 +115,8 @@ class Ranks:
         started = False
         with _forwarded_signals(context) as received:
             watch = StalledProcesses(plan.parallel.timeout)
-            stalled = set()
+            stalled: set[int] = set()
+            # Before the start a longer look would delay the first step; afterwards `stalled` is called every second.
             while (result := context.wait(timeout=1 if started else 0.1, period=0.1)) is None:
                 if not started and len(list(self._folder.glob(f"{READY}-*"))) == self._world:
                     write_json(self._folder / GO, make_message())

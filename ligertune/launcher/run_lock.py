@@ -38,7 +38,7 @@ SIGN_OF_LIFE = 15.0  # seconds between two renewals
 # Seconds. NFS may show a modification time that is a minute old.
 ENDED_AFTER = 180.0
 TAKEOVER = ".takeover"  # suffix: the process that creates this file may replace a lock that is left over
-FIRST_BLOCK = 1 << 16  # bytes of a lock file that are read
+FIRST_BLOCK = 1 << 16  # bytes of a lock file that are read: those of a run with 2,000 processes on the node
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,14 @@ class RunHolder:
         try:
             found = parse_json_text(text)
             processes = {int(pid): int(start) for pid, start in found["processes"].items()}
-            words = [str(found[name]) for name in ("token", "host", "place", "started")]
-            return cls(*words, processes) if processes else None
+            holder = cls(
+                token=str(found["token"]),
+                host=str(found["host"]),
+                place=str(found["place"]),
+                started=str(found["started"]),
+                processes=processes,
+            )
+            return holder if processes else None
         except (ArithmeticError, ValueError, TypeError, LookupError, AttributeError):
             return None
 
@@ -193,7 +199,7 @@ class _RunLock:
             if _look(right)[1] > ENDED_AFTER or not _alive_here(RunHolder.read(right)):
                 right.unlink()
         if not self._create(right):
-            self._ended.wait(0.05)
+            self._ended.wait(0.05)  # the other run needs milliseconds, and then the lock has a living holder
             return False
         try:
             if RunHolder.read(self._path) != left:

@@ -22,12 +22,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ligertune.errors import printable
 from ligertune.files.storage import newest_checkpoint
 from ligertune.hardware import is_main_process
 from ligertune.launcher.failures import is_started_rank
 
+# Windows has neither SIGUSR1 nor SIGHUP.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 HANGUP = getattr(signal, "SIGHUP", None)
 END = 0  # not a signal: ends the thread of a StopRequest
@@ -54,7 +56,7 @@ class StopRequest:
         self._from_hold = from_hold
         self._installed = False
         self._doing = ""
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
         if self._enabled and not self._from_hold:

@@ -15,7 +15,7 @@ from ligertune.patching.patch import check_switches, patch
 
 
 class _PatchedAuto:
-    auto_class: type
+    auto_class: type[Any]  # a class of transformers' auto classes, which have no public base
 
     @classmethod
     def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ligertune.any_types import AnyModule
 from ligertune.patching.host_copy import RowSearch
 
 
@@ -56,6 +57,14 @@ STATE = _State()
 def next_tokens(labels: Tensor, ignore_index: int) -> Tensor:
     """Return the label that each position predicts (B, T), from labels (B, T); the last position predicts none."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def targets_of(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """Return the label that each position predicts (B, T), which shift_labels are already."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None  # transformers' models compute a loss only if they got one of the two
+    return next_tokens(labels, ignore_index)
 
 
 @contextlib.contextmanager
@@ -170,12 +179,12 @@ class DeferredLogits:
 
     A plain object and not a tensor subclass, so that torch.compile inlines it. Once something needed the numbers they
     are kept in `dense`, and the object then acts as that tensor, so that writes into it are not lost.
-    modes: of the forward that is over; None while it runs.
+    head: a LossHead (fused_loss.py). modes: of the forward that is over; None while it runs.
     """
 
     def __init__(
         self,
-        head: nn.Module,
+        head: AnyModule,
         hidden: Tensor,
         operations: tuple[tuple[str, Any], ...] = (),
         modes: ForwardModes | None = None,
@@ -195,7 +204,7 @@ class DeferredLogits:
     def compute(self) -> Tensor:
         """Return the logits, with every recorded operation applied as the model wrote it."""
         if self.dense is None:
-            logits = self.head.logits(self.hidden)
+            logits: Tensor = self.head.logits(self.hidden)
             for name, value in self.operations:
                 logits = OPERATIONS[name](logits, value)
             self.dense = logits
@@ -308,7 +317,9 @@ class DeferredLogits:
         return getattr(self.materialise(f"the model uses .{name} of its logits"), name)
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function is torch.tanh and not kwargs:
             return args[0].tanh()
         reason = f"the model calls {getattr(function, '__name__', function)} on its logits"

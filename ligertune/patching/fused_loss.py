@@ -28,7 +28,7 @@ from ligertune.patching.deferred_logits import (
     count_elsewhere,
     count_fused,
     count_materialised,
-    next_tokens,
+    targets_of,
 )
 from ligertune.patching.head_loss import loss_from_logits
 from ligertune.patching.host_copy import search_rows
@@ -44,9 +44,13 @@ CHUNK_ROWS = 1024  # rows whose logits `ChunkedHead` makes at a time
 class LossHead(ModulePatch):
     """Mixin of the output head, a plain nn.Linear: returns logits (..., V), or the loss if labels are passed."""
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _defers(self):
-            observer = observer_of(self) or observer_of(STATE.forward.head)
+        running = STATE.forward
+        if len(args) == 1 and not kwargs and running is not None and _is_head_of(running, self):
+            observer = observer_of(self) or observer_of(running.head)
             if observer is None:
                 return DeferredLogits(self, args[0])
             count_materialised(self, f"the output head is observed: {observer}")
@@ -91,7 +95,7 @@ class ChunkedHead(LossHead):
     def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         sums = options | {"num_items_in_batch": 1}
         total = torch.zeros((), device=hidden.device)
-        for rows, targets in zip(hidden.split(CHUNK_ROWS), labels.split(CHUNK_ROWS), strict=True):
+        for rows, targets in zip(torch.split(hidden, CHUNK_ROWS), torch.split(labels, CHUNK_ROWS), strict=True):
             total = total + checkpoint(self._sum, rows, targets, sums, use_reentrant=False)
         count = options["num_items_in_batch"]
         return total / ((labels != options["ignore_index"]).sum().clamp(min=1) if count is None else count)
@@ -102,17 +106,25 @@ class ChunkedHead(LossHead):
 
 def chunk_loss(model: PreTrainedModel) -> None:
     """Let `model` compute its loss in chunks of rows. Raises UserError if its loss or head is not a plain one."""
-    refusal = refuse_loss(model) or refuse_head(model.get_output_embeddings())
+    refusal = defer_loss(model, ChunkedHead)
     if refusal is not None:
         raise UserError(f"--baseline hf-chunked: not with this model: {refusal.reason}.")
-    patch_module(model.get_output_embeddings(), ChunkedHead)
+
+
+def defer_loss(model: nn.Module, head_patch: type[LossHead]) -> Refusal | None:
+    """Let `model` compute its loss in its output head, by `head_patch`; return why it cannot, or None."""
+    head = _output_head(model)
+    refusal = refuse_loss(model) or _refuse_head(head)
+    if head is None or refusal is not None:
+        return refusal
+    patch_module(head, head_patch)
     patch_module(model, DeferredLossModel)
+    return None
 
 
-def _defers(head: LossHead) -> bool:
-    """Return whether a labelled forward runs whose model has `head` as its output head, bare or wrapped (PEFT)."""
-    running = STATE.forward
-    return running is not None and (running.head is head or any(module is head for module in running.head.modules()))
+def _is_head_of(running: LabelledForward, head: LossHead) -> bool:
+    """Return whether `head` is the output head of the model whose forward runs, bare or wrapped (PEFT)."""
+    return running.head is head or any(module is head for module in running.head.modules())
 
 
 def dense_loss(
@@ -155,19 +167,17 @@ def loss_in_head(
     skips the other rows. For labels on a GPU they are found while the forward runs (`host_copy`).
     """
     STATE.counted = True
-    form = None
-    if isinstance(logits, DeferredLogits):
-        if logits.dense is None and vocab_size == logits.head.out_features:
-            form = logits.scale_and_softcap()
-        if form is None:
-            logits = logits.materialise("they are not scale * z or softcap * tanh(z / softcap) over all of V")
-    elif STATE.forward is not None and not STATE.forward.materialised:
-        count_materialised(STATE.forward.head, f"the output head is a {type(STATE.forward.head).__name__} now")
+    kwargs["shift_labels"] = shift_labels
+    if not isinstance(logits, DeferredLogits):
+        if STATE.forward is not None and not STATE.forward.materialised:
+            count_materialised(STATE.forward.head, f"the output head is a {type(STATE.forward.head).__name__} now")
+        return loss_from_logits(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
+    is_whole = logits.dense is None and vocab_size == logits.head.out_features
+    form = logits.scale_and_softcap() if is_whole else None
     if form is None:
-        return loss_from_logits(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
-        )
-    target = next_tokens(labels, ignore_index) if shift_labels is None else shift_labels
+        dense = logits.materialise("they are not scale * z or softcap * tanh(z / softcap) over all of V")
+        return loss_from_logits(dense, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
+    target = targets_of(labels, shift_labels, ignore_index)
     options = {
         "logit_scale": form[0],
         "softcap": form[1],
@@ -182,7 +192,7 @@ def loss_in_head(
     return logits.head.loss(logits.hidden, target, options)
 
 
-def _found_rows(labels: Tensor, ignore_index: int, shift: int) -> Tensor | None:
+def _found_rows(labels: Tensor | None, ignore_index: int, shift: int) -> Tensor | None:
     """Return the rows that have a label, if the running forward looks for them."""
     search = STATE.forward.row_search if STATE.forward is not None else None
     return None if search is None else search.rows(labels, ignore_index=ignore_index, shift=shift)
@@ -201,7 +211,7 @@ def loss_of_logits(
     STATE.counted = True
     if STATE.head_loss is not None:
         return loss_from_logits(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-    target = (next_tokens(labels, ignore_index) if shift_labels is None else shift_labels).reshape(-1)
+    target = targets_of(labels, shift_labels, ignore_index).reshape(-1)
     loss = cross_entropy(
         logits.reshape(-1, vocab_size),
         target.to(logits.device),
@@ -244,15 +254,16 @@ class DeferredLossModel(KernelLossModel):
     kernel_loss = staticmethod(loss_in_head)
 
     @classmethod
-    def class_body(cls, original: type[PreTrainedModel], spec: None) -> dict[str, Any]:
+    def class_body(cls, original: type[PreTrainedModel], spec: Any) -> dict[str, Any]:
         position = list(inspect.signature(original.forward).parameters).index("labels") - 1  # without self
 
         @functools.wraps(original.forward)  # generate() and Trainer read the signature
         def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             labels = args[position] if len(args) > position else kwargs.get("labels")
-            if labels is None:
+            head = None if labels is None else _output_head(self)
+            if head is None:
                 return original.forward(self, *args, **kwargs)
-            head, ignored = self.get_output_embeddings(), kwargs.get("ignore_index", -100)
+            ignored = kwargs.get("ignore_index", -100)
             search = search_rows(head, labels, kwargs.get("shift_labels"), kwargs.get("labelled_rows"), ignored)
             outer, STATE.forward = STATE.forward, LabelledForward(head, search)
             try:
@@ -266,9 +277,16 @@ class DeferredLossModel(KernelLossModel):
         return {"forward": forward}
 
 
+def _output_head(model: nn.Module) -> nn.Module | None:
+    """Return the output head of a transformers model; None for a model without one, and other modules."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+
 def refuse_loss(model: nn.Module) -> Refusal | None:
     """Return why our kernels cannot compute the loss of `model`, or None."""
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+    if not isinstance(model, PreTrainedModel) or _output_head(model) is None:
         return Refusal(f"{type(model).__name__} is not a transformers model with an output head")
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return Refusal("its forward takes no labels")
@@ -289,7 +307,7 @@ def _calls_loss_function(cls: type[PreTrainedModel]) -> bool:
     return any(code is not None and "loss_function" in names_in(code) for code in codes)
 
 
-def refuse_head(head: nn.Module) -> Refusal | None:
+def _refuse_head(head: nn.Module | None) -> Refusal | None:
     """Return why the loss cannot be computed inside this output head, or None."""
     if type(head) is not nn.Linear:
         return Refusal(f"its output head is a {type(head).__name__}, not a plain nn.Linear")

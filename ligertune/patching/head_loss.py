@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ligertune.errors import UserError
-from ligertune.patching.deferred_logits import STATE, next_tokens
+from ligertune.patching.deferred_logits import STATE, targets_of
 
 
 class HeadLoss(Protocol):
@@ -52,7 +52,7 @@ def head_loss(loss: HeadLoss) -> Iterator[None]:
 
 def loss_from_logits(
     logits: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     vocab_size: int,
     num_items_in_batch: int | Tensor | None = None,
     ignore_index: int = -100,
@@ -61,9 +61,9 @@ def loss_from_logits(
 ) -> Tensor:
     """Compute ForCausalLMLoss, or the loss of an open `head_loss`."""
     if STATE.head_loss is None:
-        options = {"shift_labels": shift_labels, **kwargs}
-        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, **options)
-    target = (next_tokens(labels, ignore_index) if shift_labels is None else shift_labels).reshape(-1)
+        loss: Any = ForCausalLMLoss  # it takes an int for num_items_in_batch, too, which its annotation leaves out
+        return loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs)
+    target = targets_of(labels, shift_labels, ignore_index).reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1])
     return STATE.head_loss.dense(flat, target.to(flat.device), num_items_in_batch)
 

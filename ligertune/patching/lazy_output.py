@@ -11,12 +11,12 @@ import functools
 from typing import Any
 
 import torch
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ligertune.patching.deferred_logits import DeferredLogits
 
 
-class LazyOutput:
+class LazyOutput(ModelOutput):
     """Mixin of a ModelOutput class. model_output: that class."""
 
     model_output: type[ModelOutput]
@@ -26,17 +26,19 @@ class LazyOutput:
             return tuple(self[name] for name in list(self)[key])
         if isinstance(key, int):
             return self[list(self)[key]]  # not through to_tuple, which would compute the logits for outputs[0]
-        value = super().__getitem__(key)
+        value = super().__getitem__(key)  # type: ignore[no-untyped-call]
         if isinstance(value, DeferredLogits):
             value = self[key] = value.materialise(f"outputs[{key!r}] is read")
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = super().get(key, default)
+        value = super().get(key, default)  # type: ignore[no-untyped-call]
         return self[key] if isinstance(value, DeferredLogits) else value
 
     def __reduce__(self) -> Any:
-        return self.model_output(**{name: self[name] for name in self}).__reduce__()
+        # The class was made for this process: a pickle holds the model's own class, with computed logits.
+        output: Any = self.model_output(**{name: self[name] for name in self})
+        return output.__reduce__()
 
 
 def _read(name: str) -> property:
@@ -54,9 +56,9 @@ def _read(name: str) -> property:
 
 @functools.cache
 def _lazy_class(cls: type[ModelOutput], names: tuple[str, ...]) -> type[ModelOutput]:
-    body = {name: _read(name) for name in names}
+    body: dict[str, Any] = {name: _read(name) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "model_output": cls}
-    return type(cls)(cls.__name__, (LazyOutput, cls), body)
+    return type(cls.__name__, (LazyOutput, cls), body)
 
 
 class MissingLogits:
@@ -76,7 +78,7 @@ class MissingLogits:
         raise TypeError(self._message)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(cls._message)
 
 
@@ -101,7 +103,7 @@ def without_deferred(output: Any, *, compute: bool, readable: bool) -> Any:
     if isinstance(output, tuple):
         return tuple(map(settle, output))
     # a new object: setting an attribute of a ModelOutput to None leaves its item in place
-    cls = type(output)
+    cls: type = type(output)
     values = {name: settle(value) for name, value in output.items()}
     if torch.compiler.is_compiling():
         return cls(**values)

@@ -13,29 +13,35 @@ import copyreg
 import functools
 import types
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 from torch import nn
 
 from ligertune.patching.probe import Definition, definition_of
 
 
-class ModulePatch:
-    """Base of the mixins. The classes made by `patched_class` record what they replaced and what they were made of."""
+class ModulePatch(nn.Module):
+    """Base of the mixins. The classes made by `patched_class` record what they replaced and what they were made of.
+
+    A mixin stands before the class that it patches, so `super().forward` is the module's own forward.
+    """
 
     patch_original: type
     patch_mixin: type
     patch_spec: Hashable
 
     @classmethod
-    def class_body(cls, original: type, spec: Hashable) -> dict[str, Any]:
-        """Return further members of the made class: those that depend on the class it replaces."""
+    def class_body(cls, original: type, spec: Any) -> dict[str, Any]:
+        """Return further members of the made class: those that depend on the class it replaces. spec: patch_spec."""
         return {}
 
-    def __reduce_ex__(self, protocol: int) -> str | tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         # The class cannot be found by its name, which is the original's: a pickle names the arguments of patched_class.
-        reduced = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(reduced, str) or reduced[0] is not copyreg.__newobj__:
+        # Protocols 0 and 1 would look the class up by that name; from 2 on the first entry is `__newobj__`.
+        reduced = super().__reduce_ex__(max(index(protocol), 2))
+        newobj = copyreg.__newobj__  # type: ignore[attr-defined]  # typeshed leaves it out
+        if isinstance(reduced, str) or reduced[0] is not newobj:
             return reduced  # the original has its own way of pickling, from which it comes back unpatched
         made = type(self)
         if "patch_original" not in vars(made):
@@ -48,13 +54,14 @@ def _new(original: type, mixin: type[ModulePatch], spec: Hashable) -> nn.Module:
     return made.__new__(made)
 
 
-def patched_class(original: type, mixin: type[ModulePatch], spec: Hashable) -> type:
+def patched_class(original: type, mixin: type[ModulePatch], spec: Hashable) -> type[nn.Module]:
     """Return the subclass of `original` with the behaviour of `mixin`.
 
     There is one per process and set of arguments, or one for each definition of `original` if the mixin depends on it.
     """
-    depends = mixin.class_body.__func__ is not ModulePatch.class_body.__func__
-    return _patched_class(original, mixin, spec, definition_of(original) if depends else ())
+    depends = any("class_body" in vars(base) for base in mixin.__mro__ if base is not ModulePatch)
+    key: type = mixin
+    return _patched_class(original, key, spec, definition_of(original) if depends else ())
 
 
 @functools.cache
@@ -83,6 +90,7 @@ def unpatch_module(module: nn.Module) -> None:
     wrapper = wrapper_of(module)
     if wrapper is not None:
         raise ValueError(f"{type(module).__name__} was wrapped after it was patched ({wrapper}): take the wrapper off")
+    assert isinstance(module, ModulePatch)  # or something would have wrapped it
     if is_own_forward(module):
         del module.forward
     module.__class__ = type(module).patch_original
@@ -99,7 +107,9 @@ def wrapper_of(module: nn.Module) -> str | None:
 def is_own_forward(module: nn.Module) -> bool:
     """Return whether the instance holds its class's own forward: accelerate leaves it there when its hooks go."""
     forward = vars(module).get("forward")
-    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    if not isinstance(forward, types.MethodType):
+        return False
+    return forward.__self__ is module and forward.__func__ is type(module).forward
 
 
 def has_own_hooks(module: nn.Module) -> bool:
@@ -142,7 +152,8 @@ def rebuild_function(function: Callable[..., Any], replacements: Mapping[str, An
     guards on the dictionary itself.
     """
     *decorators, innermost = decorator_chain(function)
-    namespace = {name: value for name, value in innermost.__globals__.items() if name != "__name__"} | replacements
+    namespace = {name: value for name, value in innermost.__globals__.items() if name != "__name__"}
+    namespace.update(replacements)
     rebuilt = _copy(innermost, namespace, innermost.__closure__)
     for decorator in reversed(decorators):
         cells = (
@@ -151,17 +162,17 @@ def rebuild_function(function: Callable[..., Any], replacements: Mapping[str, An
         )
         wrapped = rebuilt
         rebuilt = _copy(decorator, decorator.__globals__, tuple(cells))
-        rebuilt.__wrapped__ = wrapped
+        vars(rebuilt)["__wrapped__"] = wrapped
     return rebuilt
 
 
 def _copy(
-    function: types.FunctionType, namespace: dict[str, Any], closure: tuple[types.CellType, ...] | None
+    function: Callable[..., Any], namespace: dict[str, Any], closure: tuple[types.CellType, ...] | None
 ) -> types.FunctionType:
     # A new code object: torch.compile stores graphs by code object, and one decorator's code serves many functions.
     code = function.__code__.replace()
     copied = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(copied, function)
-    del copied.__wrapped__  # update_wrapper sets it; `copied` does not call `function`
+    del vars(copied)["__wrapped__"]  # update_wrapper sets it; `copied` does not call `function`
     return copied

@@ -18,9 +18,10 @@ from ligertune_kernels import backend
 from torch import nn
 from transformers import PreTrainedModel
 
+from ligertune.any_types import AnyModule
 from ligertune.patching.experts.kernel_experts import KernelExperts, register_experts
 from ligertune.patching.experts.recognise_experts import is_experts, recognise_experts
-from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, refuse_head, refuse_loss
+from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, defer_loss, refuse_loss
 from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSpec, RecomputedProduct
 from ligertune.patching.mlps.kernel_mlps import KernelExpertGate, KernelMLP, RecomputedMLP
 from ligertune.patching.mlps.recognise_mlps import GatedSpec, is_mlp, recognise_mlp
@@ -73,9 +74,6 @@ class LayerPart:
     recomputed: type[ModulePatch]  # the patch with `recompute`
 
 
-Mixins = tuple[type[ModulePatch], type[ModulePatch] | None]
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """A kind of layer: how it is found and recognised, its patch, and the argument of `patch` that turns it off."""
@@ -88,11 +86,12 @@ class LayerKind:
     recomputed: type[ModulePatch] | None = None  # the patch with `recompute`
     part: LayerPart | None = None  # what is patched of a layer that is not recognised as a whole
 
-    def mixins_for(self, recompute: Recompute) -> Mixins:
-        """Return the patches of the whole layer and of its part."""
+    def mixin_for(self, spec: Any, recompute: Recompute) -> type[ModulePatch]:
+        """Return the patch of a layer that was recognised as `spec`: of the whole layer, or of its part."""
         wanted = recompute is True or (recompute == "norms" and self.switch == "norm")
-        whole = self.recomputed if wanted and self.recomputed is not None else self.mixin
-        return whole, None if self.part is None else self.part.recomputed if wanted else self.part.mixin
+        if self.part is not None and isinstance(spec, self.part.spec):
+            return self.part.recomputed if wanted else self.part.mixin
+        return self.recomputed if wanted and self.recomputed is not None else self.mixin
 
     def has_patched(self, module: nn.Module) -> bool:
         return isinstance(module, self.mixin) or (self.part is not None and isinstance(module, self.part.mixin))
@@ -170,9 +169,8 @@ def patch(
     switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     for kind in LAYER_KINDS:
-        mixins = kind.mixins_for(recompute) if switches[kind.switch] else None
         for module in filter(kind.found, model.modules()):
-            _patch_layer(module, kind, tallies, mixins)
+            _patch_layer(module, kind, tallies, recompute if switches[kind.switch] else None)
     for kernels in (
         ("apply_rope",),
         ("rms_norm", "layer_norm", "gated_rms_norm"),
@@ -212,7 +210,7 @@ def check_switches(function: str, switches: dict[str, object]) -> None:
             raise TypeError(f"{function}: {name} must be True or False, and is {value!r}")
 
 
-def _check_arguments(model: object, switches: dict[str, object], loss: object, recompute: object) -> None:
+def _check_arguments(model: nn.Module, switches: dict[str, object], loss: object, recompute: object) -> None:
     """Raise TypeError or ValueError for arguments that `patch` cannot use."""
     check_model("patch", model)
     check_switches("patch", switches)
@@ -243,30 +241,31 @@ def _explain_rotary_tables(model: nn.Module, tally: _Tally) -> None:
             tally.remarks[f"{name}: while its angles are trained, PyTorch rotates by them"] += 1
 
 
-def _patch_layer(module: nn.Module, kind: LayerKind, tallies: dict[str, _Tally], mixins: Mixins | None) -> None:
-    """Patch one layer and count it. mixins: None if this kind is switched off."""
+def _patch_layer(module: AnyModule, kind: LayerKind, tallies: dict[str, _Tally], recompute: Recompute | None) -> None:
+    """Patch one layer and count it. recompute: None if this kind is switched off."""
     name = type(module).__name__
     if kind.has_patched(module):
-        if mixins is not None and module.patch_mixin not in mixins:
+        spec = module.patch_spec
+        if recompute is not None and module.patch_mixin is not kind.mixin_for(spec, recompute):
             raise ValueError(f"{name} was patched with another `recompute`: unpatch the model first")
-        tallies[module.patch_spec.kernel].applied += 1
-        tallies[module.patch_spec.kernel].already += 1
+        tallies[spec.kernel].applied += 1
+        tallies[spec.kernel].already += 1
         return
-    spec = Refusal("switched off") if mixins is None else kind.recognise(module)
-    if isinstance(spec, Refusal):
+    found = Refusal("switched off") if recompute is None else kind.recognise(module)
+    if recompute is None or isinstance(found, Refusal):
         tally = tallies[kind.kernel]
-        reasons = tally.remarks if isinstance(spec, NotNeeded) else tally.left
-        reasons[f"{name}: {spec.reason}"] += 1
+        reasons = tally.remarks if isinstance(found, NotNeeded) else tally.left
+        reasons[f"{name}: {found.reason}"] += 1
         return
-    is_part = kind.part is not None and isinstance(spec, kind.part.spec)
-    patch_module(module, mixins[is_part], spec)
-    tallies[spec.kernel].applied += 1
+    patch_module(module, kind.mixin_for(found, recompute), found)
+    tallies[found.kernel].applied += 1
 
 
 def _patch_readers(model: nn.Module, owner: nn.Module) -> KernelLine:
     """Let linear layers recompute their inputs; the row counts the modules whose outputs are recomputable."""
     # not the output head: the loss reads its input
-    recompute_inputs(model, but=owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None)
+    head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+    recompute_inputs(model, but=head)
     makers = sum(isinstance(module, RecomputableOutput) for module in model.modules())
     return KernelLine("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
 
@@ -280,16 +279,14 @@ def _patch_loss(owner: nn.Module, loss: Loss) -> KernelLine:
         return KernelLine(current, 1, 0, "1 patched before")
     if loss == "torch":
         return KernelLine("linear_cross_entropy", 0, 1, f"1 {type(owner).__name__}: switched off")
-    refusal = refuse_loss(owner)
-    if refusal is None and loss == "linear_cross_entropy":
-        refusal = refuse_head(owner.get_output_embeddings())
+    if loss == "linear_cross_entropy":
+        refusal = defer_loss(owner, LossHead)
+    else:
+        refusal = refuse_loss(owner)
+        if refusal is None:
+            patch_module(owner, KernelLossModel)
     if refusal is not None:
         return KernelLine(loss, 0, 1, f"1 {type(owner).__name__}: {refusal.reason}")
-    if loss == "linear_cross_entropy":
-        patch_module(owner.get_output_embeddings(), LossHead)
-        patch_module(owner, DeferredLossModel)
-    else:
-        patch_module(owner, KernelLossModel)
     return KernelLine(loss, 1, 0, "")
 
 

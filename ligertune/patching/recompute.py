@@ -105,7 +105,8 @@ def mark_recomputable(output: Tensor, op: Callable[..., Tensor], *sources: Tenso
     Autograd must keep the sources anyway, and `op` must return the same bits in the same layout.
     """
     if output.requires_grad and not torch.compiler.is_compiling():
-        output.recomputation = Recomputation(op, sources, output)
+        marked: Any = output
+        marked.recomputation = Recomputation(op, sources, output)
     return output
 
 
@@ -115,6 +116,9 @@ class RecomputableOutput:
 
 class LinearPatch(ModulePatch):
     """Marker of the mixins of an nn.Linear that keep no reference to its output."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class RecomputingLinear(LinearPatch):
@@ -138,7 +142,7 @@ def recomputation_of(input: Any) -> Recomputation | None:
     recomputation = getattr(input, "recomputation", None)
     if recomputation is None or input.is_meta or not recomputation.still_computes(input):
         return None
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd
     free = autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(False) is None
     return recomputation if free else None
 

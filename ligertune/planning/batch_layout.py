@@ -37,11 +37,12 @@ def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool],
     fits(micro_batch_size, accumulates): whether a micro-batch fits on the device, for `auto`, which takes the largest.
     """
     micro = recipe.train.per_device_train_batch_size
+    wanted = recipe.train.global_batch_size
     row_ranks = world_size // recipe.parallel.cp_size
     if micro == "auto":
-        micro = _largest_micro_batch(recipe.train.global_batch_size, row_ranks, fits)
+        assert wanted is not None  # the schema requires it with `auto`
+        micro = _largest_micro_batch(wanted, row_ranks, fits)
     accumulation = recipe.train.gradient_accumulation_steps or 1
-    wanted = recipe.train.global_batch_size
     if wanted is not None:
         accumulation, rest = divmod(wanted, micro * row_ranks)
         if rest or accumulation == 0:

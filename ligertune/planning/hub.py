@@ -114,7 +114,7 @@ def _ask(endpoint: str) -> str:
 
 def _request(endpoint: str) -> str:
     from httpx import HTTPError, InvalidURL
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_session
 
     problem = ""
     for _ in range(2):  # a connection can break once

@@ -216,19 +216,19 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     memory = estimate_memory(recipe, inputs, states, shards=shards)
     memory, tiled, tile = _tiled(recipe, inputs, memory, strategy)
 
-    def fits(micro: int, accumulates: bool) -> bool:
-        # tiles are for one row that does not fit otherwise
-        ways = (memory, tiled) if micro == 1 and tiled is not None else (memory,)
-        return any(way.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes) for way in ways)
+    def fits(estimate: MemoryEstimate | None, micro: int, accumulates: bool) -> bool:
+        device = machine.memory_bytes
+        return estimate is not None and estimate.fits(micro, length, accumulates=accumulates, memory=device)
 
-    batching = choose_batching(recipe, world_size, memory and fits)
+    def fits_somehow(micro: int, accumulates: bool) -> bool:
+        # tiles are for one row that does not fit otherwise
+        return fits(memory, micro, accumulates) or (micro == 1 and fits(tiled, micro, accumulates))
+
+    batching = choose_batching(recipe, world_size, None if memory is None else fits_somehow)
     memory = with_checkpointed_layers(recipe, memory, batching, length, machine)
-    if tiled is not None:
-        micro = batching.micro_batch_size
-        accumulates = batching.accumulation > 1
-        if not memory.fits(micro, length, accumulates=accumulates, memory=machine.memory_bytes):
-            memory = tiled
-            tile = TILE
+    if tiled is not None and not fits(memory, batching.micro_batch_size, batching.accumulation > 1):
+        memory = tiled
+        tile = TILE
     return Resources(strategy, why, states, memory, batching, tile)
 
 
@@ -241,7 +241,7 @@ def _tiled(
     if tile and memory is not None:
         return memory.tiled(tile), None, tile
     may = inputs.machine.device == "cuda" and may_tile(recipe, memory, applied, strategy)
-    return memory, memory.tiled(TILE) if may else None, tile
+    return memory, memory.tiled(TILE) if may and memory is not None else None, tile
 
 
 def estimate_memory(

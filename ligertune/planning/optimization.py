@@ -102,19 +102,19 @@ def interval(steps: float, total: int) -> int:
 
 def total_steps(rows: int, global_batch_size: int, *, epochs: float | None, max_steps: int | None) -> int:
     """Return the number of optimizer steps, from `max_steps` or the epochs. The last step may be a smaller batch."""
-    return max(max_steps or math.ceil(round(epochs * rows) / global_batch_size), 1)
+    return max(max_steps or math.ceil(round((epochs or 1.0) * rows) / global_batch_size), 1)
 
 
 def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> TrainSchedule:
     """Resolve total steps and warm-up steps. `rows`: rows of an epoch."""
     train = recipe.train
     total = total_steps(rows, global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
-    warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
+    warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil((train.warmup_ratio or 0.0) * total)
     # as in transformers: constant_with_warmup has the warm-up
     if train.lr_scheduler_type in ("constant", *FOLLOW_EVALUATIONS):
         warmup = 0
     kwargs = train.lr_scheduler_kwargs
-    decay = kwargs.get("num_decay_steps", 0)
+    decay = int(kwargs.get("num_decay_steps", 0))
     if warmup > total:
         raise UserError(
             f"train.warmup_steps: {warmup}, and the run has {plural(total, 'step')}.",

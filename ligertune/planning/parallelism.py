@@ -143,7 +143,7 @@ class UnsupportedSetting:
     hint: str
 
 
-ZERO = ("deepspeed_zero2", "deepspeed_zero3")
+ZERO: tuple[Strategy, ...] = ("deepspeed_zero2", "deepspeed_zero3")
 UNSUPPORTED = (
     UnsupportedSetting(
         ("ddp",),

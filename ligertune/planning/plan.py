@@ -16,7 +16,7 @@ from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
-from ligertune.planning.precision import Precision
+from ligertune.planning.precision import Dtype, Precision
 
 # Kernels that compute a loss in the output head, so that the logits are never stored.
 LOSS_KERNELS = ("linear_cross_entropy", "multi_head_linear_cross_entropy", "linear_jsd", "linear_log_probs")
@@ -55,7 +55,7 @@ class TeacherPlan:
     """A second, frozen model. attn_implementation: for packed rows; None lets transformers choose."""
 
     name: str
-    dtype: str
+    dtype: Dtype
     shape: FrozenModelShape
     n_parameters: int
     notes: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ class Plan(RunOptions):
 
     __repr__ = __str__  # what a notebook or a Python prompt shows
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain values for plan.json."""
         values = dataclasses.asdict(self).items()
         plain = {JSON_KEYS.get(name, name): value for name, value in values if name not in NOT_IN_JSON}

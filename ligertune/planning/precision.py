@@ -14,6 +14,9 @@ AMD_WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")  # architectures th
 OTHER_FLOAT8 = ("gfx942",)  # their float8 has another exponent bias, which our kernels do not write
 
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
 @dataclass(frozen=True)
 class Precision:
     """The dtype of the weights, and the autocast that accelerate adds.
@@ -21,7 +24,7 @@ class Precision:
     "fp16" also scales the loss. "bf16" is for adapters: their weights are float32, and they compute in bfloat16.
     """
 
-    weights: str
+    weights: Dtype
     autocast: Literal["no", "fp16", "bf16"]
 
     @property
@@ -30,11 +33,10 @@ class Precision:
         return self.weights != "float32" or self.autocast != "no"
 
 
-def choose_precision(dtype: str, machine: Machine, *, method: str = "full") -> Precision:
+def choose_precision(dtype: Dtype | Literal["auto"], machine: Machine, *, method: str = "full") -> Precision:
     """Resolve `model.dtype` for a device and a method. Raises UserError if the device does not support the dtype."""
     if dtype == "auto":
-        on_gpu = "bfloat16" if machine.has_bfloat16 else "float16"
-        dtype = "float32" if machine.vendor == "cpu" else on_gpu
+        dtype = _fastest_dtype(machine)
     if dtype == "bfloat16" and not machine.has_bfloat16:
         raise UserError(
             f"model.dtype: bfloat16 is not supported by {machine.name} ({machine.arch}).",
@@ -49,6 +51,12 @@ def choose_precision(dtype: str, machine: Machine, *, method: str = "full") -> P
         return Precision(weights="float32", autocast="fp16")
     adapted = dtype == "bfloat16" and method in ("lora", "qlora")
     return Precision(weights=dtype, autocast="bf16" if adapted else "no")
+
+
+def _fastest_dtype(machine: Machine) -> Dtype:
+    if machine.vendor == "cpu":
+        return "float32"
+    return "bfloat16" if machine.has_bfloat16 else "float16"
 
 
 def check_float8(recipe: Recipe, machine: Machine) -> None:

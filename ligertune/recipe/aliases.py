@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
-from ligertune.recipe.section import convert_by
+from ligertune.recipe.section import ValueTable, convert_by
 
 UNSET = object()  # the alias sets nothing: `bf16: false` leaves model.dtype as it is
 
@@ -48,14 +48,29 @@ def _list_of(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-_DTYPES |= {f"torch.{name}": name for name in ("bfloat16", "float16", "float32")}
-OPTIMIZER_NAMES = {"adamw": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "adamw_hf": "adamw_torch"}
-OPTIMIZER_NAMES |= {"adamw_bnb_8bit": "adamw_8bit", "lion_32bit": "lion"}
-_FORMATS = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
-_ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "fa4": "flash_attention_4"}
-_ATTENTION |= {"disabled": "eager", False: UNSET}
-_FLASH = _ATTENTION | {True: "flash_attention_2"}
+_DTYPES: ValueTable = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    **{f"torch.{name}": name for name in ("bfloat16", "float16", "float32")},
+}
+OPTIMIZER_NAMES: ValueTable = {
+    "adamw": "adamw_torch_fused",
+    "AdamW": "adamw_torch_fused",
+    "adamw_hf": "adamw_torch",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "lion_32bit": "lion",
+}
+_FORMATS: ValueTable = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
+_ATTENTION: ValueTable = {
+    "fa2": "flash_attention_2",
+    "flash_attn": "flash_attention_2",
+    "fa4": "flash_attention_4",
+    "disabled": "eager",
+    False: UNSET,
+}
+_FLASH: ValueTable = {**_ATTENTION, True: "flash_attention_2"}
 
 ALIASES = (
     Alias("task", ("stage",)),

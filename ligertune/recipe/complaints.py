@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from ligertune.recipe.aliases import KEY_OF_ALIAS, OPTIMIZER_NAMES
 from ligertune.recipe.document import ITEM, Document, KeyPath, dotted, keys, leaf, parent, schema_key, split
 from ligertune.recipe.section import UNUSABLE
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 KINDS = {
     dict: "a mapping", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number",
@@ -31,7 +34,7 @@ MEANT_VALUES = {"train.optim": OPTIMIZER_NAMES}
 
 def complain_about(error: ValidationError, document: Document) -> list[KeyPath]:
     """Add one complaint per key that pydantic refused, and return the paths of these keys."""
-    faults: dict[KeyPath, dict[str, Any]] = {}
+    faults: dict[KeyPath, ErrorDetails] = {}
     for row in error.errors(include_url=False):
         about_the_key = row["type"] in ("missing", "extra_forbidden")
         faults.setdefault(row["loc"] if about_the_key else _written(row["loc"], document), row)

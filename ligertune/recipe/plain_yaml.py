@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import yaml
 
@@ -17,7 +18,7 @@ from ligertune.recipe.document import Document, KeyPath, Place, dotted
 
 TAG = "tag:yaml.org,2002:"
 MAX_NODES = 10_000
-_MAX_INTEGER = 10**15
+_MAX_INTEGER = 10**15  # below 2**53, so that a float holds every integer of a recipe exactly
 
 # (tag, pattern of an unquoted scalar with this tag, its possible first characters); the first match counts.
 # PyYAML's own patterns are those of YAML 1.1, where `no` is false, 1:30 is 90 and 1e-4 is a string.
@@ -34,10 +35,9 @@ PLAIN_WORDS = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict] = {}
     n_nodes = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.n_nodes += 1
         _check_size(self.n_nodes)
         return super().compose_node(parent, index)
@@ -50,6 +50,9 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)  # indent list items below their key
 
 
+# Without a table of its own, a class starts with a copy of its base's: the patterns of YAML 1.1 would be read, too.
+_Loader.yaml_implicit_resolvers = {}
+
 for _tag, _pattern, _first in PLAIN_WORDS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})\\Z"), _first)
@@ -57,10 +60,12 @@ for _tag, _pattern, _first in PLAIN_WORDS:
 
 def _number(text: str) -> float | int:
     value = float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
-    return int(value) if "." not in text and value.is_integer() and abs(value) < 2**53 else value  # 1e3 is an integer
+    return (
+        int(value) if "." not in text and value.is_integer() and abs(value) < 2**53 else value
+    )  # 1e3 is an integer, if exact
 
 
-SCALARS = {
+SCALARS: dict[str, Callable[[str], Any]] = {
     TAG + "null": lambda text: None,
     TAG + "bool": lambda text: text.lower() == "true",
     TAG + "int": lambda text: int(text.replace("_", "")),
@@ -86,7 +91,7 @@ def parse(text: str, document: Document, path: KeyPath = (), override: Place | N
     try:
         node = yaml.compose(text, Loader=_Loader)
         return None if node is None else _value(node, path, document, override)
-    except yaml.YAMLError as error:
+    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:  # composing raises no other YAMLError
         raise _not_yaml(error, text) from None
     except RecursionError:  # composing and converting are recursive
         raise NotYaml("it is nested too deeply, or an anchor contains itself.") from None
@@ -158,12 +163,13 @@ def _remember(path: KeyPath, node: yaml.Node, document: Document, override: Plac
         document.places[path] = Place("", node.start_mark.line + 1, document.file)
 
 
-def _not_yaml(error: yaml.YAMLError, text: str) -> NotYaml:
+def _not_yaml(error: yaml.MarkedYAMLError | yaml.reader.ReaderError, text: str) -> NotYaml:
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return NotYaml(f"the character U+{error.character:04X} is not allowed in YAML.", line)
     mark = error.problem_mark
-    if "'\\t'" in error.problem:
+    assert mark is not None  # every error of a parser or of `_value` has its place
+    if "'\\t'" in (error.problem or ""):
         return NotYaml("YAML does not allow a tab here. Use spaces.", mark.line + 1)
     problem = ", ".join(filter(None, (error.context, error.problem)))[:200]
     return NotYaml(f"not YAML at column {mark.column + 1}: {problem}.", mark.line + 1)

@@ -287,6 +287,10 @@ class Origin:
 
 # value of `task` -> words for the key reference
 TASKS = {task: words for part in feature_parts() for task, words in part.tasks.items()}
+if TYPE_CHECKING:  # type checkers cannot read a Literal whose words are computed
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
 TASK_WORDS = "; ".join(f"{task}: {words}" if words else task for task, words in TASKS.items()) + "."
 
 
@@ -295,7 +299,7 @@ class CommonSections(Section):
 
     version: Literal[1] = 1
     """Version of the recipe format."""
-    task: Annotated[Literal[tuple(TASKS)], Field(description=TASK_WORDS)] = "sft"
+    task: Annotated[TaskName, Field(description=TASK_WORDS)] = "sft"
     # each section's description is the docstring of its class
     model: ModelSpec
     kernels: KernelsSpec = KernelsSpec()

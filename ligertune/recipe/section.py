@@ -26,10 +26,11 @@ UNUSABLE = "unusable"  # pydantic's type of errors whose message is the end of a
 MIN_TILE = 64  # tokens; smaller tiles leave a GPU idle
 _MAX_NAME = 255  # bytes that Linux allows for the name of a file
 _MAX_PATH = 4095  # bytes that Linux allows for a path
-_MAX_EXPRESSION = 1000
-_MAX_REPEATS = 1000
+_MAX_EXPRESSION = 1000  # characters
+_MAX_REPEATS = 1000  # product of all counts, because nested ones multiply: (a{1000}){1000}
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")  # of chat templates
-SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # booleans in YAML 1.1, strings in 1.2
+ValueTable = Mapping[str | bool | None, Any]  # value of another tool, or of YAML 1.1 -> value of a key
+SWITCHES: ValueTable = {"yes": True, "on": True, "no": False, "off": False}  # booleans in YAML 1.1, strings in 1.2
 
 
 class Section(BaseModel):
@@ -48,7 +49,7 @@ class Section(BaseModel):
         return {} if given is None else given
 
 
-def convert_by(table: Mapping[str | bool | None, Any]) -> Callable[[Any], Any]:
+def convert_by(table: ValueTable) -> Callable[[Any], Any]:
     """Return a function that reads `yes` as true, and converts by a table; other values stay, to be validated."""
 
     def convert(value: Any) -> Any:

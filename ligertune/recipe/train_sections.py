@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -47,14 +47,22 @@ EITHER_OR = {
 RowCount = Annotated[int, Field(ge=1, le=2**16)]
 MAX_ROWS_OF_A_STEP = 2**20
 
+OptionValues = tuple[type, ...] | tuple[str, ...]  # types or words that an option of a schedule may have
 _NUMBER = (int, float)
 _WHOLE = (int,)
 _RISE = ("linear", "cosine", "1-sqrt")
-_MIN_LR = {"num_cycles": _NUMBER, "min_lr": _NUMBER, "min_lr_rate": _NUMBER}
-_BY_LOSS = {"factor": _NUMBER, "patience": _WHOLE, "threshold": _NUMBER, "threshold_mode": ("rel", "abs"),
-            "cooldown": _WHOLE, "min_lr": _NUMBER, "eps": _NUMBER}  # fmt: skip
-# Schedules of transformers, and the types or the words that each of their options may have.
-SCHEDULES: dict[str, dict[str, tuple[type, ...] | tuple[str, ...]]] = {
+_MIN_LR: dict[str, OptionValues] = {"num_cycles": _NUMBER, "min_lr": _NUMBER, "min_lr_rate": _NUMBER}
+_BY_LOSS: dict[str, OptionValues] = {
+    "factor": _NUMBER,
+    "patience": _WHOLE,
+    "threshold": _NUMBER,
+    "threshold_mode": ("rel", "abs"),
+    "cooldown": _WHOLE,
+    "min_lr": _NUMBER,
+    "eps": _NUMBER,
+}
+# schedules of transformers, with their options
+SCHEDULES: dict[str, dict[str, OptionValues]] = {
     "cosine": {"num_cycles": _NUMBER},
     "linear": {},
     "constant": {},
@@ -70,6 +78,13 @@ SCHEDULES: dict[str, dict[str, tuple[type, ...] | tuple[str, ...]]] = {
     "greedy": {**_BY_LOSS, "warmup": _WHOLE, "max_lr": _NUMBER, "smooth": (bool,), "window_size": _WHOLE,
                "reset_start": _WHOLE},
 }  # fmt: skip
+# type checkers cannot read a Literal whose words are computed
+if TYPE_CHECKING:
+    ScheduleName = str
+    OptimizerName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 FOLLOW_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # the losses of evaluations decide on the rate
 
 
@@ -144,7 +159,7 @@ class TrainSpec(Section):
     """Peak learning rate."""
     lr_groups: Annotated[tuple[LrGroupSpec, ...], Field(strict=False)] = ()
     """Parameters with a learning rate or weight decay of their own; they share schedule and warm-up."""
-    lr_scheduler_type: Literal[tuple(SCHEDULES)] = "cosine"
+    lr_scheduler_type: ScheduleName = "cosine"
     """Learning rate schedule after the warm-up, as in transformers; constant has no warm-up."""
     lr_scheduler_kwargs: dict[str, bool | int | float | str] = Field({})
     """Options of the schedule, as in transformers, such as {num_cycles: 3} for cosine_with_restarts."""
@@ -154,7 +169,7 @@ class TrainSpec(Section):
     """Number of steps with a rising learning rate, instead of warmup_ratio."""
     min_lr_ratio: Share = 0.1
     """With schedules whose name ends in min_lr: the final learning rate, as a share of learning_rate."""
-    optim: Literal[tuple(OPTIMIZERS)] = "adamw_torch_fused"
+    optim: OptimizerName = "adamw_torch_fused"
     """Optimizer."""
     optim_in_backward: Switch = False
     """Update each parameter in the backward and free its gradient at once; gradients cannot accumulate."""

@@ -57,7 +57,7 @@ class Report:
     trained_tokens: int
     padded_tokens: int
     throughput: Throughput | None
-    peak_memory: dict[str, int | str]
+    peak_memory: dict[str, Any]  # its kind, and bytes; `Meter.peak_memory` says which
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
     losses: dict[str, Any]
@@ -173,7 +173,7 @@ def make_report(
     )
 
 
-def _eval_measures(evaluations: list[dict]) -> dict[str, float]:
+def _eval_measures(evaluations: list[dict[str, Any]]) -> dict[str, float]:
     """Return the task's measures of the last evaluation after a step, without the prefix `eval_`."""
     last = [line for line in evaluations if line["step"] > 0][-1:]
     named = [(name, value) for line in last for name, value in line.items() if name.startswith("eval_")]
@@ -190,7 +190,6 @@ def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) 
     mfu_known = (
         not has_images  # the tower's FLOPs are not counted
         and not plan.build.execution.fp8  # float8 and bfloat16 products have different peaks
-        and peak is not None
         and plan.measurement.mfu
         and (dtype.weights == "bfloat16" or dtype.autocast == "fp16")
     )
@@ -203,5 +202,5 @@ def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) 
         warmup_steps_excluded=plan.measurement.warmup_steps if warmup_excluded else 0,
         images_per_second=work.images / seconds if has_images else None,
         image_tokens_per_second=work.image_tokens / seconds if has_images else None,
-        mfu=work.flops / seconds / (peak * plan.batching.world_size) if mfu_known else None,
+        mfu=work.flops / seconds / (peak * plan.batching.world_size) if mfu_known and peak is not None else None,
     )

@@ -123,7 +123,7 @@ def _cards(report: Report) -> list[dict[str, str]]:
     return [dict(zip(("name", "value", "below"), card, strict=True)) for card in cards]
 
 
-def _charts(lines: list[dict], settings: dict[str, Any]) -> list[tuple[str, Markup]]:
+def _charts(lines: list[dict[str, Any]], settings: dict[str, Any]) -> list[tuple[str, Markup]]:
     """Return (title, SVG) of each chart that has values."""
 
     def points(key: str) -> list[tuple[int, float]]:

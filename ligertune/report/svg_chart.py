@@ -89,7 +89,7 @@ def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero:
 
 def _legend(labels: Sequence[str]) -> list[tuple[float, float]]:
     """Return the place of each label below the plot, in as many lines as they need; none for a single label."""
-    places = []
+    places: list[tuple[float, float]] = []
     x = 4.0
     y = HEIGHT + 12.0
     for label in labels if len(labels) > 1 else ():
@@ -116,6 +116,7 @@ def ticks(low: float, high: float, *, whole: bool = False, most: int = 5) -> lis
         low, high = (low, low + 1) if whole or low == 0 else (low - abs(low) / 2, low + abs(low) / 2)
     raw = (high - low) / most
     power = 10.0 ** math.floor(math.log10(raw))
+    # 1e-9 below: a quotient that should be whole can miss it by rounding, which would add a tick
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     step = max(1.0, step) if whole else step
     first = math.floor(low / step + 1e-9)

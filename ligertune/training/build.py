@@ -19,6 +19,7 @@ import ligertune.attention.packed_documents  # noqa: F401  registers its attenti
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.gate_offload import offload_gates, require_gates
 from ligertune.activations.tiling import tile_layers, tile_projections
+from ligertune.any_types import AnyModule
 from ligertune.attention.choice import AttentionChoice
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.data.modalities.modality import modality_of
@@ -54,7 +55,7 @@ class Preview:
     notes: list[str]
 
 
-def _unchanged(model: nn.Module, *context: object) -> nn.Module:
+def _unchanged(model: AnyModule, *context: object) -> AnyModule:
     return model
 
 
@@ -66,8 +67,8 @@ class BuildStep:
     checks that it is possible, and adds its lines and notes: (model, preview). Both return the model.
     """
 
-    trained: Callable[[nn.Module, Plan, Accelerator], nn.Module] = _unchanged
-    previewed: Callable[[nn.Module, Preview], nn.Module] = _unchanged
+    trained: Callable[[AnyModule, Plan, Accelerator], AnyModule] = _unchanged
+    previewed: Callable[[AnyModule, Preview], AnyModule] = _unchanged
 
 
 def preview_model(
@@ -81,6 +82,7 @@ def preview_model(
     feature = feature_of(options.task)
     head_notes = feature.head_notes(options, config)
     original = copy.deepcopy(config)  # building a model changes it
+    model: AnyModule
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
     carried = find_carried(options.model, original, model)
     implementation = model.config._attn_implementation
@@ -113,6 +115,7 @@ def trained_model(
     dtype = getattr(torch, plan.precision.weights)
     quantization = quantization_of(config)
     original = copy.deepcopy(config)  # building a model changes it
+    model: AnyModule
     model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
     if change is not None:
         change(model)
@@ -126,10 +129,10 @@ def trained_model(
         return trained_model(_with_padding(plan, config, why), config, accelerator, change=change)
     for step in STEPS:
         model = step.trained(model, plan, accelerator)
-    plan = _with_carried(replace(plan, base=_base_of(plan, quantization)), original)
+    base = _base_of(plan, quantization)
     for adapter in getattr(model, "peft_config", {}).values():
-        adapter.revision = plan.base.revision
-    return model, plan
+        adapter.revision = base.revision
+    return model, _with_carried(replace(plan, base=base), original)
 
 
 def _check_loaded(model: PreTrainedModel, plan: Plan, accelerator: Accelerator) -> str | None:
@@ -142,13 +145,13 @@ def _check_loaded(model: PreTrainedModel, plan: Plan, accelerator: Accelerator) 
             return why_not_padding_free(plan, model)
 
 
-def _compile(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _compile(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     if plan.build.execution.torch_compile:
         compile_layers(model)
     return model
 
 
-def _use_float8(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _use_float8(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     fp8 = plan.build.execution.fp8
     if fp8 == "torchao":
         to_torchao_float8(model)
@@ -157,7 +160,7 @@ def _use_float8(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Mo
     return model
 
 
-def _preview_float8(model: nn.Module, preview: Preview) -> nn.Module:
+def _preview_float8(model: AnyModule, preview: Preview) -> AnyModule:
     fp8 = preview.options.execution.fp8
     if not fp8:
         return model
@@ -168,13 +171,13 @@ def _preview_float8(model: nn.Module, preview: Preview) -> nn.Module:
     return model
 
 
-def _tile_layers(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _tile_layers(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     if plan.tile:
         tile_layers(model, plan.tile)
     return model
 
 
-def _checkpoint(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _checkpoint(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     execution = plan.build.execution
     if kind := execution.gradient_checkpointing:
         overlap = not plan.tile
@@ -184,19 +187,19 @@ def _checkpoint(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Mo
     return model
 
 
-def _preview_checkpoints(model: nn.Module, preview: Preview) -> nn.Module:
+def _preview_checkpoints(model: AnyModule, preview: Preview) -> AnyModule:
     asked = preview.options.execution.gradient_checkpointing
     if asked in ("offload_gate", "offload_both"):
         require_gates(offload_gates(model), model.config.model_type, asked=asked)
     return model
 
 
-def _apply_method(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _apply_method(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     options = plan.build
     return apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
 
 
-def _preview_method(model: nn.Module, preview: Preview) -> nn.Module:
+def _preview_method(model: AnyModule, preview: Preview) -> AnyModule:
     options = preview.options
     preview.notes += _adapter_notes(options, model)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
@@ -206,24 +209,24 @@ def _preview_method(model: nn.Module, preview: Preview) -> nn.Module:
     return model
 
 
-def _hold_frozen(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _hold_frozen(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     if plan.build.method.type == "lora":
         hold_frozen_weights(model)
     return model
 
 
-def _tile_projections(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _tile_projections(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     if plan.tile:
         tile_projections(model, plan.tile)
     return model
 
 
-def _add_heads(model: nn.Module, plan: Plan, accelerator: Accelerator) -> nn.Module:
+def _add_heads(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     with accelerator.autocast():  # added heads are compared with the model's own output, and adapters are float32
         return feature_of(plan.build.task).wrap(plan.build, model)
 
 
-def _preview_heads(model: nn.Module, preview: Preview) -> nn.Module:
+def _preview_heads(model: AnyModule, preview: Preview) -> AnyModule:
     feature = feature_of(preview.options.task)
     preview.kernels += feature.kernel_lines(preview.options.kernels)
     return feature.wrap(preview.options, model)
@@ -292,7 +295,8 @@ def _without_outliers(model: nn.Module) -> Iterator[None]:
     LLM.int8 computes the columns of large activations in 16 bits for all tokens of a row, so documents change each
     other's rounding.
     """
-    states = [module.state for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    layers: list[AnyModule] = [module for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    states = [layer.state for layer in layers]
     thresholds = [state.threshold for state in states]
     for state in states:
         state.threshold = 0.0
@@ -310,8 +314,16 @@ def _load_and_patch(
     feature = feature_of(options.task)
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
-    bits = {"four_bits": options.method.stored_as == "nf4", "eight_bits": options.method.stored_as == "int8"}
-    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, **bits)
+    stored_as = options.method.stored_as
+    model = build_model(
+        spec,
+        config,
+        dtype=dtype,
+        device=device,
+        seed=options.seed,
+        four_bits=stored_as == "nf4",
+        eight_bits=stored_as == "int8",
+    )
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:
@@ -326,7 +338,7 @@ def _load_and_patch(
     return model, lines
 
 
-def _adapter_notes(options: BuildOptions, model: PreTrainedModel) -> tuple[str, ...]:
+def _adapter_notes(options: BuildOptions, model: AnyModule) -> tuple[str, ...]:
     if options.method.type not in ("lora", "qlora"):
         return ()
     from ligertune.models.adapters.adapter_targets import adapter_notes  # imports peft, which takes seconds

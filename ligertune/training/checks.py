@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from ligertune.attention.document_isolation import LogitsAreNaN, check_document_isolation, evaluate_batch
 from ligertune.attention.padding_free import about_padding_free
 from ligertune.data.batching.collate import Batcher, collate_packed
+from ligertune.data.batching.context_parallel import ContextParallelSplit
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.files.storage import write_text
@@ -56,7 +58,7 @@ def check_context_parallel(plan: Plan, model: nn.Module, batcher: Batcher, *, vo
     """
     if batcher.context_parallel is None:
         return
-    logits, loss = context_parallel_error(model, batcher, vocab_size=vocab_size)
+    logits, loss = context_parallel_error(model, batcher, batcher.context_parallel, vocab_size=vocab_size)
     reshard(model)
     most = ROUNDED if plan.precision.half else EXACT
     if not (logits <= most[0] and loss <= most[1]):
@@ -67,7 +69,9 @@ def check_context_parallel(plan: Plan, model: nn.Module, batcher: Batcher, *, vo
         )
 
 
-def context_parallel_error(model: nn.Module, batcher: Batcher, *, vocab_size: int) -> tuple[float, float]:
+def context_parallel_error(
+    model: nn.Module, batcher: Batcher, split: ContextParallelSplit, *, vocab_size: int
+) -> tuple[float, float]:
     """Return the relative errors (of this rank's logits, of the loss over ranks) against the whole row."""
     length = 2 * batcher.multiple_of
     tokens = np.random.default_rng(0).integers(vocab_size, size=length)
@@ -75,12 +79,11 @@ def context_parallel_error(model: nn.Module, batcher: Batcher, *, vocab_size: in
     examples = [Example(ids, ids, "") for ids in (tokens[:cut], tokens[cut:])]
     whole = collate_packed(examples, pad_token_id=batcher.pad_token_id)
     outputs = [
-        evaluate_batch(model, batch, batcher.device, num_items_in_batch=length)
-        for batch in (whole, batcher.context_parallel.cut(whole))
+        evaluate_batch(model, batch, batcher.device, num_items_in_batch=length) for batch in (whole, split.cut(whole))
     ]
     (logits, loss), (part_logits, part_loss) = ((out.logits[0].float(), out.loss.float()) for out in outputs)
-    dist.all_reduce(part_loss, group=batcher.context_parallel.group)
-    own = logits[batcher.context_parallel.tokens(length).to(batcher.device)]
+    dist.all_reduce(part_loss, group=split.group)
+    own = logits[split.tokens(length).to(batcher.device)]
     difference = torch.linalg.vector_norm(part_logits - own) / torch.linalg.vector_norm(own)
     return float(difference), float((part_loss - loss).abs() / loss)
 
@@ -126,7 +129,7 @@ class FiniteLossCheck:
             exit_code=1,
         )
 
-    def _example(self, index: int) -> dict:
+    def _example(self, index: int) -> dict[str, Any]:
         """Return an example of a bad batch: index in the data set, source, token ids, labels."""
         example = self._batcher.examples[index]
         ids = {name: getattr(example, name).tolist() for name in ("input_ids", "labels")}

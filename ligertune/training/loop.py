@@ -171,10 +171,12 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
     plan = training.plan
     accelerator = training.accelerator
     model = training.model
+    batcher = training.eval_batcher
+    assert batcher is not None  # no evaluation is due without examples for it
     training.logger.flush()
     training.display.begins("evaluating")
     with training.meter.paused(), training.timeout.extended():
-        found = evaluate(plan, accelerator, model, training.eval_batcher, training.task, stop, training.metrics)
+        found = evaluate(plan, accelerator, model, batcher, training.task, stop, training.metrics)
         lowest = state.observe(found)
         if found is None:
             return
@@ -208,10 +210,11 @@ def save_if_finite(training: Training, state: TrainState) -> None:
 
 def expert_load(training: Training) -> dict[str, Any] | None:
     """Return how the routers of a mixture of experts distributed the tokens of all ranks. All ranks call it."""
-    counts = None if training.expert_load is None else training.expert_load.total()
-    if counts is None:
+    load = training.expert_load
+    counts = None if load is None else load.total()
+    if load is None or counts is None:
         return None
-    return training.expert_load.report(reduce_sum(training.accelerator, counts))
+    return load.report(reduce_sum(training.accelerator, counts))
 
 
 def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainResult:

@@ -32,7 +32,7 @@ from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
-from ligertune.progress import Display
+from ligertune.progress import Display, Show
 from ligertune.training.callbacks import Callbacks
 from ligertune.training.checkpoint.checkpoint_files import Saver
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
@@ -62,7 +62,7 @@ from ligertune.training.parallel.distributed import (
     reduce_sum,
     uses_deepspeed,
 )
-from ligertune.training.step import TrainStep
+from ligertune.training.step import StepFunction, TrainStep
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     task: Task
-    train_step: TrainStep
+    train_step: StepFunction
     order: DataOrder | StreamOrder | ByFileCount
     batcher: Batcher
     eval_batcher: Batcher | None
@@ -207,7 +207,7 @@ class Training:
             return
         self.batcher.prefetch(self.order.micro_batches(step, self.accelerator.process_index))
 
-    def loss_inputs(self, step: int) -> dict:
+    def loss_inputs(self, step: int) -> dict[str, Any]:
         """Return the loss's normalisation over the global batch of `step`: every rank knows every example's count."""
         return self.task.inputs(self.batcher.examples, np.concatenate(self.order.step(step)), step=step)
 
@@ -231,13 +231,7 @@ class Training:
 
 
 def start(
-    job: Job,
-    accelerator: Accelerator,
-    model: nn.Module,
-    *,
-    show: Callable[[dict], None],
-    display: Display,
-    custom: Custom,
+    job: Job, accelerator: Accelerator, model: nn.Module, *, show: Show, display: Display, custom: Custom
 ) -> Training:
     """Wrap the model, load the checkpoint to resume from, and do what the task needs before the first step.
 
@@ -272,7 +266,7 @@ def setup(
     wrapped: Wrapped,
     resumed: Resumed,
     *,
-    show: Callable[[dict], None],
+    show: Show,
     display: Display,
     custom: Custom,
 ) -> Training:
@@ -370,7 +364,8 @@ def _data_order(
     plan: Plan, examples: Examples | StreamedExamples, reader: ModalityReader | None
 ) -> DataOrder | StreamOrder | ByFileCount:
     """Return which rows each rank trains on in each step."""
-    if plan.rows.streamed:
+    order: StreamOrder | DataOrder
+    if isinstance(examples, StreamedExamples):
         length = plan.rows.length if plan.rows.packed else None
         order = StreamOrder(examples, seed=plan.build.seed, batching=plan.batching, max_length=length)
     else:

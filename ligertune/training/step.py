@@ -22,6 +22,8 @@ from ligertune.training.optim.gradients import check_gradients, clip_gradients
 from ligertune.training.parallel.distributed import reduce_max, uses_deepspeed
 
 Rows = Sequence[np.ndarray]  # the rows of one micro-batch, each as example indices
+# Trains on one global batch, as `TrainStep.__call__` does; a Python user may bring another.
+StepFunction = Callable[[Sequence[Rows], Callable[[Rows], dict[str, Any]], dict[str, Any], Tensor], Tensor | None]
 
 
 class TrainStep:

@@ -10,7 +10,7 @@ from support.storages import MadeStorages
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.activations.tiling import TiledLinear, TiledMLP, TiledNorm, tile_layers, tile_projections
+from ligertune.activations.tiling import TiledLinear, TiledMLP, TiledNorm, tile_layers, tile_projections, tiled
 from ligertune.errors import UserError
 from ligertune.models.adapters.joint_lora import siblings_of
 from ligertune.models.shape import base_of, read_shape, text_layers
@@ -58,6 +58,14 @@ def trained(model, *, device: str = "cpu", **shape: int) -> tuple[float, dict[st
     loss = model(**tiny_models.batch(device=device, **shape), use_cache=False).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_layer_without_tokens_returns_none_of_its_outputs():
+    layer = torch.nn.Linear(4, 6)
+    for hidden in (torch.zeros(2, 0, 4), torch.zeros(2, 0, 4, requires_grad=True)):
+        out = tiled(layer, hidden, list(layer.parameters()), TILE)
+        out.sum().backward()
+        assert out.shape == (2, 0, 6)
 
 
 # each family with another method: norms of inputs and of outputs, of heads, packed gate and up, sliding windows

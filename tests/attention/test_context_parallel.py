@@ -81,9 +81,10 @@ def noticed(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
     """What the check before the first step finds: logits and loss, for sound parts and for others."""
     found = {}
     for kind in (ContextParallelSplit, OfOtherLabels, OfOtherKeys):
+        split = kind(dist.group.WORLD)
         batcher = Batcher((), packed=True, multiple_of=ROW // 2, pad_token_id=0, index_labels=False,
-                          device=torch.device("cpu"), context_parallel=kind(dist.group.WORLD))  # fmt: skip
-        found[kind.__name__] = context_parallel_error(model, batcher, vocab_size=tiny_models.VOCAB)
+                          device=torch.device("cpu"), context_parallel=split)  # fmt: skip
+        found[kind.__name__] = context_parallel_error(model, batcher, split, vocab_size=tiny_models.VOCAB)
     return found
 
 

@@ -42,8 +42,8 @@ def _work(case: Case) -> Work:
 def _reference(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Attend one head at a time and recompute its scores in the backward: those of all heads would not fit."""
 
-    def attend(*one: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*one, is_causal=True)
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def head_of(t: Tensor, head: int) -> Tensor:
         return t[:, :, head : head + 1].transpose(1, 2)
@@ -68,13 +68,13 @@ def _torch(name: str, *, deterministic: bool) -> Provider:
         query, key, value, *_ = args
         documents, length = case.sizes
         if not query.is_cuda or case.dtype is torch.float32:
-            batch = [t.transpose(1, 2) for t in (query, key, value)]
-            return lambda: F.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True).transpose(1, 2)
+            q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
         bounds = torch.arange(documents + 1, device=query.device, dtype=torch.int32) * length
 
         def call() -> Tensor:
-            flat = (t.flatten(0, 1) for t in (query, key, value))
-            return flash_varlen(*flat, (bounds,) * 2, (length,) * 2, window=(-1, 0)).view_as(query)
+            q, k, v = (t.flatten(0, 1) for t in (query, key, value))
+            return flash_varlen(q, k, v, (bounds, bounds), (length, length), window=(-1, 0)).view_as(query)
 
         return call
 

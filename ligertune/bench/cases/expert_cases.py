@@ -23,6 +23,7 @@ MIXTRAL = (8, 2, 4096, 14336)
 QWEN3 = (128, 8, 2048, 768)
 GPT_OSS = (32, 4, 2880, 2880)
 DEEPSEEK = (64, 8, 7168, 2048)
+# the activation and the layout of gpt-oss
 CLAMPED = {"activation": GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0), "layout": ExpertLayout(True, True)}
 
 
@@ -35,7 +36,7 @@ def _inputs(case: Case, device: torch.device) -> Tensors:
     n, n_experts, top_k, width, inner = case.sizes
     hidden = torch.randn(n, width, dtype=case.dtype, device=device)
     scores, index = torch.randn(n, n_experts, device=device).topk(top_k)
-    shapes = ((n_experts, 2 * inner, width), (n_experts, width, inner))
+    shapes: tuple[tuple[int, int, int], ...] = ((n_experts, 2 * inner, width), (n_experts, width, inner))
     if _options(case):
         shapes = tuple((x, columns, rows) for x, rows, columns in shapes)
     inputs = (width, inner)
@@ -79,7 +80,7 @@ class _Experts(torch.nn.Module):
         if not self.clamped:
             gate, up = both.chunk(2, dim=-1)
             return F.silu(gate) * up
-        gate = both[..., ::2].clamp(max=7.0)
+        gate = both[..., ::2].clamp(max=7.0)  # numbers of CLAMPED
         up = both[..., 1::2].clamp(-7.0, 7.0)
         return (up + 1.0) * gate * torch.sigmoid(1.702 * gate)
 

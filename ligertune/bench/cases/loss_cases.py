@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ligertune.bench.case import Case, OpBenchmark, Outputs, Tensors, Work, elementwise_work, providers_of
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = -100  # torch's default, which the baselines use
 HEAD_WEIGHTS = tuple(0.8**k for k in range(5))  # as in the heads of the default recipe
 
 
@@ -44,8 +44,9 @@ def _mean_over(labels: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _logits_inputs(case: Case, device: torch.device) -> Tensors:
-    logits = 2.0 * torch.randn(case.sizes, dtype=case.dtype, device=device)
-    return logits.requires_grad_(), _labels(case, *case.sizes, device)
+    n, vocab_size = case.sizes
+    logits = 2.0 * torch.randn(n, vocab_size, dtype=case.dtype, device=device)
+    return logits.requires_grad_(), _labels(case, n, vocab_size, device)
 
 
 def _logits_work(case: Case) -> Work:
@@ -79,6 +80,7 @@ CROSS_ENTROPY = OpBenchmark(
 def _linear_inputs(case: Case, device: torch.device) -> Tensors:
     n, width, vocab_size = case.sizes
     hidden = torch.randn(n, width, dtype=case.dtype, device=device, requires_grad=True)
+    # so that the standard deviation of the logits is 2, as in `_logits_inputs`
     weight = torch.randn(vocab_size, width, dtype=case.dtype, device=device) * (2.0 / width**0.5)
     return hidden, weight.requires_grad_(not case.frozen_head), _labels(case, n, vocab_size, device)
 
@@ -136,7 +138,8 @@ def _sum_of_heads(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         losses = (loss(F.linear(x, weight), y) for x, y in zip(hidden, labels, strict=True))
-        return sum(c * loss for c, loss in zip(HEAD_WEIGHTS, losses, strict=True))
+        first, *others = (c * loss for c, loss in zip(HEAD_WEIGHTS, losses, strict=True))
+        return sum(others, start=first)
 
     return call
 
@@ -224,8 +227,9 @@ LOSSES = (LINEAR_CROSS_ENTROPY, CROSS_ENTROPY, MULTI_HEAD, LOG_PROBS, STATISTICS
 def _jsd(student: Tensor, teacher: Tensor) -> Tensor:
     """Compute the Jensen-Shannon divergence of log-probabilities (N, V), averaged over the rows."""
     mixture = torch.logaddexp(student, teacher) - math.log(2.0)
-    parts = (F.kl_div(mixture, side, reduction="sum", log_target=True) for side in (student, teacher))
-    return 0.5 * sum(parts) / student.shape[0]
+    of_student = F.kl_div(mixture, student, reduction="sum", log_target=True)
+    of_teacher = F.kl_div(mixture, teacher, reduction="sum", log_target=True)
+    return 0.5 * (of_student + of_teacher) / student.shape[0]
 
 
 OUR_KL_DIV, KL_DIV = (partial(loss, reduction="batchmean") for loss in (kernels.kl_div, F.kl_div))
@@ -237,7 +241,12 @@ def _of_all_rows(loss: Callable[..., Tensor]) -> Callable[[Case, Tensors], Calla
 
 
 def _divergence(
-    op: str, args: tuple[str, str], teacher: Callable, ours: Callable[..., Tensor], baseline: str, loss: Callable
+    op: str,
+    args: tuple[str, str],
+    teacher: Callable[..., Tensor],
+    ours: Callable[..., Tensor],
+    baseline: str,
+    loss: Callable[..., Tensor],
 ) -> OpBenchmark:
     """Return the benchmark of a divergence of two tensors (N, V) in fp32.
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ligertune.bench.case import Case, OpBenchmark, Outputs, Provider, Tensors, elementwise_work, providers_of
 
-EPS = 1e-6
+EPS = 1e-6  # the default of LlamaRMSNorm, with which the eager side is made
 GROUPS = 32
 
 
@@ -23,9 +23,11 @@ def _inputs(n_rows: int, n_affine: int) -> Callable[[Case, torch.device], Tensor
     """Return a function that makes n_rows tensors of the case's sizes, then weight and bias over the second size."""
 
     def inputs(case: Case, device: torch.device) -> Tensors:
-        make = {"dtype": case.dtype, "device": device}
-        rows = [torch.randn(case.sizes, **make, requires_grad=True) for _ in range(n_rows)]
-        affine = [torch.nn.Parameter(1.0 + 0.1 * torch.randn(case.sizes[1], **make)) for _ in range(n_affine)]
+        def randn(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, dtype=case.dtype, device=device)
+
+        rows = [randn(*case.sizes).requires_grad_() for _ in range(n_rows)]
+        affine = [torch.nn.Parameter(1.0 + 0.1 * randn(case.sizes[1])) for _ in range(n_affine)]
         return *rows, *affine
 
     return inputs
@@ -43,6 +45,7 @@ def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor)
 def _llama_norm(case: Case, args: Tensors) -> Callable[[], Outputs]:
     """Return transformers' norm of x, or of x + residual together with the sum."""
     *rows, weight = args
+    assert isinstance(weight, torch.nn.Parameter)  # as `_inputs` makes it
     norm = LlamaRMSNorm(weight.shape[0])
     norm.weight = weight
 

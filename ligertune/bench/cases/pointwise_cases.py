@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import ligertune_kernels as kernels
 import torch
@@ -250,8 +251,13 @@ def _swiglu_float8_inputs(case: Case, device: torch.device) -> Tensors:
     return *matrices, *(torch.tensor(scale, device=device) for scale in (8.0, 1000.0, 1000.0))
 
 
-def _both_directions(forward: Callable[..., torch.Tensor], backward: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """Return a function of dy, gate, up and the scales that returns all float8 copies, rows first."""
+def _both_directions(
+    forward: Callable[..., torch.Tensor], backward: Callable[..., tuple[Any, Any, Any]]
+) -> Callable[..., Outputs]:
+    """Return a function of dy, gate, up and the scales that returns all float8 copies, rows first.
+
+    backward: returns the copies of both gradients, and that of y by columns.
+    """
 
     def call(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *scales: torch.Tensor) -> Outputs:
         y = forward(gate, up, scales[0])
@@ -266,15 +272,17 @@ def _separate_forward(gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor)
     return kernels.quantize_float8(kernels.swiglu(gate, up), scale, columns=False).rows
 
 
-def _separate_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *scales: torch.Tensor) -> Outputs:
+def _separate_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *scales: torch.Tensor
+) -> tuple[Any, Any, Any]:
     leaves = [t.detach().requires_grad_() for t in (gate, up)]
     y = kernels.swiglu(*leaves)
     y.backward(dy)
-    found = [
+    d_gate, d_up = (
         kernels.quantize_float8(leaf.grad, scale, dtype=torch.float8_e5m2)
         for leaf, scale in zip(leaves, scales[1:], strict=True)
-    ]
-    return *found, kernels.quantize_float8(y.detach(), scales[0], rows=False).columns
+    )
+    return d_gate, d_up, kernels.quantize_float8(y.detach(), scales[0], rows=False).columns
 
 
 _EAGER_SWIGLU_FLOAT8 = _both_directions(kernels.swiglu_float8_reference, swiglu_float8_backward_reference)

@@ -104,7 +104,7 @@ def piece(content: str) -> None:
     sys.stdout.flush()
 
 
-def json_report(content: dict | list) -> None:
+def json_report(content: dict[str, Any] | list[Any]) -> None:
     """Print the machine-readable report to stdout."""
     written = json.dumps(content, indent=1, default=str, ensure_ascii=False)
     document(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written))
@@ -144,7 +144,7 @@ def _print_traceback(kind: type[BaseException], found: BaseException, trace: Tra
     sys.stderr.write(printable("".join(traceback.format_exception(kind, found, trace))))
 
 
-def table(title: str, rows: Iterable[tuple[str, str]]) -> None:
+def table(title: str, rows: Iterable[Sequence[str]]) -> None:
     """Print a table of names and values."""
     grid = Table(show_header=False, box=None, pad_edge=False)
     grid.add_column(style="dim", no_wrap=True)

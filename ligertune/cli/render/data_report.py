@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ligertune.data.preview import PreviewExample
 
 BAR = 40  # characters of the histogram's longest bar
+# zero-width spaces, joiners and marks, which a reader of the data would not see
 INVISIBLE = [*range(0x200B, 0x2010), *range(0x2060, 0x2070), 0xFEFF]
 JOINER = 0x200D  # joins emoji, which stay readable
 VISIBLE = {code: f"\u27e8U+{code:04X}\u27e9" for code in INVISIBLE if code != JOINER}
@@ -88,8 +89,8 @@ def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[t
         (f"{_sequence(summary)} length", f"mean {lengths['mean']}, {percentiles}, longest {lengths['max']} tokens")
     )
     evaluation = summary["eval_report"]
-    held_out = _data_sets(evaluation) + (_reasons("dropped", evaluation) if with_counts else [])
-    return rows + [(f"eval {name}", value) for name, value in held_out]
+    of_evaluation = _data_sets(evaluation) + (_reasons("dropped", evaluation) if with_counts else [])
+    return rows + [(f"eval {name}", value) for name, value in of_evaluation]
 
 
 def _answers(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligertune.cli.render.console import sentence, table, text
 from ligertune.errors import format_bytes, plural
@@ -54,7 +54,7 @@ def show_contexts(plan: Plan, found: Iterable[LongContext]) -> None:
         sentence(f"The model's own context is {plan.context:,} tokens (max_position_embeddings in its config.json).")
 
 
-def _context_row(settings: dict, found: LongContext) -> tuple[str, str]:
+def _context_row(settings: dict[str, Any], found: LongContext) -> tuple[str, str]:
     how = "offload" if settings["gradient_checkpointing"] == "offload" else "checkpointing"
     name = f"{how}, tiled_mlp" if settings["tiled_mlp"] else how
     host = f" and {format_bytes(found.host)} of host memory" if found.host else ""

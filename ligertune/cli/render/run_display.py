@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
@@ -23,8 +24,17 @@ PATH = 24  # characters of a data set's path
 BAR_OF_DATA = 70
 ELAPSED = 70
 RATE = 90
-# Styles of logged lines, widest first: separator, short labels, decimals of the loss.
-STYLES = (("  ", False, 4), ("  ", True, 4), (" ", True, 3))
+
+
+class LineStyle(NamedTuple):
+    """Style of a logged line."""
+
+    separator: str
+    short: bool  # short labels
+    decimals: int  # of the loss
+
+
+STYLES = (LineStyle("  ", False, 4), LineStyle("  ", True, 4), LineStyle(" ", True, 3))  # widest first
 
 
 class RemainingTime:
@@ -87,7 +97,9 @@ class RunDisplay(Progress, Display):
         super().__init__(
             console=OUTPUT.console, transient=True, disable=not self._is_live, refresh_per_second=REFRESHES
         )
-        self._phase = self._bar = self._remaining = None
+        self._phase: TaskID | None = None
+        self._bar: TaskID | None = None
+        self._remaining: RemainingTime | None = None
         self._data_sets: dict[str, TaskID] = {}
         self._style = 0
         bar = BarColumn(bar_width=None)
@@ -112,7 +124,7 @@ class RunDisplay(Progress, Display):
         """Return one table per bar, with the columns for which the terminal has room."""
         for task in self.tasks:
             kind = task.fields["kind"]
-            self.columns = [column for width, column in self._kinds[kind] if self.console.width >= width]
+            self.columns = tuple(column for width, column in self._kinds[kind] if self.console.width >= width)
             self.expand = kind != "phase"
             table = self.make_tasks_table([task])
             if self.expand:
@@ -147,6 +159,7 @@ class RunDisplay(Progress, Display):
 
     def step(self, step: int) -> None:
         """Move the progress bar, which takes the place of the phase. Called after each step; it draws nothing."""
+        assert self._remaining is not None  # `planned` comes before the first step
         self._remaining.step(step, time.perf_counter())
         if self._bar is None:
             self._end_phase()
@@ -154,7 +167,7 @@ class RunDisplay(Progress, Display):
             self._bar = self.add_task("", total=total, kind="steps", remaining=self._remaining)
         self.update(self._bar, completed=step, description="")
 
-    def line(self, line: dict) -> None:
+    def line(self, line: dict[str, Any]) -> None:
         """Print a line of metrics.jsonl above the bar."""
         if "note" in line:
             sentence(f"note: {line['note']}")
@@ -164,20 +177,21 @@ class RunDisplay(Progress, Display):
         else:
             text(self._logged(line))
 
-    def _logged(self, line: dict) -> str:
+    def _logged(self, line: dict[str, Any]) -> str:
         """Return the numbers of a line, in the widest style that fits; an evaluation has that of the line above it."""
+        assert self._remaining is not None  # `planned` comes before the first line
         total = self._remaining.total_steps
         left = self._remaining.seconds(time.perf_counter())
         if "loss" in line:
-            lengths = [len(separator.join(_fields(line, total, *style))) for separator, *style in STYLES]
+            lengths = [len(style.separator.join(_fields(line, total, style))) for style in STYLES]
             self._style = next((i for i, length in enumerate(lengths) if length <= self.console.width), -1)
-        separator, *style = STYLES[self._style]
-        fields = _fields(line, total, *style)
+        style = STYLES[self._style]
+        fields = _fields(line, total, style)
         if not self._is_live and left is not None and "loss" in line:
             fields.append(f"left {format_duration(left)}")
-        while len(separator.join(fields)) > self.console.width and len(fields) > 1:
+        while len(style.separator.join(fields)) > self.console.width and len(fields) > 1:
             fields.pop()
-        return separator.join(fields)
+        return style.separator.join(fields)
 
     def _end_phase(self) -> None:
         if self._phase is not None:
@@ -185,12 +199,13 @@ class RunDisplay(Progress, Display):
         self._phase = None
 
 
-def _fields(line: dict, total: int, short: bool, decimals: int) -> list[str]:
+def _fields(line: dict[str, Any], total: int, style: LineStyle) -> list[str]:
     """Return the parts of a logged line, each as wide in every line of a run."""
     step = f"{line['step']:>{len(str(total))}}/{total}"
+    short = style.short
     step = step if short else f"step {step}"
     loss = line.get("loss", line.get("eval_loss"))
-    fields = [step, f"loss {loss:{decimals + 3}.{decimals}f}"]
+    fields = [step, f"loss {loss:{style.decimals + 3}.{style.decimals}f}"]
     found = (line.get(f"{kind}{name}") for name in ("rewards/accuracies", "accuracy") for kind in ("", "eval_"))
     accuracy = next((value for value in found if value is not None), None)
     if accuracy is not None:

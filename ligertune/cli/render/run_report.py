@@ -27,9 +27,9 @@ def show_plan(plan: Plan) -> None:
     schedule = plan.schedule
     data = plan.data
     place = "in host memory for each device" if plan.parallel.cpu_offload else "on each device"
-    group = ("process", "processes")
+    groups = plural(batching.row_ranks, "process", "processes")
     if batching.cp_size > 1:
-        group = tuple(f"{words} of {batching.cp_size} processes" for words in ("group", "groups"))
+        groups = f"{plural(batching.row_ranks, 'group')} of {batching.cp_size} processes"
     warmup = f" ({schedule.warmup_steps} of them warm-up)" if schedule.warmup_steps else ""
     rows = [
         ("model", f"{plan.model_family}, {format_count(plan.n_parameters)} parameters, {_active(plan.n_active)}"
@@ -43,7 +43,7 @@ def show_plan(plan: Plan) -> None:
         ("data", _dataset(plan)),
         ("dropped rows", ", ".join(f"{count} {reason}" for reason, count in data.dropped.items()) or "none"),
         ("batch", f"{batching.micro_batch_size} per device x {batching.accumulation} accumulated x "
-                  f"{plural(batching.row_ranks, *group)} = {_batch(plan)}"),
+                  f"{groups} = {_batch(plan)}"),
         ("steps", f"{schedule.total_steps}{warmup}, {schedule.type}, learning rate {schedule.learning_rate:g}"),
         ("states", f"{format_bytes(plan.bytes.total)} {place} for weights, gradients and {plan.optimizer.name}"),
         ("peak memory", _predicted(plan)),
@@ -124,7 +124,8 @@ def _batch(plan: Plan) -> str:
         words += ["padding-free"] if rows.padding_free else []
     else:
         words = [f"{plural(size, 'row')} of {rows.length} tokens per step"]
-        words += [] if rows.streamed else [f"{plural(rows.count, 'row')} per epoch", f"{100 * rows.fill:.2f} % filled"]
+        if rows.fill is not None:  # the rows of a stream are not counted
+            words += [f"{plural(rows.count, 'row')} per epoch", f"{100 * rows.fill:.2f} % filled"]
     return ", ".join([*words, "streamed"] if rows.streamed else words)
 
 

@@ -28,11 +28,14 @@ _TAG = re.compile("\ufdd2(\\d+)\ufdd2|\ufdd3(\\d+)\ufdd3")  # begin and end of t
 _PART_OF_MARKUP = re.compile(r"<[^<>]*\Z")
 
 
+FieldName = Literal["content", "reasoning", "call"]
+
+
 class TaggedField(NamedTuple):
     """A text of a turn between tags: its content, its reasoning, or the name of a call."""
 
     turn: int
-    name: Literal["content", "reasoning", "call"]
+    name: FieldName
     text: str  # without white space around it
 
 
@@ -125,7 +128,7 @@ class AnswerFinder:
         written = [place for place, tag in enumerate(self._tags) if self._fields[tag.number].turn == index]
         turn = self.render(self._tagged[: index + 1])
         last = _last_tag(turn or "")
-        if not written or last is None or not self._is_unchanged(index):
+        if not written or turn is None or last is None or not self._is_unchanged(index):
             return None
         end = next((tag for tag in self._tags if tag.is_end and tag.number == int(last[2] or -1)), None)
         start = self._start(index, written[0])
@@ -228,7 +231,7 @@ def tag_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any
     """
     fields: list[TaggedField] = []
 
-    def tagged(turn: int, name: str, text: str) -> str:
+    def tagged(turn: int, name: FieldName, text: str) -> str:
         inner = text.strip()
         if not inner:
             return text

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ligertune.data.answers.answer_spans import find_tags, tag_messages
+from ligertune.data.answers.answer_spans import TaggedField, find_tags, tag_messages
 from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Message
 from ligertune.data.templates.control_tokens import Span
@@ -53,7 +53,9 @@ def end_of_think_block(content: str) -> int:
 
 def _after_space(text: str, place: int) -> int:
     """Return the end of the white space at `place`, but for a last space: tokenizers merge it into the next word."""
-    end = _SPACE.match(text, place).end()
+    space = _SPACE.match(text, place)
+    assert space is not None  # the pattern matches no characters, too
+    end = space.end()
     return end - (place < end < len(text) and text[end - 1] == " ")
 
 
@@ -79,7 +81,9 @@ class ReasoningMask:
         """Return the end of the reasoning in [start, stop), or `start` if there is none."""
         field = (self._ends or {}).get(index, -1)
         if start < field <= stop:
-            return min(_after_space(self.text, _CLOSING_MARK.match(self.text, field).end()), stop)
+            mark = _CLOSING_MARK.match(self.text, field)
+            assert mark is not None  # the pattern matches no characters, too
+            return min(_after_space(self.text, mark.end()), stop)
         content = self.messages[index]["content"] or ""
         if _BLOCK.match(content):
             found = self.text.find(_CLOSE, start, stop)
@@ -91,7 +95,7 @@ class ReasoningMask:
         return any(field.turn == index and field.name == "reasoning" for field in self._tagged[1])
 
     @cached_property
-    def _tagged(self) -> tuple:
+    def _tagged(self) -> tuple[list[dict[str, Any]], list[TaggedField]]:
         return tag_messages(self.messages)
 
     @cached_property

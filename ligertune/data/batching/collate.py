@@ -158,7 +158,7 @@ class Batcher:
         examples = [document for index in _indices(rows) for document in self.examples[index].documents()]
         files = [[self._inputs(path) for path in example.media] for example in examples]
         if self.reader is not None and not any(files) and self.reader.takes_blank:
-            examples, files = self._with_blank(examples)
+            examples, files = self._with_blank(examples, self.reader)
         padding = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.multiple_of}
         if self.packed:
             batch = collate_packed(examples, **padding, static_shapes=self.static_shapes)
@@ -188,20 +188,29 @@ class Batcher:
         return value.to(self.device, non_blocking=True)
 
     def _inputs(self, path: str) -> FileInputs:
-        return self.reader.read(path) if self.prefetcher is None else self.prefetcher.take(path)
+        if self.prefetcher is not None:
+            return self.prefetcher.take(path)
+        assert self.reader is not None  # rows of a text model have no files
+        return self.reader.read(path)
 
-    def _with_blank(self, examples: list[Example]) -> tuple[list[Example], list[list[FileInputs]]]:
+    def _with_blank(
+        self, examples: list[Example], reader: ModalityReader
+    ) -> tuple[list[Example], list[list[FileInputs]]]:
         """Add a blank file after the shortest example, or as a document: no trained token attends to it."""
-        n_tokens = self.reader.fixed_tokens or 1
-        ids, labels = (np.full(n_tokens, fill, dtype=np.int32) for fill in (self.reader.token_id, IGNORE_INDEX))
+        n_tokens = reader.fixed_tokens or 1
+        ids, labels = (np.full(n_tokens, fill, dtype=np.int32) for fill in (reader.token_id, IGNORE_INDEX))
         blank = Example(ids, labels, "")
         files: list[list[FileInputs]] = [[] for _ in examples]
         if self.packed:
-            return [*examples, blank], [*files, [self.reader.blank()]]
+            return [*examples, blank], [*files, [reader.blank()]]
         shortest = min(range(len(examples)), key=lambda place: len(examples[place].input_ids))
-        longer = [np.concatenate([examples[shortest][part], blank[part]]) for part in (0, 1)]
-        examples[shortest] = Example(*longer, examples[shortest].source)
-        files[shortest] = [self.reader.blank()]
+        before = examples[shortest]
+        examples[shortest] = Example(
+            input_ids=np.concatenate([before.input_ids, blank.input_ids]),
+            labels=np.concatenate([before.labels, blank.labels]),
+            source=before.source,
+        )
+        files[shortest] = [reader.blank()]
         return examples, files
 
     def file_tokens(self, indices: np.ndarray) -> int:

@@ -43,7 +43,7 @@ class ContextParallelKeys:
 
         key_rows: (keys,) int64, their places among the tokens of all ranks, concatenated in rank order.
         """
-        gathered = _Gather.apply(own.squeeze(0).transpose(0, 1), self.group)  # (C * T, K, D)
+        gathered = _Gather.apply(own.squeeze(0).transpose(0, 1), self.group)  # type: ignore[no-untyped-call]  # (C * T, K, D)
         return gathered.index_select(0, key_rows).transpose(0, 1)[None]
 
 
@@ -51,14 +51,14 @@ class _Gather(torch.autograd.Function):
     """All-gather (T, ...) of C ranks into (C * T, ...); the backward sums each rank's gradients on that rank."""
 
     @staticmethod
-    def forward(ctx, own, group):
+    def forward(ctx: Any, own: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
         dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
         return gathered
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
@@ -107,7 +107,7 @@ def context_parallel_split(plan: Plan) -> ContextParallelSplit | None:
     """Create this rank's group; None without context parallelism. All ranks call it."""
     if plan.batching.cp_size == 1:
         return None
-    group, _ = dist.new_subgroups(plan.batching.cp_size)
+    group, _ = dist.new_subgroups(plan.batching.cp_size)  # type: ignore[no-untyped-call]
     return ContextParallelSplit(group)
 
 

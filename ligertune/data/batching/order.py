@@ -8,7 +8,6 @@ epochs one after another, cut into global batches. Micro-batch m of rank r is a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 # batch stays a random draw.
 WINDOW = 50
 
+RowsOfEpoch = np.ndarray | Packs  # [i]: example indices of row i
+
 
 @dataclass(eq=False)
 class DataOrder:
@@ -46,7 +47,7 @@ class DataOrder:
     batching: Batching
     packs: Packs | None = None
     grouped: bool = False
-    _epochs: dict[int, tuple[np.ndarray, Sequence[np.ndarray]]] = field(default_factory=dict, init=False)
+    _epochs: dict[int, tuple[np.ndarray, RowsOfEpoch]] = field(default_factory=dict, init=False)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -72,14 +73,16 @@ class DataOrder:
         starts = ((m * world + rank) * size for m in range(n_micro))
         return [rows[start : start + size] for start in starts]
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, Sequence[np.ndarray]]:
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, RowsOfEpoch]:
         """Return (order of the rows, rows as example indices) of an epoch."""
         if epoch not in self._epochs:
             rng = np.random.default_rng([self.seed, epoch])
             order = rng.permutation(self.rows_per_epoch)
             if self.grouped:
                 order = self._group(order, epoch, rng)
-            contents = np.arange(len(self.lengths))[:, None] if self.packs is None else self.packs.shuffled(rng)
+            contents: RowsOfEpoch = np.arange(len(self.lengths))[:, None]
+            if self.packs is not None:
+                contents = self.packs.shuffled(rng)
             self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}  # a step can straddle two
             self._epochs[epoch] = order, contents
         return self._epochs[epoch]
@@ -184,8 +187,10 @@ class ByFileCount:
 
 def check_files_on_all_rows(strategy: str, examples: Examples | StreamedExamples, reader: ModalityReader) -> None:
     """Raise UserError for rows without files if ranks share the weights: they would skip layers that others gather."""
-    streamed = not isinstance(examples.n_media, np.ndarray)
-    if strategy in SHARDED_WEIGHTS and (streamed or (examples.n_media == 0).any()):
+    if strategy not in SHARDED_WEIGHTS:
+        return
+    # which rows of a stream have files is not known before they are read
+    if isinstance(examples, StreamedExamples) or (examples.n_media == 0).any():
         raise UserError(
             f"parallel.strategy: with {strategy}, {reader.family_name} cannot train on rows without {reader.inputs}: it"
             f" skips layers for them, and ranks that have {reader.inputs} would wait.",

@@ -28,7 +28,7 @@ class Packs(Sequence[np.ndarray]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> np.ndarray:  # type: ignore[override]  # nothing takes a slice
         index = range(len(self))[index]
         return self._members[self._ends[index - 1] if index else 0 : self._ends[index]]
 

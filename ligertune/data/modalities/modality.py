@@ -33,7 +33,8 @@ FileInputs = dict[str, "Tensor"]  # the model inputs of one file
 class RowFile(Protocol):
     """A checked file of a row."""
 
-    path: str
+    @property
+    def path(self) -> str: ...
 
 
 class RowFiles(Protocol):
@@ -44,14 +45,20 @@ class RowFiles(Protocol):
     def extract(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """Return (the row as text with marks, the references that the marks number). Raises BadRow."""
 
-    def find(self, conversation: Conversation, references: Sequence[Any], source: str) -> list[RowFile]:
+    def find(self, conversation: Conversation, references: Sequence[Any], source: str) -> Sequence[RowFile]:
         """Return the files of the conversation in its order. Raises BadRow if one is missing or broken."""
 
-    def insert(self, rendered: Rendered, files: Sequence[RowFile]) -> Rendered:
-        """Replace each mark by the text that the model's family writes for a file. Raises BadRow."""
+    def insert(self, rendered: Rendered, files: Sequence[Any]) -> Rendered:
+        """Replace each mark by the text that the model's family writes for a file. Raises BadRow.
 
-    def expand(self, encoded: Encoded, files: Sequence[RowFile]) -> Encoded:
-        """Repeat the token of each file to its number of tokens, without labels. Raises BadRow."""
+        files: as `find` returned them.
+        """
+
+    def expand(self, encoded: Encoded, files: Sequence[Any]) -> Encoded:
+        """Repeat the token of each file to its number of tokens, without labels. Raises BadRow.
+
+        files: as `find` returned them.
+        """
 
 
 class ModalityReader(Protocol):
@@ -60,17 +67,33 @@ class ModalityReader(Protocol):
     It holds no weights, so data workers can have a copy.
     """
 
-    token_id: int  # of the token that is repeated for a file
-    fixed_tokens: int | None  # tokens of every file; None if they depend on the file
-    template_text: str  # what chat templates write for a file
     part_type: str  # type of the content parts that chat templates read for a file
-    family_name: str
     model_kind: str  # for messages, such as vision-language model
     inputs: str  # plural noun of the files, for messages
-    # Batches without files get a blank one. Else the model skips layers for them.
-    takes_blank: bool
-    # Each row of a batch must hold as many files.
-    needs_equal_counts: bool
+
+    @property
+    def token_id(self) -> int:
+        """Id of the token that is repeated for a file."""
+
+    @property
+    def fixed_tokens(self) -> int | None:
+        """Tokens of every file; None if they depend on the file."""
+
+    @property
+    def template_text(self) -> str:
+        """What chat templates write for a file."""
+
+    @property
+    def family_name(self) -> str:
+        """Name of the model's family, for messages."""
+
+    @property
+    def takes_blank(self) -> bool:
+        """Whether batches without files get a blank one. Else the model skips layers for them."""
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Whether each row of a batch must hold as many files."""
 
     def row_files(self, folder: str | None) -> RowFiles:
         """Return what reads the rows of a data set. folder: of relative paths; None: that of the data file."""
@@ -89,8 +112,8 @@ class ModalityReader(Protocol):
     ) -> dict[str, Tensor]:
         """Return what the files add to a batch. input_ids: (B, T), or (1, T) of packed rows. files: of each example."""
 
-    def prompt_inputs(self, input_ids: Tensor, files: Sequence[RowFile]) -> dict[str, Tensor]:
-        """Return the inputs of `generate` for a prompt (1, T) with one token per file."""
+    def prompt_inputs(self, input_ids: Tensor, files: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the inputs of `generate` for a prompt (1, T) with one token per file, as `RowFiles.find` found it."""
 
     def save(self, folder: Path) -> None:
         """Write what transformers needs to read files for a saved model."""

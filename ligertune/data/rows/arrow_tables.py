@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 ROWS_AT_ONCE = 1000  # rows that are Python values at the same time
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # the mark before a message, and 0 as its length
 _JSON_TYPE = "arrow.json"
 
 Converter = Callable[[Any], Any]
@@ -36,6 +36,7 @@ def read_parquet(file: DataFile) -> Iterator[Record]:
     with _errors_of(file, "parquet"):
         content = parquet.ParquetFile(_source(file, memory_map=False))
         stored = sum(content.metadata.row_group(i).total_byte_size for i in range(content.metadata.num_row_groups))
+        # so few that a batch has at most 128 MiB (MAX_PASSED / 8) by the file's own sizes: rows may hold images
         rows_at_once = max(1, min(ROWS_AT_ONCE, MAX_PASSED // 8 * content.metadata.num_rows // max(stored, 1)))
         rows = TableRows(content.schema_arrow, file)
         for batch in content.iter_batches(rows_at_once):
@@ -208,8 +209,8 @@ def _of_struct(kind: pyarrow.StructType, feature: Any) -> Converter:
         inner = features.get("feature")
         features = {name: [of_item] for name, of_item in inner.items()} if isinstance(inner, dict) else {}
     fields = [kind.field(number) for number in range(kind.num_fields)]
-    converters = {field.name: _of_field(field, features.get(field.name)) for field in fields}
-    converters = {name: convert for name, convert in converters.items() if convert is not None}
+    of_fields = {field.name: _of_field(field, features.get(field.name)) for field in fields}
+    converters = {name: convert for name, convert in of_fields.items() if convert is not None}
 
     def convert_struct(struct: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in struct.items() if value is not None}

@@ -158,11 +158,23 @@ def _join_roles(turns: list[Message], repairs: list[str]) -> list[Message]:
     joined: list[Message] = []
     for turn in turns:
         previous = joined[-1] if joined else None
-        is_same = previous is not None and (previous.role, previous.trained) == (turn.role, turn.trained)
-        if not is_same or turn.role == "tool" or previous.calls:
+        if (
+            previous is None
+            or (previous.role, previous.trained) != (turn.role, turn.trained)
+            or turn.role == "tool"
+            or previous.calls
+        ):
             joined.append(turn)
         else:
             repairs.append("repeated role")
-            texts = {name: (getattr(previous, name), getattr(turn, name)) for name in ("content", "input", "reasoning")}
-            joined[-1] = replace(turn, **{name: "\n\n".join(filter(str.strip, both)) for name, both in texts.items()})
+            joined[-1] = replace(
+                turn,
+                content=_paragraphs(previous.content, turn.content),
+                input=_paragraphs(previous.input, turn.input),
+                reasoning=_paragraphs(previous.reasoning, turn.reasoning),
+            )
     return joined
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(filter(str.strip, texts))

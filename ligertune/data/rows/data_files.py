@@ -12,7 +12,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ligertune.errors import UserError
 
@@ -45,7 +45,7 @@ class DataFile:
         self.size = max(path.stat().st_size, 1)
         self.unparsed = 0.0  # share of the decoded text that is not parsed yet
         self.row_share = 0.0  # of formats that are read by rows, not by bytes
-        self._raw: BinaryIO | None = None
+        self._raw: io.BufferedReader | None = None
 
     @property
     def share(self) -> float:
@@ -60,14 +60,14 @@ class DataFile:
         return self.path.suffix.lower() in COMPRESSED
 
     @contextmanager
-    def open(self) -> Iterator[BinaryIO]:
+    def open(self) -> Iterator[io.BufferedIOBase]:
         """Open the file as bytes, decompressed."""
         with self.path.open("rb") as raw:
             self._raw = raw
             kind = self.path.suffix.lower()
             if kind == ".gz":
-                with gzip.GzipFile(fileobj=raw) as decompressed:
-                    yield decompressed
+                with gzip.GzipFile(fileobj=raw) as unzipped:
+                    yield unzipped
             elif kind == ".zst":
                 with io.BufferedReader(_Zstandard(raw), CHUNK) as decompressed:
                     yield decompressed
@@ -82,7 +82,7 @@ class DataFile:
         self.row_share = 0.0
         return content.removeprefix(codecs.BOM_UTF8)
 
-    def lines(self, stream: BinaryIO) -> Iterator[tuple[str, int]]:
+    def lines(self, stream: io.BufferedIOBase) -> Iterator[tuple[str, int]]:
         """Yield (text of a line with its "\\n", bytes), without a byte order mark before the first.
 
         The text of a line of more than `max_bytes` is empty.
@@ -106,7 +106,7 @@ class DataFile:
             yield text.removeprefix("\ufeff") if offset == 0 else text, len(content)
             offset += len(content)
 
-    def _pass_line(self, stream: BinaryIO) -> int:
+    def _pass_line(self, stream: io.BufferedIOBase) -> int:
         """Read to the end of the line; return the number of bytes."""
         n_bytes = 0
         while content := stream.readline(CHUNK):
@@ -134,7 +134,7 @@ class DataFile:
 class _Zstandard(io.RawIOBase):
     """The decompressed bytes of a Zstandard file, which pyarrow reads in bounded memory."""
 
-    def __init__(self, raw: BinaryIO) -> None:
+    def __init__(self, raw: io.BufferedReader) -> None:
         import pyarrow
 
         self._stream = pyarrow.CompressedInputStream(raw, "zstd")

@@ -18,10 +18,10 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from io import StringIO
+from io import BufferedIOBase, StringIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ligertune.data.rows.arrow_tables import read_arrow, read_parquet
 from ligertune.data.rows.data_files import CHUNK, COMPRESSED, MAX_PASSED, CompressionError, DataFile, Record
@@ -100,7 +100,7 @@ def _layout_of_objects(file: DataFile, *, may_be_lines: bool, is_one_line: bool)
     return "objects", key
 
 
-def _next_line(stream: BinaryIO, file: DataFile) -> bytes:
+def _next_line(stream: BufferedIOBase, file: DataFile) -> bytes:
     """Return the next line that is not blank, or its first `max_bytes` + 1 bytes."""
     while content := stream.readline(file.max_bytes + 1):
         if content.removeprefix(codecs.BOM_UTF8).strip():
@@ -157,7 +157,7 @@ def _is_turn(value: dict[str, Any]) -> bool:
     return any(isinstance(value.get(key), str) for key in ROLE_KEYS)
 
 
-def _read_json_lines(file: DataFile, stream: BinaryIO) -> Iterator[Record]:
+def _read_json_lines(file: DataFile, stream: BufferedIOBase) -> Iterator[Record]:
     n_blank = 0
     for line, n_bytes in file.lines(stream):
         n_blank = file.passed(n_blank + n_bytes) if line.isspace() else 0
@@ -174,7 +174,7 @@ def _read_json_lines(file: DataFile, stream: BinaryIO) -> Iterator[Record]:
 class _JsonText:
     """The text of a JSON file from `at` on, decoded chunk by chunk. `file.line` is the line of `at`."""
 
-    def __init__(self, file: DataFile, stream: BinaryIO) -> None:
+    def __init__(self, file: DataFile, stream: BufferedIOBase) -> None:
         self.file = file
         self._stream = stream
         self._text = ""
@@ -210,7 +210,7 @@ class _JsonText:
         n_blank = 0
         while True:
             start = self._at
-            self._advance(_JSON_SPACE.match(self._text, self._at).end())
+            self._advance(_end_of_space(self._text, self._at))
             if self._at < len(self._text) or self._ended:
                 return self._text[self._at : self._at + 1]
             n_blank = self.file.passed(n_blank + self._at - start)
@@ -219,7 +219,7 @@ class _JsonText:
     def first_in_list(self) -> str:
         """Return the first character in the list that begins here, without advancing; "" at the end of the file."""
         while True:
-            at = _JSON_SPACE.match(self._text, self._at + len("[")).end()
+            at = _end_of_space(self._text, self._at + len("["))
             if at < len(self._text) or self._ended:
                 return self._text[at : at + 1]
             self._read_more()
@@ -276,6 +276,13 @@ class _JsonText:
             n_bytes = self.file.passed(n_bytes + end - self._at)
             self._advance(end)
             self._read_more()
+
+
+def _end_of_space(text: str, start: int) -> int:
+    """Return the end of the white space of JSON at `start`."""
+    space = _JSON_SPACE.match(text, start)
+    assert space is not None  # the pattern matches no characters, too
+    return space.end()
 
 
 def _read_list(text: _JsonText) -> Iterator[Record]:
@@ -401,7 +408,7 @@ def _delimiter(file: DataFile) -> str:
     return max(found, key=lambda each: each[0])[1]
 
 
-def _csv_lines(file: DataFile, stream: BinaryIO) -> Iterator[str]:
+def _csv_lines(file: DataFile, stream: BufferedIOBase) -> Iterator[str]:
     for line, n_bytes in file.lines(stream):
         if n_bytes > file.max_bytes:  # where its row ends is not known
             raise file.error(f"a line of {n_bytes:,} bytes", "Raise data.max_record_bytes, or remove the row.")

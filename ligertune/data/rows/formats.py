@@ -96,7 +96,7 @@ FormatType = TypeVar("FormatType", bound=Format)
 
 def checked(conversation: Conversation, reader: RowReader, repairs: list[str] | None) -> Conversation:
     """Return a conversation whose turns are in order. Repair it, and list the repairs, unless `repairs` is None."""
-    messages = conversation.messages
+    messages: Sequence[Message] = conversation.messages
     if repairs is not None:
         messages, done = repair_turns(messages)
         repairs += [repair for repair in dict.fromkeys(reader.repairs + done) if repair not in repairs]
@@ -122,7 +122,8 @@ def recognise_format(name: str, columns: Collection[str], path: str, formats: Se
     formats: the formats to choose from; none: FORMATS. If all required columns of one are among those of another, the
     other is chosen. Raises UserError, naming `path`, if the columns fit no format or several.
     """
-    candidates = [row for row in formats or FORMATS if name == row.name or (name == "auto" and not row.by_values)]
+    every: Sequence[Any] = formats or FORMATS
+    candidates = [row for row in every if name == row.name or (name == "auto" and not row.by_values)]
     found = ", ".join(sorted(columns)) or "none"
     fitting = _fitting(candidates, set(columns))
     if len(fitting) == 1:

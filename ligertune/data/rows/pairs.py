@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.rows.conversation import Conversation, Message, ParsedRow
+from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, Role
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import OTHER_NAMES, Format, FormatType, check_format_name, checked, recognise_format
 from ligertune.data.rows.row_kind import FirstRows
@@ -119,7 +119,7 @@ def _texts_without_prompt(
         return (), _hh_turns(chosen), _hh_turns(rejected)
     both = zip(chosen, rejected, strict=False)
     shared = next((number for number, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
-    word = re.search(r"\S*\Z", chosen[:shared])[0]  # the beginning of a word that goes on differently
+    *_, word = re.split(r"\s", chosen[:shared])  # the beginning of a word that goes on differently
     shared -= len(word) if len(word) < shared else 0
     if chosen[:shared].endswith(" "):  # tokenizers merge a space into the word that follows
         shared -= 1
@@ -134,7 +134,7 @@ def _is_hh(text: str) -> bool:
 def _hh_turns(text: str) -> list[Message]:
     """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
     _, *parts = _HH_TURN.split(f"\n\n{text.lstrip()}")
-    roles = ("user" if name == "Human" else "assistant" for name in parts[::2])
+    roles: list[Role] = ["user" if name == "Human" else "assistant" for name in parts[::2]]
     return [Message(role, content.strip()) for role, content in zip(roles, parts[1::2], strict=True)]
 
 

@@ -157,7 +157,8 @@ def other_row_kinds() -> list[RowKind]:
 
 def row_code() -> list[Path]:
     """Return the folders of the features that bring rows: examples depend on their code."""
-    return [Path(importlib.import_module(package).__file__).parent for package in _packages()]
+    files = [importlib.import_module(package).__file__ for package in _packages()]
+    return [Path(file).parent for file in files if file is not None]  # None: of a package without an __init__.py
 
 
 def check_columns(columns: Collection[str]) -> None:

@@ -50,7 +50,7 @@ class RecordStream:
     _files: list[DataFile] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Record]:
-        records = islice(self._all(), self.spec.max_samples)
+        records: Iterator[Record] = islice(self._all(), self.spec.max_samples)
         if self.spec.columns:
             check_columns(self.spec.columns)
             first = list(islice(records, self.sample))
@@ -92,7 +92,7 @@ class RecordStream:
 def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
     """Return the records with message trees assembled, if the first record that is not too large has their columns."""
     head = []
-    row = {}
+    row: dict[str, Any] = {}
     while not row and (record := next(records, None)):
         head.append(record)
         row = record.row

@@ -153,5 +153,7 @@ def functions_in(system: str) -> tuple[str, list[dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             raise BadRow("tools are not JSON", f"{system[place:]:.40}") from error
         functions.append(function)
-        place = _SEPARATOR.match(system, place).end()
+        separator = _SEPARATOR.match(system, place)
+        assert separator is not None  # the pattern matches no characters, too
+        place = separator.end()
     return f"{system[: found.start()].strip(' ,-')}.", functions

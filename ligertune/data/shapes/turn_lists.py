@@ -107,11 +107,15 @@ def _alternating(texts: Iterable[str]) -> list[dict[str, Any]]:
 def _exchanges(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return two turns for each exchange of a question and an answer, or nothing if they have other keys."""
     names = next((names for names in _EXCHANGES if all(set(names) <= set(turn) for turn in turns)), None)
+    if names is None:
+        return []
+    question, answer = names
     made: list[dict[str, Any]] = []
-    for turn in turns if names else ():
+    for turn in turns:
         if turn.get("system"):
             made.append({"role": "system", "content": turn["system"]})
-        made += [{"role": role, "content": turn[name]} for role, name in zip(("user", "assistant"), names, strict=True)]
+        made.append({"role": "user", "content": turn[question]})
+        made.append({"role": "assistant", "content": turn[answer]})
     return made
 
 

@@ -79,7 +79,7 @@ class _LimitingGenerator(CodeGenerator):
         else:
             super().visit_ExprStmt(node, frame)
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         self.write("environment.add(")
         self.visit(node.left, frame)
         self.write(", ")
@@ -207,14 +207,16 @@ def _rendered(
     source: str, messages: Sequence[dict[str, Any]], spans: bool, variables: dict[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
     template = _compiled(source)
-    pieces = []
-    found = []
+    pieces: list[str] = []
+    found: list[tuple[int, int]] = []
     length = 0
     budget.begin()
     variables = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     variables["messages"] = [_with_reasoning(message) for message in messages]
     left = template.root_render_func(template.new_context(variables))
-    tracker = template.environment.activate_tracker(pieces, found) if spans else contextlib.nullcontext()
+    tracker: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if spans:  # an extension of transformers adds the method to its environment
+        tracker = template.environment.activate_tracker(pieces, found)  # type: ignore[attr-defined]
     with tracker:  # it reads the pieces before each block
         while some := list(islice(left, 1 if spans else _PIECES)):
             pieces += some

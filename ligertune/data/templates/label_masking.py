@@ -79,7 +79,7 @@ class Encoder:
             for place, encoding in zip(left, encodings, strict=True):
                 found[place] = mark_tokens(batch[place], encoding)
             pairs = zip(batch, found, strict=True)
-            labelled = _label([(text, marked) for text, marked in pairs if not isinstance(marked, BadRow)])
+            labelled = _label([(text, marked) for text, marked in pairs if isinstance(marked, TokenizedText)])
             yield from (marked if isinstance(marked, BadRow) else next(labelled) for marked in found)
 
     def _mark(self, text: Rendered) -> TokenizedText | BadRow | None:
@@ -126,11 +126,18 @@ def mark_tokens(rendered: Rendered, encoding: Encoding) -> TokenizedText:
 
 def _first_from(encoding: Encoding, near: int, character: int, n_tokens: int) -> int:
     """Return the first token that begins at `character` or after it, searching from the token `near`."""
-    while near > 0 and encoding.token_to_chars(near - 1)[0] >= character:
+    while near > 0 and _begin(encoding, near - 1) >= character:
         near -= 1
-    while near < n_tokens and encoding.token_to_chars(near)[0] < character:
+    while near < n_tokens and _begin(encoding, near) < character:
         near += 1
     return near
+
+
+def _begin(encoding: Encoding, token: int) -> int:
+    """Return the first character of a token."""
+    span = encoding.token_to_chars(token)
+    assert span is not None  # only special tokens that the tokenizer adds have no characters, and it adds none here
+    return span[0]
 
 
 def mark_tokens_by_offsets(rendered: Rendered, ids: list[int], offsets: Sequence[Span]) -> TokenizedText:

@@ -27,7 +27,7 @@ from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.formats import Format
 from ligertune.data.templates.bounded_jinja import template_name
-from ligertune.data.templates.control_tokens import ControlTokens, Rendered
+from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
 from ligertune.data.templates.jinja_renderer import JinjaRenderer, has
 from ligertune.data.templates.named_templates import known_templates, read_template, template_path
 from ligertune.data.templates.template_messages import REASONING_FIELDS, forms_of, split_calls, template_messages
@@ -170,7 +170,7 @@ class ChatTemplate:
 
         Raises BadRow with the fault of the usual form if there is none.
         """
-        refusal = None
+        refusal: BadRow | None = None
         for form in forms_of(turns, renderer.source):
             shown = split_calls(turns) if form.split else list(turns)
             if self.system_prompt and shown[0].role != "system":
@@ -182,9 +182,10 @@ class ChatTemplate:
                 return _Written(shown, messages, text)
             except BadRow as bad:
                 refusal = refusal or bad
+        assert refusal is not None  # there is at least one form
         raise refusal
 
-    def _answer_spans(self, written: _Written, renderer: JinjaRenderer) -> list[BadRow | list[tuple[int, int]]]:
+    def _answer_spans(self, written: _Written, renderer: JinjaRenderer) -> Sequence[BadRow | list[Span]]:
         """Return the spans of each answer in the text, or why it has none."""
         _, messages, text = written
         if renderer.marks_answers:

@@ -76,9 +76,9 @@ budget = Budget()
 
 def add(left: Any, right: Any) -> Any:
     """Compute `+`, the most frequent operation of chat templates."""
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return budget.measured(left + right)  # each is measured, so the sum needs little memory
     result = left + right
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return budget.measured(result)  # each operand is measured, so the sum needs little memory
     if isinstance(result, str | bytes) and len(result) > LONG:
         budget.take(len(result))
     return result
@@ -139,7 +139,7 @@ def _check(bound: Callable[..., int], arguments: Sequence[Any], options: dict[st
 def _size(value: Any) -> int:
     """Return the length of a text or list, or a number, which may be a width or a count."""
     if isinstance(value, int | float):
-        return int(min(abs(value), 2**63))
+        return int(min(abs(value), 2**63))  # infinity is no int
     return len(value) if hasattr(value, "__len__") else 1
 
 
@@ -161,6 +161,7 @@ def _formatted(text: Any, *values: Any) -> int:
     flat = [item for value in values for item in (value.values() if isinstance(value, dict) else
             value if isinstance(value, tuple) else [value])]  # fmt: skip
     shown = sum(_NUMBER if isinstance(value, int | float) else _size(value) for value in flat)
+    # ten digits are beyond the limit, and `int` takes quadratic time in the digits
     widths = sum(int(width[:10]) for width in re.findall(r"\d+", text))
     if _WIDTH_ARGUMENT.search(text):
         widths += sum(_size(value) for value in flat if isinstance(value, int))
@@ -182,6 +183,7 @@ _FILTERS: dict[str, Callable[..., int]] = {
     "center": _width,
     "batch": _width,
     "slice": _width,
+    # at most 335 digits (MAX_CHARACTERS / 10**5): jinja2 computes 10**precision
     "round": lambda number, precision=0, *more: _size(precision) * 10**5,
     "title": lambda text: 8 * _size(text),  # slow: 0.4 s for a million characters
     "indent": lambda text, width=4, *more: _size(text) + (str(text).count("\n") + 1) * _size(width),
@@ -189,5 +191,6 @@ _FILTERS: dict[str, Callable[..., int]] = {
     "replace": lambda text, old, new, *more: _replaced(str(text), old, new),
     "format": _formatted,
     "join": _joined,
+    # of texts or lists: never, because each step copies what is summed so far
     "sum": lambda items, attribute=None, start=0: 0 if isinstance(start, int | float) else 2**63,
 }

@@ -102,7 +102,7 @@ def _template_message(message: Message, source: str, form: MessageForm) -> dict[
     """Return one message. Fields that this template does not read become text of the content."""
     content = _joined(message.content, message.input)
     reasoning = message.reasoning
-    fields = {"role": message.role}
+    fields: dict[str, Any] = {"role": message.role}
     names = reads_reasoning(source) if reasoning else []
     if message.calls and form.as_text:
         content = "\n".join([*([content] if content else []), *(call.text for call in message.calls)])

@@ -76,7 +76,7 @@ class _WordCache(dict[str, tuple[int, ...]]):
             self[word] = tokens
         return tokens
 
-    def __reduce__(self) -> tuple:  # worker processes start with an empty cache
+    def __reduce__(self) -> tuple[type[_WordCache], tuple[Tokenizer]]:  # worker processes start with an empty cache
         return _WordCache, (self.backend,)
 
 
@@ -93,14 +93,16 @@ class WordTokenizer:
 
     def length_of(self, index: int) -> int:
         """Return the characters of a token: in its vocabulary entry each byte is one letter."""
-        return len(self._cache.backend.id_to_token(index))
+        token = self._cache.backend.id_to_token(index)
+        assert token is not None  # the ids are those that this tokenizer gave
+        return len(token)
 
     def tokens(self, text: str) -> WordTokens | None:
         """Tokenize a text; None if only the tokenizer itself can."""
         if not (text.isascii() and _PLAIN.fullmatch(text)):
             return None
-        words = []
-        tokens = []
+        words: list[str] = []
+        tokens: list[tuple[int, ...]] = []
         cache = self._cache
         for place, part in enumerate(self._added_pattern.split(text)):  # added tokens are at odd places
             inside = [part] if place % 2 else self._pattern.findall(part)
@@ -117,8 +119,10 @@ def word_tokenizer(tokenizer: PreTrainedTokenizerBase) -> WordTokenizer | None:
     found = WordTokenizer(tokenizer, pattern)
     encoding = tokenizer.backend_tokenizer.encode(_SAMPLE, add_special_tokens=False)
     tokens = found.tokens(_SAMPLE)
+    if tokens is None or tokens.ids != encoding.ids:
+        return None
     lengths = [end - start for start, end in encoding.offsets]
-    return found if tokens.ids == encoding.ids and list(map(found.length_of, tokens.ids)) == lengths else None
+    return found if list(map(found.length_of, tokens.ids)) == lengths else None
 
 
 def _word_pattern(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -12,15 +12,16 @@ or merged add nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from ligertune_kernels.ops.moe.experts import ExpertLora
+from ligertune_kernels.ops.moe.expert_passes import ExpertLora
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ligertune.any_types import AnyModule
 from ligertune.patching.experts.kernel_experts import KernelExperts, weights_of
 from ligertune.patching.module_patch import ModulePatch, patch_module
 from ligertune.patching.probe import Refusal
@@ -31,6 +32,8 @@ ARGUMENTS = {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}  # parame
 class SplitLora(ModulePatch):
     """Mixin of PEFT's outermost wrapper of a module's parameters."""
 
+    get_base_layer: Callable[[], AnyModule]
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.get_base_layer()
         if kwargs or why_not_split(self) is not None:
@@ -40,7 +43,10 @@ class SplitLora(ModulePatch):
         return base(x, *args, **expert_adapters(self, transposed=base.patch_spec.layout.transposed))
 
 
-def why_not_split(outer: ParamWrapper) -> str | None:
+Wrapper = AnyModule  # a ParamWrapper, also one with the mixin
+
+
+def why_not_split(outer: Wrapper) -> str | None:
     """Return why PEFT's own code has to run, or None if the update can be added to the layer's products."""
     base = outer.get_base_layer()
     names = [wrapper.parameter_name for wrapper in _wrappers(outer)]
@@ -61,7 +67,7 @@ def why_not_split(outer: ParamWrapper) -> str | None:
     return None
 
 
-def expert_adapters(outer: ParamWrapper, *, transposed: bool) -> dict[str, ExpertLora]:
+def expert_adapters(outer: Wrapper, *, transposed: bool) -> dict[str, ExpertLora]:
     """Return the arguments gate_up_lora and down_lora of `experts`, as views of the adapter's weights.
 
     transposed: as of `ExpertLayout`.
@@ -73,7 +79,7 @@ def expert_adapters(outer: ParamWrapper, *, transposed: bool) -> dict[str, Exper
     }
 
 
-def expert_lora(wrapper: ParamWrapper, name: str, *, transposed: bool) -> ExpertLora:
+def expert_lora(wrapper: Wrapper, name: str, *, transposed: bool) -> ExpertLora:
     """Return the adapter `name` of one weight of all experts, as views of its parameters."""
     a = wrapper.lora_A[name].weight
     b = wrapper.lora_B[name].weight
@@ -105,7 +111,8 @@ def merge_parameters(model: nn.Module) -> None:
 
     PEFT's `merge` rounds the update first, then the sum.
     """
-    for wrapper in [module for module in model.modules() if isinstance(module, ParamWrapper)]:
+    wrappers: list[Wrapper] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    for wrapper in wrappers:
         parameter = wrapper.get_param()
         base_transposed = getattr(wrapper.get_base_layer(), "is_transposed", False)
         for name in _active(wrapper):
@@ -116,21 +123,21 @@ def merge_parameters(model: nn.Module) -> None:
             wrapper.merged_adapters.append(name)
 
 
-def _wrappers(outer: ParamWrapper) -> Iterator[ParamWrapper]:
+def _wrappers(outer: Wrapper) -> Iterator[Wrapper]:
     """Yield the wrapper and those nested in it."""
     while isinstance(outer, ParamWrapper):
         yield outer
         outer = outer.base_layer
 
 
-def _active(wrapper: ParamWrapper) -> list[str]:
+def _active(wrapper: Wrapper) -> list[str]:
     """Return the adapters that add to the weight: none if they are switched off or merged."""
     if wrapper.disable_adapters or wrapper.merged:
         return []
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def _add_low_rank(y: Tensor, x: Tensor, wrapper: ParamWrapper) -> Tensor:
+def _add_low_rank(y: Tensor, x: Tensor, wrapper: Wrapper) -> Tensor:
     """Return y + s (x Aᵀ) Bᵀ."""
     for name in _active(wrapper):
         a, b = (part[name].weight.to(x.dtype) for part in (wrapper.lora_A, wrapper.lora_B))

@@ -11,8 +11,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ligertune_kernels.ops.moe.experts import ExpertLora, Weight, experts
+from ligertune_kernels.ops.moe.expert_passes import ExpertLora, Weight
+from ligertune_kernels.ops.moe.experts import experts
 from ligertune_kernels.ops.moe.nf4_weight import as_weight
 from ligertune_kernels.tracing import constant_while_tracing
 from torch import Tensor, nn
@@ -48,12 +50,14 @@ def weights_of(module: nn.Module) -> ExpertWeights | Refusal:
 
     FSDP2, expert parallelism and parametrizations may have changed them since the module was recognised.
     """
-    held = {name: getattr(module, name, None) for name in (*WEIGHTS, *BIASES)}  # once: a parametrization computes them
+    # once: a parametrization computes them
+    held: dict[str, Any] = {name: getattr(module, name, None) for name in (*WEIGHTS, *BIASES)}
     for name, weight in held.items():
         why = None if weight is None else unreadable(weight)
         if why is not None:
             return Refusal(f"{name} {why}")
-    return ExpertWeights(*map(as_weight, held.values()))
+    gate_up, down, gate_up_bias, down_bias = held.values()
+    return ExpertWeights(as_weight(gate_up), as_weight(down), gate_up_bias, down_bias)
 
 
 def run_experts(
@@ -88,9 +92,14 @@ class KernelExperts(ModulePatch):
     patch_spec: ExpertsSpec
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **adapters: ExpertLora
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        gate_up_lora: ExpertLora | None = None,
+        down_lora: ExpertLora | None = None,
     ) -> Tensor:
-        """adapters: gate_up_lora and down_lora; only for weights that `weights_of` reads."""
+        """Compute the experts. Adapters are given only for weights that `weights_of` reads."""
         weights = weights_of(self)
         if isinstance(weights, Refusal):
             warnings.warn(
@@ -99,7 +108,8 @@ class KernelExperts(ModulePatch):
                 stacklevel=2,
             )
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        return run_experts(self.patch_spec, replace(weights, **adapters), hidden_states, top_k_index, top_k_weights)
+        weights = replace(weights, gate_up_lora=gate_up_lora, down_lora=down_lora)
+        return run_experts(self.patch_spec, weights, hidden_states, top_k_index, top_k_weights)
 
 
 # ---- transformers' `experts_implementation`
@@ -125,13 +135,19 @@ def experts_forward(
     Raises UserError if the op does not compute these experts, or cannot read their weights.
     """
     spec = _spec_of(module)
-    weights = weights_of(module) if isinstance(spec, ExpertsSpec) else spec
+    if isinstance(spec, Refusal):
+        raise _not_computed(module, spec)
+    weights = weights_of(module)
     if isinstance(weights, Refusal):
-        raise UserError(
-            f"experts_implementation='ligertune' does not compute {type(module).__name__}: {weights.reason}.",
-            hint="Write experts_implementation='grouped_mm'.",
-        )
+        raise _not_computed(module, weights)
     return run_experts(spec, weights, hidden_states, top_k_index, top_k_weights)
+
+
+def _not_computed(module: nn.Module, refusal: Refusal) -> UserError:
+    return UserError(
+        f"experts_implementation='ligertune' does not compute {type(module).__name__}: {refusal.reason}.",
+        hint="Write experts_implementation='grouped_mm'.",
+    )
 
 
 _SPECS: weakref.WeakKeyDictionary[nn.Module, ExpertsSpec | Refusal] = weakref.WeakKeyDictionary()

@@ -17,13 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation, experts_reference
+from ligertune_kernels.ops.moe.expert_passes import ExpertLayout
+from ligertune_kernels.ops.moe.experts import experts_reference
+from ligertune_kernels.ops.moe.kernels import GatedActivation
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ligertune.patching.mlps.activations import ACTIVATIONS, MAGNITUDES, activation_of, waves
+from ligertune.patching.mlps.activations import ACTIVATIONS, MAGNITUDES, ActivationKind, activation_of, waves
 from ligertune.patching.mlps.recognise_mlps import GatedSpec, is_mlp
 from ligertune.patching.probe import (
     Definition,
@@ -187,7 +189,7 @@ def _experts_spec(
     definition: Definition,
     settings: Settings,
     implementation: str,
-    activation: tuple[str, tuple[str, str]] | None,
+    activation: tuple[str, ActivationKind] | None,
     sizes: _Sizes,
 ) -> ExpertsSpec | Refusal:
     """Compare a class's forward with `experts_reference`."""
@@ -209,9 +211,8 @@ def _experts_spec(
         x = (numbers(2 * len(MAGNITUDES), small.hidden) * _magnitudes()).to(dtype)
         index, router = _routes(len(x), small.experts)
         given = answer(
-            lambda: cls.forward(
-                stub(cls, settings, **members, **parameters, training=training),  # noqa: B023  called at once
-                *(x.clone(), index.clone(), router.clone()),  # noqa: B023
+            lambda: stub(cls, settings, **members, **parameters, training=training).forward(  # noqa: B023  called at once
+                *(x.clone(), index.clone(), router.clone())  # noqa: B023
             )
         )
         if isinstance(given, Refusal):
@@ -252,9 +253,11 @@ def _candidates(settings: Settings, transposed: bool) -> Iterator[ExpertsSpec]:
     values = {name: float(value) for name, value in settings if type(value) in (int, float) and math.isfinite(value)}
     limits = [None, *sorted({value for name, value in values.items() if "limit" in name})]
     alphas = sorted({1.0} | {value for name, value in values.items() if "alpha" in name})
-    gates = [("silu", alpha) for alpha in alphas] + [("gelu_tanh", 1.0), ("gelu_erf", 1.0)]
-    for (function, alpha), limit, offset, interleaved in itertools.product(gates, limits, (0.0, 1.0), (False, True)):
-        yield ExpertsSpec(GatedActivation(function, alpha, limit, offset), ExpertLayout(transposed, interleaved))
+    gates = [GatedActivation("silu", alpha) for alpha in alphas]
+    gates += [GatedActivation("gelu_tanh"), GatedActivation("gelu_erf")]
+    for gate, limit, offset, interleaved in itertools.product(gates, limits, (0.0, 1.0), (False, True)):
+        activation = gate._replace(limit=limit, up_offset=offset)
+        yield ExpertsSpec(activation, ExpertLayout(transposed, interleaved))
 
 
 def _magnitudes() -> Tensor:
@@ -285,7 +288,7 @@ EXPERTS_WITH_GATE = ("grouped_mm", "batched_mm", "deepgemm")  # "eager" multipli
 def _recognise_gate(module: nn.Module) -> GatedSpec | Refusal:
     """Return the packed kernel that equals the `_apply_gate` of these experts, or why there is none."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    cls = type(module)
+    cls: type = type(module)
     if implementation not in EXPERTS_WITH_GATE or not hasattr(cls, "_apply_gate"):
         return Refusal(f"experts_implementation {implementation!r} does not call _apply_gate")
     if "_apply_gate" in vars(module):
@@ -303,7 +306,7 @@ def _refuse_gate(cls: type, definition: Definition, settings: Settings, activati
     gate, up = gate_up.chunk(2, dim=-1)
     probed = stub(cls, settings)
     setattr(probed, activation_name, waves)
-    given = answer(lambda: cls._apply_gate(probed, gate_up))
+    given = answer(lambda: probed._apply_gate(gate_up))
     if isinstance(given, Refusal):
         return given
     if not close(given, waves(gate) * up, rtol=1e-5, atol=1e-5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,18 @@ from torch import Tensor, nn
 
 from ligertune.patching.probe import Refusal, answer
 
-# (kernel, approximate) of a GatedSpec -> the activation that it computes
-ACTIVATIONS = {
+GatedKernel = Literal["swiglu", "geglu", "reglu"]
+Approximate = Literal["none", "tanh"]
+ActivationKind = tuple[GatedKernel, Approximate]
+
+# the activation that a GatedSpec's kernel computes
+ACTIVATIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
     ("swiglu", "none"): F.silu,
     ("geglu", "tanh"): functools.partial(F.gelu, approximate="tanh"),
     ("geglu", "none"): F.gelu,
 }
-RELUS = {False: F.relu, True: lambda x: F.relu(x).square()}  # `squared` of the op `reglu` -> its activation
+# `squared` of the op `reglu` -> its activation
+RELUS: dict[bool, Callable[[Tensor], Tensor]] = {False: F.relu, True: lambda x: F.relu(x).square()}
 ACTIVATION_NAMES = ("act_fn", "activation_fn")  # of experts
 
 
@@ -29,7 +34,7 @@ class OtherActivation(Refusal):
     """An activation that no gated kernel computes."""
 
 
-def activation_of(module: nn.Module) -> tuple[str, tuple[str, str]] | Refusal | None:
+def activation_of(module: nn.Module) -> tuple[str, ActivationKind] | Refusal | None:
     """Return the attribute that holds a module's activation, and its key in ACTIVATIONS, which its values tell.
 
     Returns None if it has no activation under a name we know.
@@ -41,7 +46,7 @@ def activation_of(module: nn.Module) -> tuple[str, tuple[str, str]] | Refusal | 
     return kind if isinstance(kind, Refusal) else (name, kind)
 
 
-def kind_of(function: Callable[[Tensor], Tensor]) -> tuple[str, str] | Refusal:
+def kind_of(function: Callable[[Tensor], Tensor]) -> ActivationKind | Refusal:
     """Return the key in ACTIVATIONS of a function, which its values tell, or why there is none."""
     if isinstance(function, nn.Module) and next(function.parameters(), None) is not None:
         return Refusal(f"its activation {type(function).__name__} has parameters")
@@ -84,11 +89,11 @@ FIRST = 64  # columns that are compared first: most activations differ there alr
 
 
 def computes(
-    kind: tuple[str, str],
+    kind: ActivationKind,
     gate: Tensor,  # (..., F) float32
     up: Tensor,  # (..., F)
     product: Tensor,  # (..., F)
-    options: Mapping[str, float | bool],
+    options: Mapping[str, Any],  # keywords of the kernel
 ) -> bool:
     """Return whether a kernel makes `product` of gate and up."""
     for columns in (slice(FIRST), slice(None)):

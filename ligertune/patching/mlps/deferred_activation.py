@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from ligertune_kernels import geglu, reglu, swiglu
 from torch import Tensor, nn
 
-from ligertune.patching.mlps.activations import kind_of, relu_of
+from ligertune.patching.mlps.activations import Approximate, GatedKernel, kind_of, relu_of
 from ligertune.patching.mlps.mlp_members import projections_of, size_of, structure_of
 from ligertune.patching.module_patch import ModulePatch
 from ligertune.patching.probe import Refusal, answer, close, numbers
@@ -31,8 +31,8 @@ class ProductSpec:
     name: attribute of the activation. squared: of `reglu`.
     """
 
-    kernel: Literal["swiglu", "geglu", "reglu"]
-    approximate: Literal["none", "tanh"]
+    kernel: GatedKernel
+    approximate: Approximate
     name: str
     squared: bool = False
 
@@ -120,8 +120,9 @@ def _recognise(module: nn.Module) -> ProductSpec | Refusal:
             return plain
         x = numbers(2, TOKENS, hidden, dtype=dtype)
         tried = [_refuse(plain.train(training), functions[spec.name], spec, x, *more) for more in _arguments(held)]
-        if None not in tried:
-            return tried[0]
+        refusals = [refusal for refusal in tried if refusal is not None]
+        if len(refusals) == len(tried):
+            return refusals[0]
     return spec
 
 

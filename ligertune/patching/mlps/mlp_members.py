@@ -34,11 +34,12 @@ def size_of(module: nn.Module) -> tuple[int, int] | None:
     """Return inputs and outputs of a linear layer; None for another module."""
     if isinstance(module, Conv1D):
         return (module.weight.shape[0], module.nf) if module.weight.ndim == 2 else None
-    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    if not all(type(size) is int for size in sizes):
+    inputs = getattr(module, "in_features", None)
+    outputs = getattr(module, "out_features", None)
+    if type(inputs) is not int or type(outputs) is not int:
         return None
     weight = getattr(module, "weight", None)  # 4-bit weights are stored as one column; stacked layers have 3 dimensions
-    return sizes if not isinstance(weight, Tensor) or weight.ndim <= 2 else None
+    return (inputs, outputs) if not isinstance(weight, Tensor) or weight.ndim <= 2 else None
 
 
 @dataclass(frozen=True)

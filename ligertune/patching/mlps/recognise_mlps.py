@@ -14,12 +14,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligertune.patching.mlps.activations import ACTIVATIONS, OtherActivation, computes
+from ligertune.patching.mlps.activations import (
+    ACTIVATIONS,
+    ActivationKind,
+    Approximate,
+    GatedKernel,
+    OtherActivation,
+    computes,
+)
 from ligertune.patching.mlps.deferred_activation import ProductSpec, recognise_product
 from ligertune.patching.mlps.mlp_members import (
     Member,
@@ -52,12 +59,12 @@ class GatedSpec:
     tile: tokens that a `TiledMLP` computes at a time.
     """
 
-    kernel: Literal["swiglu", "geglu", "reglu"]
-    approximate: Literal["none", "tanh"]
+    kernel: GatedKernel
+    approximate: Approximate
     packed: bool
     inputs: tuple[str, ...] = ()  # the names of Llama and Phi-3 where none are given
     output: str | None = "down_proj"
-    options: tuple[tuple[str, float | bool], ...] = ()  # of the kernel: alpha, limit, scale, squared, …
+    options: tuple[tuple[str, Any], ...] = ()  # of the kernel: alpha, limit, scale, squared, …
     output_scale: float = 1.0
     tile: int = 0
 
@@ -125,9 +132,10 @@ def gate_of(module: nn.Module) -> nn.Module | None:
 @functools.cache
 def _takes_more(forward: Callable[..., Any]) -> bool:
     """Return whether a forward needs more than one argument, or may take many: an attention, a layer, a mixture."""
-    first, *others = list(inspect.signature(forward).parameters.values())[1:] or [None]
-    if first is None or first.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
+    if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return True
+    others = parameters[1:]
     return len(others) > 1 or any(other.default is not None for other in others)
 
 
@@ -140,15 +148,10 @@ def _is_plain(projections: Projections) -> bool:
 
 
 def _is_chain(projections: Projections) -> bool:
-    """Return whether the second of two projections takes what the first returns.
+    """Return whether the outputs of each projection are as many as the inputs of the next.
 
     Sizes such as 32 to 64 and 64 to 64 fit up and down, and also a packed gate: only the probe tells them apart.
     """
-    return len(projections) == 2 and projections[0][1][1] == projections[1][1][0]
-
-
-def _is_chain(projections: Projections) -> bool:
-    """Return whether the outputs of each projection are as many as the inputs of the next."""
     return all(first[1] == second[0] for (_, first), (_, second) in itertools.pairwise(projections))
 
 
@@ -229,7 +232,7 @@ def _probed_in(
         calls: list[_Call] = []
         probes = {p[0]: _ProjectionProbe(p, 10 * seed, calls) for seed, p in enumerate(projections, 1)}
         hollow = with_members(stub(cls, settings, **probes), members).train(training)
-        given = answer(lambda: cls.forward(hollow, x.to(dtype)))  # noqa: B023  called at once
+        given = answer(lambda: hollow.forward(x.to(dtype)))  # noqa: B023  called at once
         if isinstance(given, Refusal):
             return given
         if not isinstance(given, Tensor) or {t.dtype for c in calls for t in (c.x, c.y)} | {given.dtype} != {dtype}:
@@ -273,8 +276,9 @@ def _factor(given: Tensor, result: Tensor, settings: Settings) -> float | None:
     return next(fitting, None)
 
 
-RELU_OPTIONS: tuple[dict[str, bool], ...] = ({}, {"squared": True})
-Form = tuple[tuple[str, str], bool, dict[str, float | bool]]
+Options = dict[str, Any]  # keywords of a gated kernel
+RELU_OPTIONS: tuple[Options, ...] = ({}, {"squared": True})
+Form = tuple[ActivationKind, bool, Options]
 
 
 def _form_of(inputs: list[Tensor], product: Tensor, settings: Settings) -> Form | None:
@@ -287,13 +291,20 @@ def _form_of(inputs: list[Tensor], product: Tensor, settings: Settings) -> Form 
     halves = inputs[0].chunk(2, dim=-1) if len(inputs) == 1 else inputs
     if halves[0].shape != product.shape or halves[1].shape != product.shape:
         return None
-    plain = [*((kind, {}) for kind in ACTIVATIONS), *((("reglu", "none"), options) for options in RELU_OPTIONS)]
-    for candidates in (plain, [(("swiglu", "none"), options) for options in _swiglu_options(settings)]):
-        fitting = [
-            (kind, swapped, options)
-            for (kind, options), swapped in itertools.product(candidates, (False, True))
-            if computes(kind, *(halves[::-1] if swapped else halves), product, options)
-        ]
+    first, second = halves
+    plain: list[tuple[ActivationKind, Options]] = [(kind, {}) for kind in ACTIVATIONS]
+    plain += [(("reglu", "none"), options) for options in RELU_OPTIONS]
+    # Only then the settings: a plain activation fits a swiglu whose limit no number of the probe reaches, too.
+    with_settings: list[tuple[ActivationKind, Options]] = [
+        (("swiglu", "none"), options) for options in _swiglu_options(settings)
+    ]
+    for candidates in (plain, with_settings):
+        fitting: list[Form] = []
+        for kind, options in candidates:
+            if computes(kind, first, second, product, options):
+                fitting.append((kind, False, options))
+            if computes(kind, second, first, product, options):
+                fitting.append((kind, True, options))
         if fitting:
             return fitting[0] if len(fitting) == 1 or _all_equal(fitting) else None
     return None
@@ -303,7 +314,7 @@ def _all_equal(fitting: list[Form]) -> bool:
     return all(form == fitting[0] for form in fitting)
 
 
-def _swiglu_options(settings: Settings) -> Iterator[dict[str, float | bool]]:
+def _swiglu_options(settings: Settings) -> Iterator[Options]:
     """Yield options of `swiglu` with limits and factors among the settings: clamped gates, and gates times a factor."""
     values = _floats(settings)
     limits = [None, *(value for value in values if value > 0)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ligertune.patching.module_patch import ModulePatch
 from ligertune.patching.norms.recognise_gated_norms import GatedNormSpec
-from ligertune.patching.norms.recognise_norms import LayerNormSpec, NormSpec
+from ligertune.patching.norms.recognise_norms import Cast, LayerNormSpec, NormSpec
 from ligertune.patching.recompute import RecomputableOutput, mark_recomputable
 
 
@@ -27,6 +27,7 @@ class KernelNorm(ModulePatch):
     """Mixin of an RMS norm."""
 
     patch_spec: NormSpec
+    weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self._is_equal(hidden_states):
@@ -42,14 +43,12 @@ class KernelNorm(ModulePatch):
 
     def _norm(self) -> Callable[..., Tensor]:
         spec = self.patch_spec
-        options = {"eps": _eps_of(self, spec.eps_name), "cast": spec.cast}
-        if spec.rounded_offset:
-            return partial(_norm_of_rounded_weight, offset=spec.offset, **options)
-        return partial(rms_norm, offset=spec.offset, **options)
+        norm = _norm_of_rounded_weight if spec.rounded_offset else rms_norm
+        return partial(norm, eps=_eps_of(self, spec.eps_name), offset=spec.offset, cast=spec.cast)
 
 
-def _norm_of_rounded_weight(hidden_states: Tensor, weight: Tensor, *, offset: float, **options: object) -> Tensor:
-    return rms_norm(hidden_states, weight + offset, **options)
+def _norm_of_rounded_weight(hidden_states: Tensor, weight: Tensor, *, eps: float, offset: float, cast: Cast) -> Tensor:
+    return rms_norm(hidden_states, weight + offset, eps=eps, cast=cast)
 
 
 class KernelLayerNorm(ModulePatch):
@@ -91,6 +90,7 @@ class KernelGatedNorm(ModulePatch):
     """Mixin of an RMS norm with a gate."""
 
     patch_spec: GatedNormSpec
+    weight: Tensor
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         if not self._is_equal(hidden_states, gate):
@@ -133,6 +133,6 @@ class RecomputedGatedNorm(RecomputableOutput, KernelGatedNorm):
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         output = super().forward(hidden_states, gate)
-        if not self._is_equal(hidden_states, gate):
+        if gate is None or not self._is_equal(hidden_states, gate):
             return output
         return mark_recomputable(output, self._norm(), hidden_states, gate, self.weight)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
-from ligertune_kernels.ops.norms.gated_rms_norm import ACTIVATIONS, gated_rms_norm_reference
+from ligertune_kernels.ops.norms.gated_rms_norm import Activation, gated_rms_norm_reference
 from torch import Tensor, nn
 
 from ligertune.patching.norms.recognise_norms import (
@@ -41,6 +40,8 @@ from ligertune.patching.probe import (
     stub,
 )
 
+GatedCast = Literal["llama", "gemma"]
+
 FP32 = torch.float32
 BF16 = torch.bfloat16
 MIXED = ((FP32, BF16, BF16), (BF16, FP32, FP32), (BF16, BF16, FP32), (BF16, FP32, BF16))  # weight, hidden states, gate
@@ -52,14 +53,14 @@ class GatedNormSpec:
     """The arguments with which `gated_rms_norm` equals a norm. eps_name and mixed: as in NormSpec."""
 
     norm_before_gate: bool
-    activation: Literal["silu", "sigmoid"]
-    cast: Literal["llama", "gemma"]
+    activation: Activation
+    cast: GatedCast
     group_size: int | None
     eps_name: str | float = ""
     mixed: bool = True
     kernel = "gated_rms_norm"
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `gated_rms_norm`."""
         return {
             "norm_before_gate": self.norm_before_gate,
@@ -82,7 +83,7 @@ def recognise_gated_norm(module: nn.Module) -> GatedNormSpec | Refusal:
     parameters = norm_parameters(module)
     if not parameters.weight or parameters.bias:
         return Refusal("it has a bias" if parameters.bias else "it has a gate and no weight")
-    cls = type(module)
+    cls: type = type(module)
     return _recognise_class(cls, definition_of(cls), settings_of(module), parameters)
 
 
@@ -93,7 +94,7 @@ def _recognise_class(
     specs = [
         GatedNormSpec(before, activation, cast, size)
         for before, activation, cast, size in itertools.product(
-            (True, False), ACTIVATIONS, ("llama", "gemma"), _group_sizes(settings, parameters.width)
+            (True, False), get_args(Activation), get_args(GatedCast), _group_sizes(settings, parameters.width)
         )
     ]
     found = [_match(cls, settings, parameters, eps, specs) for eps in eps_candidates(settings)]
@@ -115,12 +116,13 @@ def _match(
         x = probe_rows(parameters.width, eps, dtype)
         gate = 2.0 * numbers(*x.shape, seed=3, dtype=gate_dtype)
         members = parameters.numbers(weight_dtype)
+        weight = members["weight"]
+        assert weight is not None  # `recognise_gated_norm` refuses norms without one
         value, held = (PROBE_EPS, {eps: PROBE_EPS}) if isinstance(eps, str) else (eps, {})
-        given = answer(lambda: cls.forward(stub(cls, settings, **held, **members), x, gate))
+        given = answer(lambda: stub(cls, settings, **held, **members).forward(x, gate))
         if isinstance(given, Refusal):
             return given, []
-        equals = partial(_equals, given, x, gate, members["weight"], value)
-        return given, [spec for spec in remaining if equals(spec)]
+        return given, [spec for spec in remaining if _equals(given, x, gate, weight, value, spec)]
 
     remaining = specs
     for dtype in SAME_DTYPES:

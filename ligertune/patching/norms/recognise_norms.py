@@ -35,6 +35,8 @@ from ligertune.patching.probe import (
     uses_stored_statistics,
 )
 
+Cast = Literal["llama", "gemma", "deepseek", "none"]
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -45,7 +47,7 @@ class NormSpec:
     weight in the weight's dtype. mixed: it equals `rms_norm` if the dtypes of weight and hidden states differ, too.
     """
 
-    cast: Literal["llama", "gemma", "deepseek", "none"]
+    cast: Cast
     offset: float
     eps_name: str | float
     rounded_offset: bool = False
@@ -64,10 +66,10 @@ class LayerNormSpec:
     kernel = "layer_norm"
 
 
-Formula = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+Formula = Callable[..., Tensor]  # of x, weight, bias and eps: the fields of a NormForm say which may be None
 
 
-def _rms(x: Tensor, weight: Tensor | None, bias: None, eps: float, *, cast: str, offset: float = 0.0) -> Tensor:
+def _rms(x: Tensor, weight: Tensor, bias: None, eps: float, *, cast: Cast, offset: float = 0.0) -> Tensor:
     return rms_norm_reference(x, weight, eps, cast=cast, offset=offset)
 
 
@@ -223,10 +225,11 @@ def recognise(module: nn.Module) -> NormSpec | LayerNormSpec | Refusal:
         return refusal or LayerNormSpec()
     if uses_stored_statistics(module):
         return NotNeeded("it uses stored statistics, so there is nothing to sum")
-    cls = type(module)
+    cls: type = type(module)
     settings = settings_of(module)
-    if hasattr(module, "normalized_shape"):  # torch's layer norm passes it on
-        settings += (("normalized_shape", tuple(module.normalized_shape)),)
+    shape = getattr(module, "normalized_shape", None)
+    if shape is not None:  # torch's layer norm passes it on
+        settings += (("normalized_shape", tuple(shape)),)
     return _recognise_class(cls, definition_of(cls), settings, norm_parameters(module))
 
 
@@ -287,7 +290,7 @@ def _match(
         members = parameters.numbers(weight_dtype)
         x = probe_rows(parameters.width, eps, dtype)
         value, held = (PROBE_EPS, {eps: PROBE_EPS}) if isinstance(eps, str) else (eps, {})
-        given = answer(lambda: cls.forward(stub(cls, settings, **held, **members), x))
+        given = answer(lambda: stub(cls, settings, **held, **members).forward(x))
         equal = partial(_equals, given, (x, members.get("weight"), members.get("bias"), value))
         return given, [] if isinstance(given, Refusal) else [form for form in forms if any(map(equal, form.formulas))]
 
@@ -329,7 +332,7 @@ def _match_images(cls: type, settings: Settings, parameters: Parameters, eps: st
         members = parameters.numbers(dtype)
         x = probe_rows(parameters.width, eps, dtype)[None, None]  # (1, 1, W, C)
         images = x.permute(0, 3, 1, 2)
-        given = answer(lambda: cls.forward(stub(cls, settings, **held, **members), images))  # noqa: B023  called at once
+        given = answer(lambda: stub(cls, settings, **held, **members).forward(images))  # noqa: B023  called at once
         if not isinstance(given, Tensor) or given.ndim != 4:
             return None
         arguments = x, members.get("weight"), members.get("bias"), value
@@ -342,7 +345,7 @@ def _explain(cls: type, settings: Settings, parameters: Parameters, refusal: Ref
     """Return a better reason for a forward that takes no rows (N, E): it may take images or sequences."""
     for shape in ((2, parameters.width, 3, 3), (2, parameters.width, 3)):
         members = parameters.numbers(torch.float32)
-        given = answer(lambda: cls.forward(stub(cls, settings, **members), numbers(*shape)))  # noqa: B023  called at once
+        given = answer(lambda: stub(cls, settings, **members).forward(numbers(*shape)))  # noqa: B023  called at once
         if isinstance(given, Tensor):
             return Refusal("it normalises over channels, which are not the last dimension")
     return refusal

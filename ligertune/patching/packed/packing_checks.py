@@ -43,7 +43,7 @@ class SearchlessMasks(ModulePatch):
     """Mixin of a model whose forward creates attention masks."""
 
     @classmethod
-    def class_body(cls, original: type[nn.Module], spec: None) -> dict[str, Any]:
+    def class_body(cls, original: type[nn.Module], spec: Any) -> dict[str, Any]:
         return {"forward": rebuild_function(original.forward, _mask_functions(original.forward))}
 
 
@@ -87,11 +87,11 @@ def _needs_no_mask(name: str, config: Any = None, inputs_embeds: Tensor | None =
     if not capturing or not plain or config._attn_implementation != "sdpa":
         return False
     if name == "create_sliding_window_causal_mask":
-        return inputs_embeds.shape[1] < config.sliding_window
+        return inputs_embeds is not None and inputs_embeds.shape[1] < config.sliding_window
     return name == "create_causal_mask"
 
 
-def _check_packed(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check_packed(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     packed = kwargs.get("document_lengths") is not None
     if packed:
         if kwargs.get("attention_mask") is not None:
@@ -107,7 +107,7 @@ def _check_packed(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -
     ROWS.packed = packed
 
 
-def _reset(model: PreTrainedModel, args: tuple, output: Any) -> None:
+def _reset(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     ROWS.packed = ROWS.documents_known = False
 
 

@@ -46,7 +46,8 @@ class RopeSpec:
 
 def is_rotary(module: nn.Module) -> bool:
     """Return whether a module's forward calls a rotary function of its file, or such a method of its class."""
-    return bool(_rotary_names(type(module), type(module).forward))
+    cls: type = type(module)
+    return bool(_rotary_names(cls, type(module).forward))
 
 
 def is_rotary_table(module: nn.Module) -> bool:
@@ -55,7 +56,7 @@ def is_rotary_table(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _rotary_names(cls: type[nn.Module], forward: Callable[..., Any]) -> tuple[str, ...]:
+def _rotary_names(cls: type, forward: Callable[..., Any]) -> tuple[str, ...]:
     function = inspect.unwrap(forward)
     code = getattr(function, "__code__", None)
     namespace = getattr(function, "__globals__", {})
@@ -67,21 +68,24 @@ def recognise_rope(module: nn.Module) -> RopeSpec | Refusal:
     """Return which rotary functions of an attention `apply_rope` can compute, or why it cannot replace all of them."""
     if "forward" in vars(module):
         return Refusal("its forward was replaced on the instance")
-    cls = type(module)
-    namespace = getattr(inspect.unwrap(cls.forward), "__globals__", {})
-    helpers = tuple(helpers_of(namespace.get(name)) for name in _rotary_names(cls, cls.forward))
-    return _rope_spec(cls, (*definition_of(cls), *helpers))
+    cls: type = type(module)
+    forward = type(module).forward
+    namespace = getattr(inspect.unwrap(forward), "__globals__", {})
+    names = _rotary_names(cls, forward)
+    helpers = tuple(helpers_of(namespace.get(name)) for name in names)
+    return _rope_spec(forward, names, (*definition_of(cls), *helpers))
 
 
 @functools.cache
-def _rope_spec(cls: type[nn.Module], definition: Definition) -> RopeSpec | Refusal:
-    forward = decorator_chain(cls.forward)[-1]
+def _rope_spec(whole_forward: Callable[..., Any], names: tuple[str, ...], definition: Definition) -> RopeSpec | Refusal:
+    """Recognise the rotary functions `names` of a forward. definition: all that the class and they compute with."""
+    forward = decorator_chain(whole_forward)[-1]
     if hasattr(forward, "__wrapped__") or not isinstance(forward, types.FunctionType):
         return Refusal("its forward is wrapped by a decorator that is not a plain function")
     if "__name__" in _globals_read(forward.__code__):  # `rebuild_function` removes it
         return Refusal("its forward reads __name__")
     functions = []
-    for name in _rotary_names(cls, cls.forward):
+    for name in names:
         if name not in forward.__globals__:
             return Refusal(f"it computes RoPE in its own method {name}, which stays with PyTorch")
         function = forward.__globals__[name]
@@ -97,10 +101,16 @@ def _rotations_inside(function: Callable[..., Any]) -> Rotations:
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
         return ()
     names = _globals_read(function.__code__)
-    inside = [(name, function.__globals__.get(name)) for name in sorted(filter(ROTARY_FUNCTION.search, names))]
-    rotations = [(name, recognise_rotation(inner)) for name, inner in inside if callable(inner)]
-    if "__name__" in names or any(isinstance(rotation, Refusal) for _, rotation in rotations):
+    if "__name__" in names:  # `rebuild_function` removes it
         return ()
+    rotations = []
+    for name in sorted(filter(ROTARY_FUNCTION.search, names)):
+        inner = function.__globals__.get(name)
+        if callable(inner):
+            rotation = recognise_rotation(inner)
+            if isinstance(rotation, Refusal):
+                return ()
+            rotations.append((name, rotation))
     return tuple(rotations)
 
 

@@ -29,6 +29,7 @@ from ligertune.patching.rope.rotation import (
     Columns,
     Form,
     Rotation,
+    Table,
     rotary_function,
     target_of,
 )
@@ -139,7 +140,8 @@ def _equal_rotations(function: Callable[..., Any]) -> list[Rotation]:
     parameters = inspect.signature(target_of(function)).parameters
     forms = FORMS[HEADS_ARGUMENT in parameters]
     for arguments, form, axis in itertools.product(_possible_arguments(parameters), forms, (1, 2)):
-        for table in ("complex",) if "complex" in arguments else ("column", "first half", "pair"):
+        tables: tuple[Table, ...] = ("complex",) if "complex" in arguments else ("column", "first half", "pair")
+        for table in tables:
             probe = _Probe(form)
             first = Rotation(arguments, "half", table, ((form, axis),))
             if isinstance(probe.call(function, first), Refusal):
@@ -166,14 +168,16 @@ def _possible_arguments(parameters: Mapping[str, inspect.Parameter]) -> list[tup
 def _columns(function: Callable[..., Any], rotation: Rotation) -> Columns:
     """Return which columns rotate if a head has more; "all" if the function refuses that or does something else."""
     probe = _Probe(rotation.axes[0][0], head_dim=WIDER)
-    found = (columns for columns in ("first", "last") if probe.agrees(function, replace(rotation, columns=columns)))
+    parts: tuple[Columns, ...] = ("first", "last")
+    found = (columns for columns in parts if probe.agrees(function, replace(rotation, columns=columns)))
     return next(found, "all")
 
 
 def _alone(function: Callable[..., Any], rotation: Rotation) -> Alone | None:
     """Return what the function returns without k, None if it needs it."""
     probe = _Probe(rotation.axes[0][0], alone=True)
-    found = (alone for alone in ("tensor", "pair") if probe.agrees(function, replace(rotation, alone=alone)))
+    results: tuple[Alone, ...] = ("tensor", "pair")
+    found = (alone for alone in results if probe.agrees(function, replace(rotation, alone=alone)))
     return next(found, None) if "k" in rotation.arguments else None
 
 
@@ -193,11 +197,10 @@ def _axes(function: Callable[..., Any], rotation: Rotation) -> Axes:
 
 def _more_probes(rotation: Rotation) -> Iterator[_Probe]:
     """Yield calls that a recognised function must agree for, too: other dtypes, shared tables, wider heads, no k."""
-    bf16 = {"dtype": torch.bfloat16}
     for form, _ in rotation.axes:
         yield _Probe(form, batch=1)
-        yield _Probe(form, **bf16)
-        yield _Probe(form, **bf16, table_dtype=torch.bfloat16)
+        yield _Probe(form, dtype=torch.bfloat16)
+        yield _Probe(form, dtype=torch.bfloat16, table_dtype=torch.bfloat16)
         if rotation.columns != "all":
             yield _Probe(form, head_dim=WIDER, batch=1)
         if rotation.alone is not None:

@@ -17,6 +17,7 @@ Table = Literal["column", "pair", "first half", "complex"]
 Columns = Literal["all", "first", "last"]
 Alone = Literal["tensor", "pair"]
 HEADS_ARGUMENT = "unsqueeze_dim"  # transformers' name of the argument that tells where q has its heads
+_NO_PARAMETER = ""  # the name of a parameter that a rotary function does not have: no call gives a value for it
 
 # Options of apply_rope. Pairs that leave as halves: latent attention as in DeepSeek V3.
 PAIRINGS: dict[Pairing, dict[str, bool]] = {
@@ -80,15 +81,18 @@ def rotary_function(
     """
     otherwise = original if otherwise is None else otherwise
     parameters = inspect.signature(target_of(original)).parameters
-    names, role = tuple(parameters), dict(zip(rotation.arguments, parameters, strict=False))
-    q_name, k_name = role["q"], role.get("k")
-    cos_name, sin_name = role.get("cos", role.get("complex")), role.get("sin")
+    names = tuple(parameters)
+    role = dict(zip(rotation.arguments, parameters, strict=False))
+    q_name = role["q"]
+    k_name = role.get("k", _NO_PARAMETER)
+    cos_name = role["cos"] if "cos" in role else role["complex"]
+    sin_name = role.get("sin", _NO_PARAMETER)
     defaults = {name: p.default for name, p in parameters.items() if name not in role.values()}
     default_axis = defaults.pop(HEADS_ARGUMENT, None)
     # Numbers in a tuple: torch.compile of torch 2.11 fails on a dict whose keys are tuples.
     forms = tuple((form.q_dims, form.table_dims, form.heads_argument, axis) for form, axis in rotation.axes)
-    needs_k = k_name is not None and rotation.alone is None
-    one = k_name is None or rotation.alone == "tensor"
+    needs_k = "k" in role and rotation.alone is None
+    one = "k" not in role or rotation.alone == "tensor"
     pairing = PAIRINGS[rotation.pairing]
     all_or_first = rotation.columns != "last"
 
@@ -103,7 +107,9 @@ def rotary_function(
             if q.ndim == q_dims and cos.ndim == table_dims and argument == value:
                 axis = its_axis
         other = any(given.get(name, default) is not default for name, default in defaults.items())
-        call = None if axis is None or other else _call(rotation, axis, q, k, cos, given.get(sin_name))
+        if axis is None or other:
+            return otherwise(*args, **kwargs)
+        call = _call(rotation, axis, q, k, cos, given.get(sin_name))
         if call is None:
             return otherwise(*args, **kwargs)
         if all_or_first:
@@ -172,10 +178,11 @@ def _restore(x: Tensor | None, axis: int, ndim: int) -> Tensor | None:
 def _rotate_last(call: _Call, rotate: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
     """Rotate the last columns of a head; `apply_rope` rotates the first ones."""
     kept = call.q.shape[-1] - call.rotary_dim
-    before = tuple(x if x is None else x[..., kept:] for x in (call.q, call.k))
-    rotated = rotate(*before, call.cos, call.sin, rotary_dim=call.rotary_dim)
+    last_of_k = None if call.k is None else call.k[..., kept:]
+    q, k = rotate(call.q[..., kept:], last_of_k, call.cos, call.sin, rotary_dim=call.rotary_dim)
     if not kept:
-        return rotated
-    pairs = zip((call.q, call.k), rotated, strict=True)
-    q, k = (y if y is None else torch.cat((x[..., :kept], y), dim=-1) for x, y in pairs)
+        return q, k
+    q = torch.cat((call.q[..., :kept], q), dim=-1)
+    if call.k is not None:
+        k = torch.cat((call.k[..., :kept], k), dim=-1)
     return q, k

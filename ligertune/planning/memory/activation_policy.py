@@ -69,7 +69,7 @@ def may_tile(recipe: Recipe, estimate: MemoryEstimate | None, applied: Collectio
 def choose_tile(recipe: Recipe, model_family: str, applied: Collection[str], strategy: Strategy) -> int:
     """Return the tokens per tile that the recipe asks for, or 0. Raises UserError if the layers cannot be tiled."""
     wanted = recipe.train.tiled_mlp
-    if wanted in ("auto", False):
+    if wanted == "auto" or wanted is False:
         return 0
     why = None
     if GATED_MLPS.isdisjoint(applied):

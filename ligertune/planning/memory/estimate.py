@@ -78,7 +78,7 @@ class MemoryEstimate:
         batch = MicroBatch(tokens, max(1, round(tokens * self.labelled)), row_length, accumulates)
         step = self._step_bytes(self.workspace + self.gathered_keys_bytes(slots, keys), memory)
         if self.heads is not None and not self.heads.joint:
-            return self.frozen_model_phases(batch, step)
+            return self.frozen_model_phases(self.heads, batch, step)
         image_tokens = tokens * self.image_share
         tower = tower_bytes(self.tower, image_tokens, self.policy, self.itemsize) if self.tower else 0
         layers = self.layers_with_backward
@@ -96,20 +96,20 @@ class MemoryEstimate:
             policy = replace(self.policy, keys_per_token=keys / tokens)
             phases = step_phases(self.layer, self.head, policy, batch, step, stack)
         if self.frozen_model is not None:
-            return self._with_frozen_model(phases, batch, step)
+            return self._with_frozen_model(self.frozen_model, phases, batch, step)
         if self.heads is None and not (self.loss_chunk and self.policy.fused_loss):
             return phases
         if self.heads is None:
             held = 0
             loss = chunked_loss_bytes(self.head, batch, step.itemsize, self.loss_chunk)
         else:
-            held, loss = self._heads_loss(batch, step.free)
+            held, loss = self._heads_loss(self.heads, batch, step.free)
         return tuple(
             replace(phase, activations=phase.activations + held, loss=loss) if phase.name == "loss" else phase
             for phase in phases
         )
 
-    def frozen_model_phases(self, batch: MicroBatch, step: StepBytes) -> tuple[StepPhase, ...]:
+    def frozen_model_phases(self, heads: AddedHeadsShape, batch: MicroBatch, step: StepBytes) -> tuple[StepPhase, ...]:
         """Return the phases of a step that trains heads on a frozen model."""
         layer = self.layer
         row = self.head.hidden * step.itemsize
@@ -117,8 +117,8 @@ class MemoryEstimate:
         before = step.gradients if batch.accumulates else 0
         # widest point of a frozen layer: its input, attention's output, their sum, that normed; gate, up, their product
         elements = 4 * layer.hidden + (3 + (not self.policy.fused_mlp)) * layer.mlp
-        held, loss = self._heads_loss(batch, step.free)
-        gradients_of_heads = 2 * self.heads.number * batch.labels * row
+        held, loss = self._heads_loss(heads, batch, step.free)
+        gradients_of_heads = 2 * heads.number * batch.labels * row
         return (
             StepPhase("frozen model", 0, before, 0, batch.tokens * elements * step.itemsize + step.workspace),
             StepPhase("loss", hidden_states + held, before, loss, step.workspace),
@@ -127,10 +127,9 @@ class MemoryEstimate:
         )
 
     def _with_frozen_model(
-        self, phases: tuple[StepPhase, ...], batch: MicroBatch, step: StepBytes
+        self, frozen: FrozenModelShape, phases: tuple[StepPhase, ...], batch: MicroBatch, step: StepBytes
     ) -> tuple[StepPhase, ...]:
         """Return the phases with the forward of the frozen model, and with the loss that reads its hidden states."""
-        frozen = self.frozen_model
         working = batch.tokens * frozen.widest * frozen.itemsize + step.workspace
         forward = StepPhase("frozen model", 0, step.gradients if batch.accumulates else 0, 0, working)
         if not frozen.gives_hidden_states:
@@ -138,9 +137,8 @@ class MemoryEstimate:
         loss = divergence_bytes(self.head, frozen, self.policy, batch, step.itemsize)
         return (forward, *(replace(phase, loss=loss) if phase.name == "loss" else phase for phase in phases))
 
-    def _heads_loss(self, batch: MicroBatch, free: int | None) -> tuple[int, int]:
+    def _heads_loss(self, heads: AddedHeadsShape, batch: MicroBatch, free: int | None) -> tuple[int, int]:
         """Return (bytes that the heads' blocks read and save, additional peak bytes of the loss)."""
-        heads = self.heads
         head = self.head
         itemsize = self.itemsize
         row = batch.labels * head.hidden * itemsize
@@ -171,9 +169,11 @@ class MemoryEstimate:
     @property
     def float8_copies(self) -> int:
         """Bytes of the float8 copies of all layers' weights."""
-        dense = self.dense_layers if self.dense_layer is not None else 0
-        some = dense * float8_copies(self.dense_layer, self.policy.float8) if dense else 0
-        return some + (self.layers - dense) * float8_copies(self.layer, self.policy.float8)
+        kind = self.policy.float8
+        if self.dense_layer is None:
+            return self.layers * float8_copies(self.layer, kind)
+        dense = self.dense_layers * float8_copies(self.dense_layer, kind)
+        return dense + (self.layers - self.dense_layers) * float8_copies(self.layer, kind)
 
     @property
     def layers_with_backward(self) -> int:
@@ -238,7 +238,7 @@ class MemoryEstimate:
         """Return a note about offloaded activations, if there are any."""
         size = self.host_bytes(micro_batch_size, row_length)
         how = self.policy.checkpointing
-        what = {"offload": "inputs", "offload_gate": "gates"}.get(how, "inputs and gates")
+        what = {"offload": "inputs", "offload_gate": "gates"}.get(str(how), "inputs and gates")
         note = f"each process offloads the layers' {what} to {size / 2**30:.2f} GiB of pinned host memory"
         return (f"train.gradient_checkpointing: {how}: {note}",) if size else ()
 

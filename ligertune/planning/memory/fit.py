@@ -133,7 +133,7 @@ def advice(plan: Plan) -> str:
     here = with_checkpointing if plan.memory.policy.checkpointing else without
     ways = [
         *_smaller_batch(plan, here.micro_batch_size),
-        *_checkpointing(plan, without, with_checkpointing),
+        *_checkpointing(plan, plan.memory, without, with_checkpointing),
         *([f"data.max_length: {here.row_length}"] if 0 < here.row_length < plan.sequence_length else []),
         *_cheaper_method(plan),
     ]
@@ -149,8 +149,8 @@ def _smaller_batch(plan: Plan, fitting: int) -> list[str]:
             f"{plan.batching.global_batch_size}, which accumulates the rest)"]  # fmt: skip
 
 
-def _checkpointing(plan: Plan, without: Fit, with_checkpointing: Fit) -> list[str]:
-    if plan.memory.policy.checkpointing or with_checkpointing.micro_batch_size <= without.micro_batch_size:
+def _checkpointing(plan: Plan, memory: MemoryEstimate, without: Fit, with_checkpointing: Fit) -> list[str]:
+    if memory.policy.checkpointing or with_checkpointing.micro_batch_size <= without.micro_batch_size:
         return []
     instead = " instead of kernels.recompute" if plan.build.kernels.recompute else ""
     rows = f"(fits {plural(with_checkpointing.micro_batch_size, 'row')} of {plan.row_length})"

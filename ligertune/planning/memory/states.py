@@ -69,7 +69,7 @@ def states_of(
     # DeepSpeed's optimizer keeps float32 copies of the weights.
     master_weights = strategy.startswith("deepspeed") and weight_dtype != "float32"
     weights = trained = masters = 0.0
-    states: Counter = Counter()
+    states = Counter[tuple[tuple[int, ...], int, bool]]()
     for kind, count in parameters:
         size = NF4_BYTES if kind.quantised(method) else kind.itemsize(weight_dtype)
         if kind.in_eight_bits(recipe.method.stored_as):

@@ -58,7 +58,9 @@ def test_memory_of_stage_1_is_what_the_plan_says(sizes, medusa, name):
         None, shape.layer, shape.head, ActivationPolicy(fused_mlp=False),
         layers=1, itemsize=4, labelled=1.0, heads=shape.heads,
     )  # fmt: skip
-    planned = {phase.name: phase.total for phase in estimate.frozen_model_phases(batch, StepBytes(4, 0, 0, 0))}
+    planned = {
+        phase.name: phase.total for phase in estimate.frozen_model_phases(estimate.heads, batch, StepBytes(4, 0, 0, 0))
+    }
     assert max(planned["frozen model"], planned["loss"]) == planned[name]
     # On a CPU the rows with a target are copied for each head; a GPU would have to synchronise for that.
     at_once = 1 if shape.heads.own_projection else shape.heads.number

@@ -105,7 +105,7 @@ def to_nf4(weight: torch.Tensor, device: torch.device | None = None) -> Nf4Weigh
     return Nf4Weight(nf4, tuple(weight.shape), weight.dtype)
 
 
-def as_weight(weight: torch.Tensor | None) -> Weight | None:
+def as_weight(weight: torch.Tensor) -> Weight:
     """Return what `experts` takes: a function for a weight in 4 bits, anything else as it is."""
     return weight.dequantize if isinstance(weight, Nf4Weight) else weight
 

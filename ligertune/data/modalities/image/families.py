@@ -165,7 +165,7 @@ def _is_unused(name: str, config: PreTrainedConfig) -> bool:
     return int(found[1]) >= used if found else "post_layernorm" in name
 
 
-def _give_all_zero_gradients(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def _give_all_zero_gradients(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook: without images, add 0 times every parameter to the loss, so that no gradient is missing.
 
     Llama-3.2-Vision then skips tower and cross-attention, and other ranks would wait for their gradients. Other
@@ -178,5 +178,7 @@ def _give_all_zero_gradients(model: PreTrainedModel, args: tuple, kwargs: dict[s
     return output
 
 
-def _drop_text_arguments(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _drop_text_arguments(
+    tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {name: value for name, value in kwargs.items() if name not in _TEXT_ARGUMENTS}

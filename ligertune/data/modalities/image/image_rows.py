@@ -62,7 +62,7 @@ def extract_images(row: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
     Raises BadRow if there are not as many marks as images.
     """
-    given = next((row[key] for key in _COLUMNS if row.get(key)), [])
+    given: Any = next((row[key] for key in _COLUMNS if row.get(key)), [])
     if isinstance(given, str) and given.lstrip().startswith("["):  # a cell of a csv file
         with contextlib.suppress(ValueError, RecursionError):
             given = json.loads(given)
@@ -119,13 +119,14 @@ def _mark_first_question(row: dict[str, Any], images: _RowImages) -> None:
         if isinstance(value, str):
             row[key] = images.mark_all() + value
             return
-        for number, turn in enumerate(value or ()):
+        turns = value or []
+        for number, turn in enumerate(turns):
             if isinstance(turn, dict) and _role(turn) == "user":
                 name = "value" if turn.get("value") is not None else "content"
                 content = turn.get(name)
                 marks = images.mark_all()
                 parts = [{"type": "text", "text": marks}, *content] if isinstance(content, list) else None
-                value[number] = {**turn, name: parts or f"{marks}{content or ''}"}
+                turns[number] = {**turn, name: parts or f"{marks}{content or ''}"}
                 return
 
 

@@ -124,7 +124,7 @@ def load_reader(
 
 def _token(tokenizer: PreTrainedTokenizerBase, number: int, name: str) -> str:
     token = tokenizer.convert_ids_to_tokens(number) if number < len(tokenizer) else None
-    if token is None:
+    if not isinstance(token, str):
         raise UserError(
             f"model.tokenizer: the model's {name} is {number}, and the tokenizer has no token of that id.",
             hint="Use the tokenizer the model was trained with.",
