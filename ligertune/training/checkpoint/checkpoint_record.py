@@ -25,7 +25,7 @@ from ligertune.planning.plan import Plan
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20  # of a file in memory; eight threads hold 128 MiB
 CHECKSUM = "crc32"  # of the record itself, without this key
 
 

@@ -203,6 +203,7 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
         check_replaceable(folder / name)
         (folder / name).unlink(missing_ok=True)
     if snapshot:
+        # torch's default keeps every event: host memory would grow with the run. Full, it keeps the last ones.
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     with contextlib.ExitStack() as stack:
         step = _start_profiler(plan, stack, folder / "trace.json") if options.profile_steps else lambda: None

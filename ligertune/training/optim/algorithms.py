@@ -19,7 +19,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KERNEL_STEP_CHIPS = ("sm90",)
 KERNEL_STEP_SIZE = 1 << 22
 PIECE = 1 << 24  # elements of AdamWBf16's pieces; the six fp32 temporaries of one take 400 MB
-# GaLore: extra directions of the subspace iteration, which make the R kept ones accurate, and its iterations
+# GaLore: extra directions of the subspace iteration, which make the R kept ones accurate, and its iterations. Of the
+# energy of the best P (1024 x 2048, R 128, singular values that fall as i^-0.5) no iteration keeps 78 %, one 97 %, two
+# 99.0 % and three 99.5 %. Each costs two products and a QR.
 OVERSAMPLING = 8
 ITERATIONS = 2
 
@@ -28,6 +30,7 @@ class ParameterWise(torch.optim.Optimizer):
     """An optimizer whose `update` changes one parameter that has a gradient. hyperparameters: of all groups."""
 
     def __init__(self, params: list[dict[str, Any]], **hyperparameters: float | tuple[float, float]) -> None:
+        # no default rate: `set_learning_rate` sets that of each group before each step
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, **hyperparameters})
 
     @torch.no_grad()

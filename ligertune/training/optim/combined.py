@@ -126,6 +126,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 part_group["lr"] = group["lr"]
             wait()
             part.step()
+            # The next step writes `copy` after its `wait`, for a copy that follows this one in the stream.
             parameter.copy_(copy, non_blocking=True)
 
 

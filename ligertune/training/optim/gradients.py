@@ -32,6 +32,7 @@ def clip_gradients(
     gradients = [p.grad for p in parameters if p.grad is not None]
     inner = unwrap_optimizer(optimizer)
     norm = gradient_norm(gradients, accelerator.device)
+    # 1e-6 as in torch's clip_grad_norm_, which multiplies by the inverse
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     if _divides_while_reading(accelerator, inner, gradients):
         # torch's fused AdamW reads this attribute, which no type declares: GradScaler sets it in the same way.

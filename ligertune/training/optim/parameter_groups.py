@@ -36,6 +36,8 @@ def group_settings_of(model: nn.Module, plan: Optimizer) -> Settings:
     matched = check_lr_groups(model, [group.parameters for group in plan.lr_groups])
     heads = getattr(model, "heads_prefix", None)  # a feature's model says which of its parameters are added heads
     settings = {p: _usual_settings(name, p, plan, heads) for name, p in named.items()}
+    # Reversed, so that the first entry that matches a parameter is set last and stays.
+    # Places from 10 on are behind those of `_usual_settings`.
     for place, (group, names) in reversed(list(enumerate(zip(plan.lr_groups, matched, strict=True), start=10))):
         settings |= {named[name]: GroupSettings(place, group.lr_multiplier, group.weight_decay) for name in names}
     return settings

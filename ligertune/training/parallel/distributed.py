@@ -35,7 +35,7 @@ from ligertune.data.batching.context_parallel import ContextParallelSplit
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
 
-LONG_TIMEOUT = timedelta(minutes=30)
+LONG_TIMEOUT = timedelta(minutes=30)  # where rank 0 works alone: it writes checkpoints and answers sample prompts
 # Elements. ZeRO-3 keeps smaller parameters (norms, biases) whole on each rank.
 ZERO3_PERSISTENCE_THRESHOLD = 10_000
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
@@ -126,8 +126,8 @@ def _deepspeed_plugin(plan: Plan) -> DeepSpeedPlugin:
         zero_stage=ZERO_STAGES[plan.strategy],
         gradient_accumulation_steps=1,
         gradient_clipping=plan.optimizer.max_grad_norm,
-        zero3_init_flag=False,
-        zero3_save_16bit_model=True,
+        zero3_init_flag=False,  # by default stage 3 partitions weights as they are made; see `start_accelerator`
+        zero3_save_16bit_model=True,  # without it accelerate's `get_state_dict` raises under stage 3
     )
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan.batching.micro_batch_size
     plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ZERO3_PERSISTENCE_THRESHOLD
