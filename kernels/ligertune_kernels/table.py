@@ -42,7 +42,7 @@ OPS = (
         ("hidden", "expert_weights", "gate_up", "down", "gate_up_bias", "down_bias"),
     ),
     Op("losses", "cross_entropy", ("CrossEntropyLoss",), ("logits",)),
-    Op("losses", "linear_cross_entropy", ("LinearCrossEntropyLoss",), ("hidden", "weight", "bias")),
+    Op("losses", "linear_cross_entropy", ("LinearCrossEntropyLoss", "LinearLora"), ("hidden", "weight", "bias")),
     Op("losses", "multi_head_linear_cross_entropy", ("MultiHeadLoss",), ("hiddens", "weight")),
     Op("losses", "linear_log_probs", ("TokenLogProbs", "log_probs_memory"), ("hidden", "weight", "bias")),
     Op("losses", "linear_token_statistics", ("TokenStatistics",), file="linear_log_probs"),
