@@ -7,7 +7,7 @@ import pytest
 import torch
 
 FP32, INT8, UINT8, INT32 = torch.float32, torch.int8, torch.uint8, torch.int32
-ADAMW = {"step": 1, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+ADAMW = kernels.AdamWOptions(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
 def zeros(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -85,7 +85,7 @@ BAD = [
     (lambda: multiply(weight_scale=zeros(2)), r"weight_scale is \(2,\); expected \(\) or \(3,\)"),
     (lambda: multiply(x_scale=zeros(2).requires_grad_()), "no backward"),
     (lambda: kernels.pack_int2(zeros(2, 6, dtype=INT8)), "the last size by 4"),
-    (lambda: kernels.adamw_step(*[zeros(3)] * 3, zeros(4), **ADAMW), "adamw_step: shapes"),
+    (lambda: kernels.adamw_step(*[zeros(3)] * 3, zeros(4), ADAMW, step=1), "adamw_step: shapes"),
 ]
 
 ROWS, WEIGHT, TAUGHT, TEACHER, LABELS = (zeros(*size) for size in ((2, 8), (5, 8), (2, 6), (5, 6), (2,)))

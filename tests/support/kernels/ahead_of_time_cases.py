@@ -370,8 +370,8 @@ def _linear_jsd() -> list[Case]:
 
 def _adamw() -> list[Case]:
     def call(*tensors: torch.Tensor, scale: torch.Tensor | None) -> None:
-        numbers = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-        kernels.adamw_step(*tensors, **numbers, grad_scale=scale)
+        options = kernels.AdamWOptions(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+        kernels.adamw_step(*tensors, options, step=3, grad_scale=scale)
 
     return [
         Case(partial(call, scale=scale), ((4096, 512),) * 4, dtype, backward=False)
