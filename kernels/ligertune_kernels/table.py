@@ -31,7 +31,7 @@ OPS = (
     Op("norms", "layer_norm", ("LayerNorm",), ("x", "weight", "bias")),
     Op("norms", "group_norm", ("GroupNorm",), ("x", "weight", "bias")),
     Op("attention", "apply_rope", (), ("q", "k"), file="rope"),
-    Op("attention", "document_attention", ("document_attention_memory",), ("query", "key", "value")),
+    Op("attention", "document_attention", ("Documents", "document_attention_memory"), ("query", "key", "value")),
     Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up"), file="gated_mlp"),
     Op("mlp", "geglu", ("GeGLU",), ("gate", "up"), file="gated_mlp"),
     Op("mlp", "reglu", ("ReGLU",), ("gate", "up"), file="gated_mlp"),

@@ -22,7 +22,8 @@ def rope(
 
 def attend(k: int = 2, k_dtype: torch.dtype = FP32, places: torch.dtype = INT32, ends: int = 9, **options) -> None:
     q, k, v = zeros(9, 6, 16), zeros(9, k, 16, dtype=k_dtype), zeros(9, 2, 16)
-    kernels.document_attention(q, k, v, zeros(9, dtype=places), torch.full((ends,), 9, dtype=INT32), **options)
+    documents = kernels.Documents(zeros(9, dtype=places), torch.full((ends,), 9, dtype=INT32))
+    kernels.document_attention(q, k, v, documents, **options)
 
 
 def multiply(dtype: torch.dtype = INT8, n_inner: int = 8, **scales: torch.Tensor) -> None:

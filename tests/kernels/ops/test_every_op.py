@@ -34,7 +34,7 @@ def rotated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     ends = torch.tensor([5] * 5 + [ROWS] * (ROWS - 5), device=q.device, dtype=torch.int32)[: len(q)]
-    return kernels.document_attention(q, k, v, torch.where(ends == 5, 0, 5).int(), ends)
+    return kernels.document_attention(q, k, v, kernels.Documents(torch.where(ends == 5, 0, 5).int(), ends))
 
 
 def mixed(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

@@ -151,15 +151,20 @@ def _attention() -> list[Case]:
     Long documents have kernels of their own on sm90.
     """
 
-    def case(head_dim: int, dtype: torch.dtype, n_tokens: int = 1000, **terms: object) -> Case:
-        call = partial(kernels.document_attention, **terms)
-        places = (meta(n_tokens, dtype=torch.int32),) * 2
-        return Case(call, ((n_tokens, 8, head_dim), *(((n_tokens, 2, head_dim),) * 2)), dtype, places)
+    def case(
+        head_dim: int, dtype: torch.dtype, n_tokens: int = 1000, count: int | None = None, **terms: object
+    ) -> Case:
+        places = meta(n_tokens, dtype=torch.int32)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return kernels.document_attention(q, k, v, kernels.Documents(places, places, count), **terms)
+
+        return Case(call, ((n_tokens, 8, head_dim), *(((n_tokens, 2, head_dim),) * 2)), dtype)
 
     capped = {"window": 512, "softcap": 50.0}
     more = on_the_first(case(64, FP16), case(256, BF16), case(48, FP32), case(128, BF16, **capped))
-    long = [case(width, BF16, 4000, documents=1) for width in (64, 128, 256)]
-    long += [case(width, FP16, 4000, documents=1, **capped) for width in (64, 128, 256)]
+    long = [case(width, BF16, 4000, count=1) for width in (64, 128, 256)]
+    long += [case(width, FP16, 4000, count=1, **capped) for width in (64, 128, 256)]
     others = [case(width, dtype, **capped) for width in (64, 256) for dtype in (BF16, FP16)]
     others = later(case(96, FP16), case(16, BF16), case(128, FP16, **capped), *others)
     return [case(128, BF16), case(64, FP16), *more, *on_the_first(*long, early=("sm90",)), *others]
