@@ -38,8 +38,8 @@ OPS = (
     Op(
         "moe",
         "experts",
-        ("ExpertLayout", "ExpertLora", "GatedActivation"),
-        ("hidden", "expert_weights", "gate_up", "down", "gate_up_bias", "down_bias"),
+        ("ExpertLayout", "ExpertLora", "ExpertProjection", "GatedActivation"),
+        ("hidden", "expert_weights", "gate_up", "down"),
     ),
     Op("losses", "cross_entropy", ("CrossEntropyLoss",), ("logits",)),
     Op("losses", "linear_cross_entropy", ("LinearCrossEntropyLoss", "LinearLora"), ("hidden", "weight", "bias")),

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ligertune_kernels.ops.moe.experts import ExpertLora, Weight, experts
+from ligertune_kernels.ops.moe.experts import ExpertLora, ExpertProjection, experts
 from ligertune_kernels.ops.moe.nf4_weight import as_weight
 from ligertune_kernels.tracing import constant_while_tracing
 from torch import Tensor, nn
@@ -35,12 +35,8 @@ from ligertune.patching.probe import Refusal
 class ExpertWeights:
     """What the op `experts` reads of a module: weights and biases in the layout of its spec, and their LoRA."""
 
-    gate_up: Weight
-    down: Weight
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    gate_up_lora: ExpertLora | None = None
-    down_lora: ExpertLora | None = None
+    gate_up: ExpertProjection
+    down: ExpertProjection
 
 
 def weights_of(module: nn.Module) -> ExpertWeights | Refusal:
@@ -53,7 +49,10 @@ def weights_of(module: nn.Module) -> ExpertWeights | Refusal:
         why = None if weight is None else unreadable(weight)
         if why is not None:
             return Refusal(f"{name} {why}")
-    return ExpertWeights(*map(as_weight, held.values()))
+    gate_up, down, gate_up_bias, down_bias = held.values()
+    return ExpertWeights(
+        ExpertProjection(as_weight(gate_up), gate_up_bias), ExpertProjection(as_weight(down), down_bias)
+    )
 
 
 def run_experts(
@@ -70,12 +69,8 @@ def run_experts(
         top_k_weights,
         weights.gate_up,
         weights.down,
-        weights.gate_up_bias,
-        weights.down_bias,
         activation=spec.activation,
         layout=spec.layout,
-        gate_up_lora=weights.gate_up_lora,
-        down_lora=weights.down_lora,
     )
 
 
@@ -88,9 +83,14 @@ class KernelExperts(ModulePatch):
     patch_spec: ExpertsSpec
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **adapters: ExpertLora
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        gate_up_lora: ExpertLora | None = None,
+        down_lora: ExpertLora | None = None,
     ) -> Tensor:
-        """adapters: gate_up_lora and down_lora; only for weights that `weights_of` reads."""
+        """Pass adapters only for weights that `weights_of` reads."""
         weights = weights_of(self)
         if isinstance(weights, Refusal):
             warnings.warn(
@@ -99,7 +99,8 @@ class KernelExperts(ModulePatch):
                 stacklevel=2,
             )
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        return run_experts(self.patch_spec, replace(weights, **adapters), hidden_states, top_k_index, top_k_weights)
+        adapted = ExpertWeights(weights.gate_up._replace(lora=gate_up_lora), weights.down._replace(lora=down_lora))
+        return run_experts(self.patch_spec, adapted, hidden_states, top_k_index, top_k_weights)
 
 
 # ---- transformers' `experts_implementation`

@@ -30,13 +30,16 @@ def multiply(dtype: torch.dtype = INT8, n_inner: int = 8, **scales: torch.Tensor
     kernels.int2_int8_matmul(zeros(2, n_inner, dtype=dtype), zeros(3, 2, dtype=UINT8), **scales)
 
 
-def mix(index: torch.dtype = INT32, weights: int = 3, down: int = 5, bias: int = 10, **options: object) -> None:
-    shapes = (2, 8), (2, weights), (4, 10, 8), (4, 8, down), (4, bias)
-    hidden, weights, gate_up, down, bias = (zeros(*shape) for shape in shapes)
-    kernels.experts(hidden, zeros(2, 3, dtype=index), weights, gate_up, down, bias, **options)
-
-
 LORA = kernels.ExpertLora(zeros(4, 2, 8), zeros(4, 9, 2))
+
+
+def mix(
+    index: torch.dtype = INT32, down: int = 5, bias: int = 10, lora: kernels.ExpertLora | None = None, **options: object
+) -> None:
+    hidden, weights, down = (zeros(*shape) for shape in ((2, 8), (2, 3), (4, 8, down)))
+    gate_up = kernels.ExpertProjection(zeros(4, 10, 8), zeros(4, bias), lora)
+    kernels.experts(hidden, zeros(2, 3, dtype=index), weights, gate_up, down, **options)
+
 
 BAD = [
     (lambda: kernels.rms_norm(zeros(2, 8), zeros(7)), r"weight is \(7,\), but x is \(2, 8\)"),
@@ -69,7 +72,7 @@ BAD = [
     (lambda: mix(down=6), r"experts: down is \(4, 8, 6\); expected \(X, 8, F\) = \(4, 8, 5\)"),
     (lambda: mix(bias=9), r"gate_up_bias is \(4, 9\); expected \(X, 2F\) = \(4, 10\)"),
     (lambda: mix(layout=kernels.ExpertLayout(transposed=True)), "for transposed weights"),
-    (lambda: mix(gate_up_lora=LORA), r"gate_up_b is \(4, 9, 2\); expected \(X, 2F, R1\) = \(4, 10, 2\)"),
+    (lambda: mix(lora=LORA), r"gate_up_b is \(4, 9, 2\); expected \(X, 2F, R1\) = \(4, 10, 2\)"),
     (lambda: mix(activation=kernels.GatedActivation("relu")), "'relu'; expected one of"),
     (lambda: mix(activation=kernels.GatedActivation(limit=0.0)), "limit is 0.0; expected a positive number"),
     (lambda: mix(activation=kernels.GatedActivation("gelu_erf", alpha=2.0)), "alpha is 2.0, but gelu_erf has none"),

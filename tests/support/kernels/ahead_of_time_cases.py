@@ -195,14 +195,14 @@ def _experts() -> list[Case]:
         form = kernels.GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0) if clamped else kernels.GatedActivation()
 
         def call(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-            loras = {}
+            loras = (None, None)
             if rank:
                 *parameters, a1, b1, a2, b2 = parameters
-                loras = {"gate_up_lora": kernels.ExpertLora(a1, b1), "down_lora": kernels.ExpertLora(a2, b2)}
+                loras = (kernels.ExpertLora(a1, b1), kernels.ExpertLora(a2, b2))
+            biases = parameters[2:] or (None, None)
+            projections = map(kernels.ExpertProjection, parameters[:2], biases, loras)
             index = meta(n, k, dtype=torch.int64)
-            return kernels.experts(
-                hidden, index, weights, *parameters, activation=form, layout=layout, **loras, **options
-            )
+            return kernels.experts(hidden, index, weights, *projections, activation=form, layout=layout, **options)
 
         return Case(call, shapes, dtype)
 
