@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from ligertune_kernels import linear_cross_entropy
+from ligertune_kernels import LinearLora, linear_cross_entropy
 from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
@@ -175,7 +175,7 @@ class LoraLossHead(LossHead):
             name = self.active_adapters[0]
             a = self.lora_A[name].weight
             b = self.lora_B[name].weight
-            options = {**options, "lora_a": a, "lora_b": b, "lora_scale": self.scaling[name]}
+            options = {**options, "lora": LinearLora(a, b, self.scaling[name])}
         if STATE.head_loss is not None:
             return STATE.head_loss.fused(hidden, base.weight, base.bias, labels, options)
         return linear_cross_entropy(hidden, base.weight, labels, base.bias, **options)

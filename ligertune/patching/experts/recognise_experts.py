@@ -17,9 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ligertune_kernels.ops.moe.expert_passes import ExpertLayout
-from ligertune_kernels.ops.moe.experts import experts_reference
-from ligertune_kernels.ops.moe.kernels import GatedActivation
+from ligertune_kernels.ops.moe.experts import ExpertLayout, ExpertProjection, GatedActivation, experts_reference
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -216,7 +214,8 @@ def _experts_spec(
         )
         if isinstance(given, Refusal):
             return given
-        arguments = x, index, router, *weights.values()
+        projections = (ExpertProjection(weights[w], weights.get(b)) for w, b in zip(WEIGHTS, BIASES, strict=True))
+        arguments = x, index, router, *projections
         found = [
             spec
             for spec in found

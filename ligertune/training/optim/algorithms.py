@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ligertune_kernels import adamw_step, runs_triton
+from ligertune_kernels import AdamWOptions, adamw_step, runs_triton
 from ligertune_kernels.launcher import chip_of
 from torch import Tensor
 
@@ -205,10 +205,10 @@ class KernelAdamW(torch.optim.AdamW):
             if not trained:
                 continue
             torch._foreach_add_(steps, 1)
-            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            options = AdamWOptions(group["lr"], group["betas"], group["eps"], group["weight_decay"])
             for *tensors, step in zip(*lists, strict=True):
                 count = self._count(tensors[0], step)
-                adamw_step(*map(local_shard, tensors), step=count, grad_scale=scale, **options)
+                adamw_step(*map(local_shard, tensors), options, step=count, grad_scale=scale)
         return None
 
     def _count(self, param: Tensor, step: Tensor) -> int:
