@@ -61,14 +61,9 @@ def read_shape(model: PreTrainedModel, kind: type[ModelShape] = ModelShape) -> M
 
 
 def read_frozen_shape(
-    model: PreTrainedModel,
-    dtype: str,
-    *,
-    gives_hidden_states: bool = False,
-    four_bits: bool = False,
-    offloaded: bool = False,
+    model: PreTrainedModel, dtype: str, *, four_bits: bool = False, offloaded: bool = False
 ) -> FrozenModelShape:
-    """Return the sizes of a model that only runs forward, as `dtype`. gives_hidden_states: as of FrozenModelShape.
+    """Return the sizes of a teacher, which only runs forward, as `dtype`; the loss reads its hidden states.
 
     four_bits: the layers' linear weights are NF4. offloaded: the layers are in host memory, but for one.
     """
@@ -89,7 +84,7 @@ def read_frozen_shape(
         # a layer's input, attention's output, their sum, that normed; gate, up, their product; tokens sent to experts
         widest=4 * hidden + 3 * mlp + gathered,
         itemsize=itemsize,
-        gives_hidden_states=gives_hidden_states,
+        gives_hidden_states=True,
         in_host_memory=round(inside) if offloaded else 0,
     )
 
