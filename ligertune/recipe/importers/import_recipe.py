@@ -18,10 +18,6 @@ from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import LEFT, Import, is_off, one_line
 from ligertune.recipe.importers.import_tables import HARMLESS, HARMS, TOOLS, TRAINING, Peer, Reason
 from ligertune.recipe.importers.key_rules import apply_rules
-from ligertune.recipe.importers.method_keys import convert_method
-from ligertune.recipe.importers.objectives import convert_objective
-from ligertune.recipe.importers.peer_datasets import convert_datasets
-from ligertune.recipe.importers.run_keys import convert_run
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules.check_rules import broken_rules
@@ -47,10 +43,8 @@ def import_recipe(path: Path) -> Import:
     work = Import(peer_of(document), document, path.absolute().parent)
     document.data = _without_nulls(document.data)
     _other_sections(work)
-    apply_rules(work, "sections")
-    work.rename("evaluation_strategy", "eval_strategy")
-    for convert in (convert_objective, convert_datasets, convert_run, convert_method):
-        convert(work)
+    for rules in tables.KEYS["rules"].values():
+        apply_rules(work, rules)
     # the importer's aliases first: they are more specific than those of recipes
     for rows in (tables.IMPORTED, ALIASES):
         _apply(work, rows)

@@ -115,6 +115,10 @@ class Import:
         """Return the value of the document, None if there is none: null keys are removed before the conversion."""
         return self.document.get(path) if self.document.has(path) else None
 
+    def find_file(self, path: Path) -> Path | None:
+        """Return a file below the folder of the tool's file, or below the one in which the tool runs."""
+        return next((place for place in (self.folder / path, path) if place.is_file()), None)
+
     def trace(self, path: KeyPath, *into: str) -> None:
         """Record that a key of the file became these keys of the recipe."""
         # one key may become several: targets of an adapter become layers and parameters of experts

@@ -339,3 +339,18 @@ def _trl_item(item: Any) -> Any:
     if isinstance(found.get("columns"), list):
         del found["columns"]
     return found
+
+
+def hoist_template(work: Import) -> None:
+    """Move `chat_template` of Axolotl's data sets to the file, if all of them name the same one."""
+    data = work.data
+    items = [item for item in nested(data.get("data")).get("datasets", []) if isinstance(item, dict)]
+    # a recipe has one template for all data sets; different ones are reported per data set
+    named = {str(item.get("chat_template")) for item in items}
+    if len(named) == 1 and named != {"None"} and data.get("chat_template") in (None, *named):
+        data["chat_template"] = named.pop()
+        for index, item in enumerate(items):
+            del item["chat_template"]
+            source = work.items.get(("data", "datasets", index))
+            if source is not None:
+                work.trace((*source, "chat_template"), "model.tokenizer.chat_template")
