@@ -147,7 +147,7 @@ def _mapping_of(text: Any) -> dict[str, Any] | None:
 
 def account_for_fsdp_options(work: Import) -> None:
     """Account for the options of FSDP: only offloading has a key in a recipe."""
-    for name, value in nested(work.data.pop("fsdp_config", None)).items():
+    for name, value in work.data.pop("fsdp_config").items():
         path = (*work.path_of("fsdp_config"), name)
         ours = tables.KEYS["fsdp_options"].get(name)
         if ours:

@@ -77,7 +77,9 @@ def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted:
         # complaints name the line of the tool's item
         path = ("data", which, len(items))
         work.document.places[path] = Place("", work.line_of(source), work.document.file)
-        work.items[path] = source
+        work.origins[path] = source
+        for name in nested(new):  # "type.format" stood in the section `type`
+            work.origins[(*path, name)] = (*source, *name.split("."))
         items.append(new)
         if not isinstance(given, Mapping):  # a path, or a weight of a mixer
             work.trace(source, dotted(path))
@@ -351,6 +353,6 @@ def hoist_template(work: Import) -> None:
         data["chat_template"] = named.pop()
         for index, item in enumerate(items):
             del item["chat_template"]
-            source = work.items.get(("data", "datasets", index))
+            source = work.origins.get(("data", "datasets", index))
             if source is not None:
                 work.trace((*source, "chat_template"), "model.tokenizer.chat_template")
