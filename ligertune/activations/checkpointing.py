@@ -43,7 +43,7 @@ def checkpoint_layers(
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,
     # frozen layers before the first trained one, such as a tower, would run again for gradients nothing uses.
-    model.disable_input_require_grads()  # type: ignore[no-untyped-call]
+    model.disable_input_require_grads()
     modules: Iterable[AnyModule] = model.modules() if kind is not True else ()
     for module in modules:
         if hasattr(module, "_gradient_checkpointing_func"):

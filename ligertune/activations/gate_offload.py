@@ -88,7 +88,7 @@ class OffloadedGate(LinearPatch):
         layer = getattr(_thread, "layer", None)
         if layer is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return super().forward(input)
-        return _Gate.apply(input, self.weight, self.bias, layer)  # type: ignore[no-untyped-call]
+        return _Gate.apply(input, self.weight, self.bias, layer)
 
 
 def require_gates(count: int, family: str, *, asked: str = "offload_gate") -> None:

@@ -119,8 +119,8 @@ def tiled(layer: Layer, x: Tensor, parameters: list[Tensor], tile: int) -> Tenso
         return tiled(lambda rows: layer(KernelNorm.forward(norm, rows)), normed.source, parameters, tile)
     if not (torch.is_grad_enabled() and (x.requires_grad or parameters)):
         return _each_tile(layer, x, tile)
-    given = _Input.apply(x, None if x.requires_grad else parameters[0])  # type: ignore[no-untyped-call]
-    return _Tiled.apply(given, given.grad_fn, layer, tile, *parameters)  # type: ignore[no-untyped-call]
+    given = _Input.apply(x, None if x.requires_grad else parameters[0])
+    return _Tiled.apply(given, given.grad_fn, layer, tile, *parameters)
 
 
 @dataclass(frozen=True)

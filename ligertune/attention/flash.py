@@ -71,4 +71,4 @@ def flash_varlen(
     if torch.compiler.is_compiling():  # it traces these operators with dynamic lengths
         out: Any = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=window, **GROUPED_HEADS)
         return out  # a tuple only with return_aux
-    return _Flash.apply(query, key, value, bounds, longest, scale, window)  # type: ignore[no-untyped-call]
+    return _Flash.apply(query, key, value, bounds, longest, scale, window)

@@ -72,7 +72,7 @@ def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
     needed = max([rows, *(int(token) + 1 for ids in lists for token in ids)])
     path = folder / ADAPTER_WEIGHTS[0]
     if config.get("modules_to_save") and path.is_file():
-        ends = (embedding, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+        ends = (embedding, model.get_output_embeddings())
         names = tuple(f".{name}.weight" for name, module in model.named_modules() if module in ends)
         with safe_open(path, framework="pt") as file:
             whole = [name for name in file.keys() if name.endswith(names)]  # noqa: SIM118

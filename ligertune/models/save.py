@@ -241,7 +241,7 @@ def load_saved(
         from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
         model = base_of(load_adapter(model, name, SAVED_MODEL))  # with the adapter in its layers
-    return model.eval(), loaded  # type: ignore[no-untyped-call]
+    return model.eval(), loaded
 
 
 def base_as_trained(spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None) -> PreTrainedModel:

@@ -283,7 +283,7 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     """Return the output head of a transformers model; None for a model without one, and other modules."""
     if not isinstance(model, PreTrainedModel):
         return None
-    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return model.get_output_embeddings()
 
 
 def refuse_loss(model: nn.Module) -> Refusal | None:

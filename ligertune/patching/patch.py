@@ -264,7 +264,7 @@ def _patch_layer(module: AnyModule, kind: LayerKind, tallies: dict[str, _Tally],
 def _patch_readers(model: nn.Module, owner: nn.Module) -> KernelLine:
     """Let linear layers recompute their inputs; the row counts the modules whose outputs are recomputable."""
     # not the output head: the loss reads its input
-    head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+    head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None
     recompute_inputs(model, but=head)
     makers = sum(isinstance(module, RecomputableOutput) for module in model.modules())
     return KernelLine("recompute", makers, 0, "" if makers else "no norm or MLP is patched")

@@ -65,7 +65,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         _check_initial(adapted, spec)
         if not is_meta:
             remember_initial(adapted)
-    model.disable_input_require_grads()  # type: ignore[no-untyped-call]  # as `checkpoint_layers` does: peft has requested them again
+    model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     own_dropout = spec.lora_dropout if targets.parameters else 0.0
     _adjust_layers(adapted, recomputes=has_recompute(model), own_dropout=own_dropout)
     train_in_float32(adapted)

@@ -107,7 +107,7 @@ class Meter:
         """Return an event in the device's current stream, or on a CPU the clock's time in seconds."""
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

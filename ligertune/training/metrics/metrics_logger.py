@@ -211,7 +211,7 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
             yield step
         finally:
             if snapshot:
-                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))  # type: ignore[no-untyped-call]
+                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -211,7 +211,7 @@ class KernelAdamW(torch.optim.AdamW):
             lists: list[list[Tensor]] = [[] for _ in range(5)]
             trained, grads, means, squares, steps = lists
             # torch's own AdamW fills these lists here; torch does not annotate it
-            self._init_group(group, trained, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]
+            self._init_group(group, trained, grads, means, squares, [], steps)
             if not trained:
                 continue
             torch._foreach_add_(steps, 1)

@@ -142,7 +142,7 @@ def _start_gradient_copy(parameter: nn.Parameter, copy: nn.Parameter) -> Callabl
     copy.grad.copy_(parameter.grad, non_blocking=True)
     if not parameter.grad.is_cuda:
         return lambda: None
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    done = torch.cuda.Event()
     done.record()
     return done.synchronize
 
