@@ -37,8 +37,7 @@ from ligertune.models.float8.float8_linear import scales_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
-from ligertune.training.checkpoint.float8_scales import write_scales
-from ligertune.training.checkpoint.trained_weights import FILE, all_train, save_weights, trained
+from ligertune.training.checkpoint.weight_files import TRAINED_FILE, all_train, save_weights, trained, write_scales
 
 
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
@@ -156,7 +155,7 @@ class Saver:
             if all_train(self._model):
                 save(weights, partial / SAFE_WEIGHTS_NAME, safe_serialization=True)
             else:
-                save_weights(weights, partial / FILE)
+                save_weights(weights, partial / TRAINED_FILE)
             save(states, partial / f"{OPTIMIZER_NAME}.bin")
             complete(self._plan, step, partial)
 
