@@ -10,7 +10,15 @@ import json
 import sys
 
 import torch
-from ligertune_kernels import add_rms_norm, apply_rope, document_attention, linear_cross_entropy, rms_norm, swiglu
+from ligertune_kernels import (
+    Documents,
+    add_rms_norm,
+    apply_rope,
+    document_attention,
+    linear_cross_entropy,
+    rms_norm,
+    swiglu,
+)
 from torch.nn.functional import embedding, linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +31,7 @@ def decoder_loss(p, config, documents):
     tokens, lengths = torch.cat(documents), torch.tensor([len(ids) for ids in documents], device=DEVICE)
     ends = lengths.cumsum(0).repeat_interleave(lengths)  # (T,): index after the last token of each token's document
     starts = ends - lengths.repeat_interleave(lengths)
+    places = Documents(starts.int(), ends.int())
     labels = tokens.roll(-1).index_fill(0, lengths.cumsum(0) - 1, -100)  # a document's last token predicts nothing
     frequencies = config.rope_parameters["rope_theta"] ** -(torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
     angles = ((torch.arange(len(ends), device=DEVICE) - starts)[:, None] * frequencies).repeat(1, 2)[None]  # (1, T, D)
@@ -36,7 +45,7 @@ def decoder_loss(p, config, documents):
         q, k, v = (project(hidden, f"self_attn.{n}").unflatten(-1, (-1, head_dim)) for n in "qkv")  # (T, H or K, D)
         q, k = apply_rope(q.transpose(0, 1)[None], k.transpose(0, 1)[None], angles.cos(), angles.sin())
         q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
-        out = project(document_attention(q, k, v, starts.int(), ends.int()).flatten(1), "self_attn.o")
+        out = project(document_attention(q, k, v, places).flatten(1), "self_attn.o")
         hidden, residual = add_rms_norm(out, residual, p[f"model.layers.{i}.post_attention_layernorm.weight"], eps)
         out = project(swiglu(project(hidden, "mlp.gate"), project(hidden, "mlp.up")), "mlp.down")
         weight = p.get(f"model.layers.{i + 1}.input_layernorm.weight", p["model.norm.weight"])

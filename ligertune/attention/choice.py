@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import transformers
 from ligertune_kernels import backend
 from transformers import PreTrainedConfig
 
@@ -14,7 +15,6 @@ from ligertune.attention import flash_4
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.models.load import model_class
 from ligertune.models.read_config import config_value
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
@@ -51,6 +51,8 @@ class Attention:
     multiple_of: int = 16  # tokens of a batch: matmuls gain 2 % tokens/s on an H100, padding included
 
 
+# FlashAttention, in torch (varlen) and in flash-attn, needs sm80 and takes heads of up to 256 columns. For wider heads
+# document_attention would run its reference, which stores the scores. torch's flex kernel refuses heads below 16.
 ATTENTIONS = (
     Attention(FLASH_4, FA4_OR_DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia",), half_only=True,
               soft_cap=False, dropout=False, package=flash_4.PACKAGE, oldest_nvidia=90,
@@ -208,6 +210,12 @@ def installed(package: str) -> bool:
     return True
 
 
+def _model_class(config: PreTrainedConfig) -> type | None:
+    """Return the class of a configuration's model that writes text; None if its code is in the model's repository."""
+    auto_class = getattr(transformers, modality_of(config).auto_class)
+    return auto_class._model_mapping.get(type(config), None)
+
+
 def _refusal(
     row: Attention, config: PreTrainedConfig, machine: Machine, precision: Precision, cp_size: int
 ) -> str | None:
@@ -222,7 +230,7 @@ def _refusal(
     head_dim = head_dim or config_value(text, "hidden_size", 1) // config_value(text, "num_attention_heads", 1)
     soft_cap = config_value(text, "attn_logit_softcapping")
     dropout = config_value(text, "attention_dropout", 0.0)
-    model = model_class(config) if row.flag is not None else None
+    model = _model_class(config) if row.flag is not None else None
     reasons = (
         (row.half_only and not precision.half, "it computes in bfloat16 or float16 only"),
         (soft_cap is not None and not row.soft_cap,

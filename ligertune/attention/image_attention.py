@@ -20,7 +20,7 @@ from ligertune.attention.flash import flash_varlen
 
 # Lengths of the images by the tensor of their bounds, which all layers share: they are copied from the GPU once.
 _LENGTHS = WeakIdKeyDictionary()
-WIDEST_HEAD = 256
+WIDEST_HEAD = 256  # columns: a limit of FlashAttention, which also takes multiples of 8 only
 
 
 def per_image_attention(

@@ -17,9 +17,9 @@ import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-import ligertune_kernels
 import torch
 import torch.nn.functional as F
+from ligertune_kernels import Documents, document_attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -118,10 +118,17 @@ def kernel_attention(
         raise ValueError("document_attention has no dropout; use per_document")
     value_dim = value.shape[-1]
     value = _pad_value(value, query)
-    options = {"scale": terms.scaling, "window": terms.window, "softcap": terms.softcap}
+    count = None
     if document_lengths is not None and not torch.compiler.is_compiling():
-        options["documents"] = len(reveal(document_lengths))
-    out = ligertune_kernels.document_attention(*_tokens_first(query, key, value), *document_places, **options)
+        count = len(reveal(document_lengths))
+    starts, ends = document_places
+    out = document_attention(
+        *_tokens_first(query, key, value),
+        Documents(starts, ends, count),
+        scale=terms.scaling,
+        window=terms.window,
+        softcap=terms.softcap,
+    )
     return out[None, ..., :value_dim], None
 
 

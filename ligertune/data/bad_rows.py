@@ -44,14 +44,6 @@ DROP_REASONS: dict[str, str] = {
 }
 # reasons that data.on_overlength decides on, not on_bad_row
 LENGTH_REASONS = ("too long", "cut before the answer", "cut through an image")
-# repairs of on_bad_row: repair, as the report names and explains them
-REPAIRS: dict[str, str] = {
-    "not text": "a number, a list or an object was replaced by its JSON text",
-    "empty turn": "a question or an answer without text was left out, together with its exchange",
-    "leading answer": "turns before the first question were left out: they answer nothing",
-    "trailing question": "turns after the last answer were left out: they would not be trained",
-    "repeated role": "consecutive turns of one role were joined, with an empty line between them",
-}
 
 
 class BadRow(Exception):

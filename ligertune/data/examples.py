@@ -311,11 +311,6 @@ class Examples(Sequence[Example]):
             return self.lengths
         return np.stack([self.first_lengths, self.lengths - self.first_lengths], axis=1).ravel()
 
-    @property
-    def sources(self) -> list[str]:
-        """The "file:line" of each example."""
-        return [self._blocks[block].source(row) for block, row in zip(self.block_of, self._row_of, strict=True)]
-
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the ids, the labels, the ends of examples and sequences, labels of answers, and media files."""

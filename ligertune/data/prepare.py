@@ -41,7 +41,7 @@ class DataReport:
     """What became of the rows of some data sets: rows_read == examples + held_out + sum(dropped.values()).
 
     The equation does not hold for raw text: a long row gives several examples. `held_out` examples went to `val_split`;
-    tokens are those of `examples`. `dropped` is by DROP_REASONS and `repaired` by REPAIRS, with the source of the first
+    tokens are those of `examples`. `dropped` is by DROP_REASONS and `repaired` by repair, with the source of the first
     row. `overlength` rows have more than max_length tokens; `truncated` of them were cut.
     """
 

@@ -48,7 +48,7 @@ class RowCounts:
     rows_used: int = 0  # a row of raw text gives several examples if it is long
     dropped: Counter[str] = field(default_factory=Counter)  # by DROP_REASONS
     first_dropped: dict[str, str] = field(default_factory=dict)
-    repaired: Counter[str] = field(default_factory=Counter)  # by REPAIRS
+    repaired: Counter[str] = field(default_factory=Counter)  # by the name of the repair
     first_repaired: dict[str, str] = field(default_factory=dict)
     literal: int = 0  # rows with text that looks like a control token
     unplaced: int = 0  # answers that are not trained, because the template rewrites them

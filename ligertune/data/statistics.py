@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ligertune.data.prepare import PreparedData
     from ligertune.planning.options import BatchLayoutOptions
 
+MAX_SAMPLE = 1000  # examples whose files' tokens are counted: an estimate for the plan, and each one is read from disk
+
 
 def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: int, padding_free: bool) -> Rows:
     """Return the rows of an epoch. multiple_of: what the attention requires of a batch's length."""
@@ -67,10 +69,10 @@ def summarize_data(data: PreparedData, reader: ModalityReader | None = None) -> 
     )
 
 
-def largest_file_share(examples: Examples, token_id: int, *, sample: int = 1000) -> float:
-    """Return the largest share of files' tokens in an example, among about `sample` examples with files."""
+def largest_file_share(examples: Examples, token_id: int) -> float:
+    """Return the largest share of files' tokens in an example, among about MAX_SAMPLE examples with files."""
     with_files = np.flatnonzero(examples.n_media)
-    chosen = with_files[:: -(-len(with_files) // sample) or 1].tolist()
+    chosen = with_files[:: -(-len(with_files) // MAX_SAMPLE) or 1].tolist()
     return max((float((examples[i].input_ids == token_id).mean()) for i in chosen), default=0.0)
 
 

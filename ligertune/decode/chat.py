@@ -62,7 +62,7 @@ class Chat:
         """Return (token ids of the prompt, room for the answer), after dropping the oldest turns that do not fit."""
         wanted = self.decoding.max_new_tokens
         dropped = 0
-        if self.context is not None:  # a quarter of the context at most is kept free for an answer
+        if self.context is not None:  # at most a quarter is kept free, or a large max_new_tokens would drop all turns
             wanted = min(wanted, max(1, self.context // 4))
         while True:
             ids = encode_prompt(self.loaded.tokenizer, message, self.loaded.template, self.history)[1]

@@ -3,6 +3,9 @@
 The lock is a file that is created with O_EXCL, which every shared file system does atomically, NFS since version 3.
 The system's file locks (flock, which the package filelock uses) do not keep that promise: an NFS mount with `nolock`
 or `local_lock` grants them to each host, Lustre without `-o flock` refuses them, and their holder cannot be read.
+filelock's `SoftFileLease` (4.3) is such a created file, too, and is not enough: it grants the lock of a killed launcher
+at once although its ranks still save; it takes over from another host only after it has watched the lock for the whole
+lease, however old it is; and after two seconds it replaces a link or a pipe in its place.
 
 A created file outlives its process, so it says who holds it, and a thread renews its modification time:
 

@@ -1,4 +1,7 @@
-"""Slurm: translate the variables of `srun` tasks to those of torchrun."""
+"""Slurm: translate the variables of `srun` tasks to those of torchrun.
+
+accelerate 1.15 reads those of MPI launchers, and not Slurm's: under `srun` each task would be a run of one process.
+"""
 
 from __future__ import annotations
 

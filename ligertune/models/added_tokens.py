@@ -7,14 +7,16 @@ draws the new rows around the mean of the old ones.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
-from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+from transformers.utils.logging import get_verbosity, set_verbosity
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
 from ligertune.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -29,10 +31,11 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, spec: TokenizerOptions) -> No
     known = set(tokenizer.get_vocab())
     tokenizer.add_tokens(list(spec.add_tokens))
     if spec.add_special_tokens:
-        special = {"extra_special_tokens": list(spec.add_special_tokens)}
-        tokenizer.add_special_tokens(special, replace_extra_special_tokens=False)
+        tokenizer.add_special_tokens(
+            {"extra_special_tokens": list(spec.add_special_tokens)}, replace_extra_special_tokens=False
+        )
     new = [token for token in (*spec.add_tokens, *spec.add_special_tokens) if token not in known]
-    tokenizer.new_token_ids = tuple(tokenizer.convert_tokens_to_ids(list(dict.fromkeys(new))))
+    tokenizer.new_token_ids = tuple(tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(new))
 
 
 def needed_rows(tokenizer: PreTrainedTokenizerBase, spec: TokenizerOptions, config: PreTrainedConfig) -> int:
@@ -47,13 +50,14 @@ def needed_rows(tokenizer: PreTrainedTokenizerBase, spec: TokenizerOptions, conf
 
 def grow(model: PreTrainedModel, rows: int, *, seed: int, mean_resizing: bool = True) -> None:
     """Give embedding and output head `rows` rows, the new ones from `seed`. The global random state is restored."""
-    if rows == model.get_input_embeddings().weight.shape[0]:
+    embedding: AnyModule = model.get_input_embeddings()
+    if rows == embedding.weight.shape[0]:
         return
-    device = model.get_input_embeddings().weight.device
+    device = embedding.weight.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         verbosity = get_verbosity()
-        set_verbosity_error()  # it explains the mean in a paragraph
+        set_verbosity(logging.ERROR)  # it explains the mean in a paragraph
         model.resize_token_embeddings(rows, mean_resizing=mean_resizing and device.type != "meta")
         set_verbosity(verbosity)
 
@@ -62,12 +66,13 @@ def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Give a model the rows that the adapter in `folder` trains, as a user does who loads it with PEFT."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     tokens = config.get("trainable_token_indices") or ()
-    rows = model.get_input_embeddings().weight.shape[0]
+    embedding: AnyModule = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
     lists = tokens.values() if isinstance(tokens, dict) else [tokens]
     needed = max([rows, *(int(token) + 1 for ids in lists for token in ids)])
     path = folder / ADAPTER_WEIGHTS[0]
     if config.get("modules_to_save") and path.is_file():
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        ends = (embedding, model.get_output_embeddings())  # type: ignore[no-untyped-call]
         names = tuple(f".{name}.weight" for name, module in model.named_modules() if module in ends)
         with safe_open(path, framework="pt") as file:
             whole = [name for name in file.keys() if name.endswith(names)]  # noqa: SIM118

@@ -33,7 +33,7 @@ from ligertune.files.model_files import (
     stored_shapes,
     weight_files,
 )
-from ligertune.models.score_head import gives_scores, is_outside_backbone
+from ligertune.models.score_head import embedding_rows, gives_scores, is_outside_backbone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ def is_separate(name: str, model: PreTrainedModel, config: PreTrainedConfig) -> 
         return True
     layer = _LAYER.search(name)
     text = config.get_text_config()
-    if layer and getattr(text, "num_nextn_predict_layers", 0):
+    if layer is not None and getattr(text, "num_nextn_predict_layers", None):
         return int(layer[1]) >= text.num_hidden_layers
     prefix = f"{model.base_model_prefix}."
     backbone = model.base_model
@@ -99,7 +99,7 @@ def find_carried(
     if new_head:  # a score head replaces the output head, and the configuration says so
         names = [n for n in names if not (is_outside_backbone(n, model) and stored[n].shape[:1] == (text.vocab_size,))]
     found = CarriedTensors(tuple(sorted(names)), sum(stored[name].n_bytes for name in names))
-    rows = rows or model.get_input_embeddings().weight.shape[0]
+    rows = rows or embedding_rows(model)
     if getattr(config, "quantization_config", None) is not None and any(stored[n].is_quantised for n in names):
         return CarriedTensors(found.names, found.bytes, "they are quantised, and the saved weights are not")
     if rows != text.vocab_size and any(stored[name].shape[:1] == (text.vocab_size,) for name in names):
@@ -162,8 +162,8 @@ class _Stored:
 
 def _stored(spec: ModelOptions, config: PreTrainedConfig | None = None) -> dict[str, _Stored] | None:
     """Return the tensors of a base by name; None if its files are not here. Raises UserError for damaged files."""
-    folder = Path(spec.model_name_or_path).expanduser()
-    folder = folder if folder.is_dir() else hub_snapshot(spec.model_name_or_path, spec.revision)
+    path = Path(spec.model_name_or_path).expanduser()
+    folder = path if path.is_dir() else hub_snapshot(spec.model_name_or_path, spec.revision)
     if folder is None:
         return None
     explicit = getattr(config, "transformers_weights", None)

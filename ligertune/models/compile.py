@@ -33,6 +33,6 @@ def compile_layers(model: nn.Module, *, dynamic: bool | None = False) -> None:
     model.register_forward_pre_hook(hide_from_layers, with_kwargs=True)
 
 
-def run_eagerly() -> AbstractContextManager:
+def run_eagerly() -> AbstractContextManager[object]:
     """Return a context in which compiled layers run eagerly, for generation: each new length would be a new graph."""
     return torch.compiler.set_stance("force_eager")

@@ -46,22 +46,17 @@ if TYPE_CHECKING:
 
 def hide_loading_bars() -> None:
     """Disable transformers' progress bars for loading and saving; the run shows its own progress."""
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 # ---- model
 
 
-def auto_class(config: PreTrainedConfig) -> type:
+def auto_class(config: PreTrainedConfig) -> type[Any]:
     """Return transformers' auto class for a configuration."""
     if gives_scores(config):
         return SCORE_AUTO_CLASS
     return getattr(transformers, modality_of(config).auto_class)
-
-
-def model_class(config: PreTrainedConfig) -> type | None:
-    """Return the model class of a configuration; None if its code is in the model's own repository."""
-    return auto_class(config)._model_mapping.get(type(config), None)
 
 
 def build_model(
@@ -119,7 +114,7 @@ def _build(
     if four_bits:
         quantization = four_bit_experts.four_bit_config(skeleton, dtype)
     elif eight_bits:
-        quantization = BitsAndBytesConfig(load_in_8bit=True)
+        quantization = BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
     options = _loading_options(spec, config, device, quantization)
     if is_random:
         with quiet_reports():  # of buffers that no weight initialises
@@ -128,7 +123,9 @@ def _build(
         four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
     with _seeded(seed, device):  # a score head that the checkpoint does not have
         model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
-    return model if "device_map" in options else model.to(device)
+    if "device_map" in options:
+        return model
+    return model.to(device)  # type: ignore[arg-type]  # transformers wraps `to`, and the wrapper has other types
 
 
 @contextlib.contextmanager
@@ -218,12 +215,12 @@ def whole_model(
     quantise to NF4 or int8 and dequantise, which gives the weights that QLoRA or `method.load_in_8bit` trained on.
     """
     named = trained_in or (spec.dtype if spec.dtype in ("bfloat16", "float32") else None)
-    dtype = getattr(torch, named) if named else config.dtype or torch.float32
+    dtype = getattr(torch, named) if named else stored_dtype(config)
     quantised = through_four_bits or through_eight_bits
     device = torch.device("cuda" if torch.cuda.is_available() and quantised else "cpu")
     bits = {"four_bits": through_four_bits, "eight_bits": through_eight_bits}
     model = build_model(spec, config, dtype=dtype, device=device, seed=0, origin=origin, **bits)
-    return model.dequantize() if quantised else model
+    return model.dequantize() if quantised else model  # type: ignore[no-untyped-call]
 
 
 def carried_by(
@@ -240,6 +237,12 @@ def carried_by(
 def through(stored_as: str | None) -> dict[str, bool]:
     """Return the keywords of `whole_model` for the storage that a method has (`MethodOptions.stored_as`)."""
     return {"through_four_bits": stored_as == "nf4", "through_eight_bits": stored_as == "int8"}
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype of a checkpoint's weights as its configuration names it; float32 if it names none."""
+    found = config.dtype or torch.float32
+    return getattr(torch, found) if isinstance(found, str) else found
 
 
 # ---- weights
@@ -328,7 +331,7 @@ def _dequantise_float8(config: PreTrainedConfig) -> None:
     transformers does that on a CPU. On a GPU with float8 it keeps them, for inference: an update of a float8 weight is
     lost in its rounding, and an adapter cannot be merged into it.
     """
-    found = getattr(config, "quantization_config", None)
+    found: Any = getattr(config, "quantization_config", None)
     if quantization_of(config) == "fp8":
         if isinstance(found, dict):
             found["dequantize"] = True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ligertune.any_types import AnyModule
 from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
@@ -31,10 +32,11 @@ from ligertune.files.model_files import (
 from ligertune.files.storage import new_folder, write_text
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.carried_tensors import add_carried
-from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, through, whole_model
+from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
-from ligertune.models.score_head import gives_scores, make_scored_as_saved
+from ligertune.models.score_head import embedding_rows, gives_scores, make_scored_as_saved
+from ligertune.models.shape import base_of
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, trained_base
@@ -67,7 +69,7 @@ def write_model(
     UserError, with the model written, if they are gone.
     """
     # Without this option peft asks the hub whether the embedding was resized.
-    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    options: dict[str, Any] = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     if gives_scores(model.config) and tokenizer.pad_token_id is not None:  # the score is read before padding
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if state_dict and not options:  # PEFT looks for both names of a tied embedding that trains
@@ -87,7 +89,7 @@ def write_model(
 
 @contextlib.contextmanager
 def _plain_adapter(
-    model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None
+    model: AnyModule, state_dict: dict[str, torch.Tensor] | None
 ) -> Iterator[dict[str, torch.Tensor] | None]:
     """Yield the weights to write: those of plain LoRA for an adapter whose start has changed the model's weights."""
     if not getattr(model, "initial_lora", None):
@@ -138,7 +140,7 @@ def write_prompt(folder: Path, prompt: Mapping[str, Any], base: TrainedBase | No
     write_text(folder / PROMPT_FILE, json.dumps(written, indent=1) + "\n")
 
 
-def read_prompt(folder: Path) -> dict:
+def read_prompt(folder: Path) -> dict[str, Any]:
     """Return {prompt_template, system_prompt} of a saved model, and chat_template_kwargs if training had them.
 
     Other models get their chat template. Raises UserError for a damaged file.
@@ -205,22 +207,17 @@ def saved_spec(name: str, *, trust_remote_code: bool, tokenizer: str | None = No
     )
 
 
-def read_saved_config(name: str, spec: ModelOptions, origin: ModelOrigin = SAVED_MODEL) -> PreTrainedConfig:
+def read_saved_config(name: str, spec: ModelOptions) -> PreTrainedConfig:
     """Return the configuration of a folder or hub id; of an adapter, that of the model which it adapts."""
-    config = read_config(spec, origin)
+    config = read_config(spec, SAVED_MODEL)
     folder = Path(name).expanduser()
     if is_adapter(folder):
-        make_scored_as_saved(config, folder, origin)
+        make_scored_as_saved(config, folder, SAVED_MODEL)
     return config
 
 
 def load_saved(
-    name: str,
-    *,
-    trust_remote_code: bool,
-    tokenizer: str | None = None,
-    base: TrainedBase | None = None,
-    origin: ModelOrigin = SAVED_MODEL,
+    name: str, *, trust_remote_code: bool, tokenizer: str | None = None, base: TrainedBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, onto the GPU if there is one, and its tokenizer. Raises UserError.
 
@@ -232,39 +229,38 @@ def load_saved(
     base = trained_base(folder) if is_adapter(folder) else base
     if base is not None and base.revision is not None:
         spec = spec.model_copy(update={"revision": base.revision})
-    config = read_saved_config(name, spec, origin)
-    loaded = read_tokenizer(spec, origin)
+    config = read_saved_config(name, spec)
+    loaded = read_tokenizer(spec, SAVED_MODEL)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if base is None:
-        model = build_model(spec, config, dtype=config.dtype or torch.float32, device=device, seed=0, origin=origin)
+        model = build_model(spec, config, dtype=stored_dtype(config), device=device, seed=0, origin=SAVED_MODEL)
     else:
-        model = base_as_trained(spec, config, base, origin).to(device)
+        model = base_as_trained(spec, config, base)
+        model = model.to(device)  # type: ignore[arg-type]  # as in `load.py`
     if is_adapter(folder):
         from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
-        model = load_adapter(model, name, origin).get_base_model()  # with the adapter in its layers
-    return model.eval(), loaded
+        model = base_of(load_adapter(model, name, SAVED_MODEL))  # with the adapter in its layers
+    return model.eval(), loaded  # type: ignore[no-untyped-call]
 
 
-def base_as_trained(
-    spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None, origin: ModelOrigin = SAVED_MODEL
-) -> PreTrainedModel:
+def base_as_trained(spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None) -> PreTrainedModel:
     """Load the base model of an adapter or a checkpoint with the weights that it was trained on. Raises UserError.
 
     base: as the run has recorded it; None: the model's own dtype.
     """
     if base is None:
-        return whole_model(spec, config, origin=origin)
-    return whole_model(spec, config, trained_in=base.dtype, origin=origin, **through(base.stored_as))
+        return whole_model(spec, config, origin=SAVED_MODEL)
+    return whole_model(spec, config, trained_in=base.dtype, origin=SAVED_MODEL, **through(base.stored_as))
 
 
-def check_same_base(spec: ModelOptions, base: TrainedBase | None, origin: ModelOrigin = SAVED_MODEL) -> None:
+def check_same_base(spec: ModelOptions, base: TrainedBase | None) -> None:
     """Raise UserError if the files of a base model are no longer those that were trained."""
     folder = Path(spec.model_name_or_path).expanduser()
     if base is None or base.fingerprint is None or not folder.is_dir():
         return
-    explicit = read_json(folder / "config.json", origin).get("transformers_weights")
-    if fingerprint_of_files(folder, origin, explicit=explicit) != base.fingerprint:
+    explicit = read_json(folder / "config.json", SAVED_MODEL).get("transformers_weights")
+    if fingerprint_of_files(folder, SAVED_MODEL, explicit=explicit) != base.fingerprint:
         raise UserError(
             f"The base model in {folder} has changed since the training: its config.json or weight files are others.",
             hint="Put back the files that were trained, or train again.",
@@ -311,7 +307,7 @@ def read_saved_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrained
 
 
 def merge_saved_adapter(
-    folder: Path, base: TrainedBase | None, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL
+    folder: Path, base: TrainedBase | None, *, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[ModelOptions, CarriedTensors] | None]:
     """Load the adapter in `folder` merged into its base model as it was trained, and its tokenizer. Raises UserError.
 
@@ -320,28 +316,27 @@ def merge_saved_adapter(
     from ligertune.models.adapters.lora import load_adapter, merged_model  # imports peft, which takes seconds
 
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
-    config = read_saved_config(str(folder), spec, origin)
+    config = read_saved_config(str(folder), spec)
     if base is not None and base.revision is not None:
         spec = spec.model_copy(update={"revision": base.revision})
-    tokenizer = read_tokenizer(spec, origin)
+    tokenizer = read_tokenizer(spec, SAVED_MODEL)
     original = copy.deepcopy(config)
-    check_same_base(spec, base, origin)
-    model = base_as_trained(spec, config, base, origin)
-    adapted = load_adapter(model, str(folder), origin)
-    with loading(origin, f"the adapter in {folder} cannot be merged"):  # some kinds of LoRA change with the prompt
+    check_same_base(spec, base)
+    model = base_as_trained(spec, config, base)
+    adapted = load_adapter(model, str(folder), SAVED_MODEL)
+    with loading(SAVED_MODEL, f"the adapter in {folder} cannot be merged"):  # some kinds of LoRA change with the prompt
         merged = merged_model(adapted)
-    rows = merged.get_input_embeddings().weight.shape[0]
-    carried = carried_by(spec, original, rows=rows, origin=origin)
-    return merged, tokenizer, carried and (spec, carried)
+    carried = carried_by(spec, original, rows=embedding_rows(merged), origin=SAVED_MODEL)
+    return merged, tokenizer, None if carried is None else (spec, carried)
 
 
-def check_saved(folder: Path, *, trust_remote_code: bool, origin: ModelOrigin = SAVED_MODEL) -> None:
+def check_saved(folder: Path, *, trust_remote_code: bool) -> None:
     """Check a folder that is copied or uploaded as it is, without loading its weights. Raises UserError."""
-    check_contents(folder, origin)
+    check_contents(folder, SAVED_MODEL)
     if is_adapter(folder):
-        check_adapter(folder, origin)
+        check_adapter(folder, SAVED_MODEL)
         return
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
-    config = read_config(spec, origin)
-    read_tokenizer(spec, origin)
-    stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))
+    config = read_config(spec, SAVED_MODEL)
+    read_tokenizer(spec, SAVED_MODEL)
+    stored_shapes(folder, SAVED_MODEL, explicit=getattr(config, "transformers_weights", None))

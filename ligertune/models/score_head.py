@@ -1,13 +1,15 @@
-"""Sequence classification: configurations of *ForSequenceClassification models, and their score head.
+"""The layers at both ends of a model: embedding, output head, and the score head of *ForSequenceClassification models.
 
-A causal language model with a linear layer, the score head, in place of the output head; the scores of a text are read
-at its last token. `config.architectures` says that a configuration is one of these, as in saved models.
+A model for sequence classification is a causal language model with a linear layer, the score head, in place of the
+output head; the scores of a text are read at its last token. `config.architectures` says that a configuration is one of
+these, as in saved models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from torch import nn
 from transformers import (
@@ -17,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ligertune.any_types import AnyModule
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.files.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
@@ -26,8 +29,30 @@ from ligertune.planning.saved_model import saved_options
 HEADS = ("score", "classifier")  # names of the head, which PEFT trains and saves with an adapter
 SEQ_CLS = "SEQ_CLS"  # task_type of such an adapter
 _SUFFIX = "ForSequenceClassification"
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 SCORE_AUTO_CLASS = AutoModelForSequenceClassification
 PIPELINE_TAG = "text-classification"  # the hub's name of what these models do
+
+
+def embedding_of(model: PreTrainedModel) -> AnyModule:
+    """Return the input embedding."""
+    return model.get_input_embeddings()
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Return the rows of the input embedding; more than the vocabulary has tokens if some are spare."""
+    return embedding_of(model).weight.shape[0]
+
+
+def lm_head_of(model: PreTrainedModel) -> AnyModule:
+    """Return the output head; None for a model without one."""
+    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return whether the output head has the embedding's weight (tie_word_embeddings)."""
+    head = lm_head_of(model)
+    return head is not None and head.weight is embedding_of(model).weight
 
 
 def gives_scores(config: PreTrainedConfig) -> bool:
@@ -44,7 +69,7 @@ def make_scored(
     config: PreTrainedConfig,
     *,
     num_labels: int,
-    problem_type: str | None = None,
+    problem_type: ProblemType | None = None,
     labels: Sequence[str] = (),
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> None:
@@ -54,13 +79,14 @@ def make_scored(
     names in another order, which training would exchange.
     """
     known_classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if modality_of(config).is_text else {}
-    cls = known_classes.get(type(config), None)
+    cls: Any = known_classes.get(type(config), None)
     if cls is None:
         raise origin.error(
             f"transformers has no sequence classification with a {config.model_type} model.",
             hint="Give a language model such as Qwen/Qwen2.5-0.5B.",
         )
-    known = [config.id2label[i] for i in sorted(config.id2label)] if gives_scores(config) else []
+    names: dict[Any, str] = config.id2label or {}
+    known = [names[i] for i in sorted(names)] if gives_scores(config) else []
     if labels and set(known) == set(labels) and known != list(labels):
         raise UserError(
             f"classification.labels: the model has the labels {', '.join(known)} in this order, and the run "
@@ -77,11 +103,13 @@ def make_scored(
 
 def check_task(config: PreTrainedConfig, task: str) -> None:
     """Raise UserError for a model with a score head, if the task is to write text."""
-    if gives_scores(config) and not feature_of(task).scores_texts:
-        raise RECIPE_MODEL.error(
-            f"it is a {config.architectures[0]}, which scores texts and writes none, and task is {task}.",
-            hint="Write task: classification or task: reward, or name a model that generates text.",
-        )
+    if not gives_scores(config) or feature_of(task).scores_texts:
+        return
+    assert config.architectures  # `gives_scores` has found a class there
+    raise RECIPE_MODEL.error(
+        f"it is a {config.architectures[0]}, which scores texts and writes none, and task is {task}.",
+        hint="Write task: classification or task: reward, or name a model that generates text.",
+    )
 
 
 def score_module(model: PreTrainedModel) -> nn.Module | None:
@@ -92,7 +120,7 @@ def score_module(model: PreTrainedModel) -> nn.Module | None:
 
 def score_head(model: PreTrainedModel) -> nn.Linear | None:
     """Return the score head of a model, the one that trains; None without one, and for one that is not linear."""
-    head = score_module(model)
+    head: AnyModule = score_module(model)
     head = head.modules_to_save["default"] if hasattr(head, "modules_to_save") else head
     return head if isinstance(head, nn.Linear) and model.base_model is not model else None
 

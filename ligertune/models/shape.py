@@ -9,10 +9,11 @@ from collections import Counter
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ligertune.any_types import AnyModule
 from ligertune.data.modalities.modality import modality_of
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
 from ligertune.models.read_config import config_value
-from ligertune.models.score_head import score_head
+from ligertune.models.score_head import embedding_of, lm_head_of, score_head
 from ligertune.planning.memory.model_shape import (
     DTYPE_BYTES,
     FrozenModelShape,
@@ -60,14 +61,9 @@ def read_shape(model: PreTrainedModel, kind: type[ModelShape] = ModelShape) -> M
 
 
 def read_frozen_shape(
-    model: PreTrainedModel,
-    dtype: str,
-    *,
-    gives_hidden_states: bool = False,
-    four_bits: bool = False,
-    offloaded: bool = False,
+    model: PreTrainedModel, dtype: str, *, four_bits: bool = False, offloaded: bool = False
 ) -> FrozenModelShape:
-    """Return the sizes of a model that only runs forward, as `dtype`. gives_hidden_states: as of FrozenModelShape.
+    """Return the sizes of a teacher, which only runs forward, as `dtype`; the loss reads its hidden states.
 
     four_bits: the layers' linear weights are NF4. offloaded: the layers are in host memory, but for one.
     """
@@ -88,7 +84,7 @@ def read_frozen_shape(
         # a layer's input, attention's output, their sum, that normed; gate, up, their product; tokens sent to experts
         widest=4 * hidden + 3 * mlp + gathered,
         itemsize=itemsize,
-        gives_hidden_states=gives_hidden_states,
+        gives_hidden_states=True,
         in_host_memory=round(inside) if offloaded else 0,
     )
 
@@ -113,23 +109,23 @@ def depth_of(config: PreTrainedConfig) -> int:
 
 def _hidden_size(model: PreTrainedModel) -> int:
     """Return the width of the hidden states: that of the configuration, or of the embedding."""
-    embedding = model.get_input_embeddings()
+    embedding = embedding_of(model)
     return config_value(model.config.get_text_config(), "hidden_size") or _table(embedding).shape[1]
 
 
-def base_of(model: PreTrainedModel) -> PreTrainedModel:
+def base_of(model: AnyModule) -> PreTrainedModel:
     """Return the transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the output head, or the score head of a model that has none."""
-    return model.get_output_embeddings() or score_head(base_of(model))
+    return lm_head_of(model) or score_head(base_of(model))
 
 
 def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], ...]:
     """Return (kind, number of parameters) for each kind of parameter. Tied parameters are counted once."""
-    ends = [model.get_input_embeddings(), output_head(model)]
+    ends = [embedding_of(model), output_head(model)]
     outside = {id(p) for module in ends if module is not None for p in module.parameters()}
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     stacks = expert_stacks(model, model.config.get_text_config()).values()
@@ -150,8 +146,8 @@ def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], 
 
 def _matmul_sizes(model: PreTrainedModel) -> list[tuple[int, nn.Parameter]]:
     """Return (elements that multiply a token, parameter) of every weight matrix. Inactive experts do not count."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
+    embedding = embedding_of(model)
+    head = lm_head_of(model)
     scores = score_head(base_of(model))
     stacks = expert_stacks(model, model.config.get_text_config())
     sizes = []
@@ -198,7 +194,7 @@ def text_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 def _layers_without_backward(model: PreTrainedModel) -> list[nn.Module]:
     """Return the first decoder layers that have no backward: neither they nor anything before them trains."""
     layers = text_layers(model)
-    embedding = model.get_input_embeddings()
+    embedding = embedding_of(model)
     head = output_head(model)
     if layers is None:
         return []
@@ -230,7 +226,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
     query, key = _attention_widths(config)
     experts = read_experts(config, layer)
     hidden = config_value(config, "hidden_size")
-    mlp = config_value(config, "intermediate_size") or 4 * hidden
+    mlp = config_value(config, "intermediate_size") or 4 * hidden  # null in GPT-2, whose MLP is this wide then
     if experts is not None:
         mlp = experts.chosen * experts.mlp + experts.shared
     of_experts = tuple(expert_stacks(layer, config))
@@ -279,11 +275,12 @@ def _norm_inputs(layer: nn.Module, query: int, key: int) -> int:
 
 
 def _head_shape(model: PreTrainedModel) -> HeadShape | None:
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
+    head = lm_head_of(model)
+    embedding = embedding_of(model)
     if head is None and score_head(base_of(model)) is not None:
         trains = any(p.requires_grad for p in embedding.parameters())
-        return HeadShape(*embedding.weight.shape, head_trains=False, embedding_trains=trains, gives_scores=True)
+        vocab, hidden = embedding.weight.shape
+        return HeadShape(vocab, hidden, head_trains=False, embedding_trains=trains, gives_scores=True)
     if head is None:
         return None
     weights = [p for p in head.parameters() if p.ndim == 2]
@@ -298,6 +295,6 @@ def _head_shape(model: PreTrainedModel) -> HeadShape | None:
     )
 
 
-def _table(layer: nn.Module) -> nn.Parameter:
+def _table(layer: AnyModule) -> nn.Parameter:
     """Return the (V, E) weight of an embedding or output head. `weight` of PEFT's trainable tokens is a copy."""
     return layer.token_adapter.base_layer.weight if hasattr(layer, "token_adapter") else layer.weight

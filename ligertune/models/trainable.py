@@ -67,6 +67,6 @@ def named_parameters(expression: str, names: Sequence[str], *, key: str) -> set[
     if not matching:
         raise UserError(
             f"{key}: {expression!r} matches no parameter's name.",
-            hint=f"Names are like {', '.join(names[:1] + names[-2:])}.",
+            hint=f"Names are like {', '.join((*names[:1], *names[-2:]))}.",
         )
     return matching

@@ -77,7 +77,7 @@ def search_rows(
     labels, shift = (labels, 1) if shift_labels is None else (shift_labels, 0)
     if torch.compiler.is_compiling() or known_rows is not None or type(labels) is not Tensor:
         return None
-    if labels.device.type not in DEVICES or labels.is_inference():
+    if labels.device.type not in DEVICES or labels.is_inference():  # the latter have no version to compare
         return None
     if labels.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None

@@ -16,7 +16,7 @@ WEIGHT_PROVIDERS = (
     "accelerate.",
     "deepspeed.",
     "torch.distributed.fsdp.",
-    "torch.distributed._composable.",
+    "torch.distributed._composable.",  # `replicate`, which is DDP by hooks
     "torch.nn.utils.",
     "torch.utils.module_tracker",  # FLOP counters: it notes when a module begins and ends
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ligertune.errors import UserError
+from ligertune.planning.memory.model_shape import ModalityFacts
 from ligertune.planning.options import BatchLayoutOptions, DataOptions, RowKind
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import MAX_ROWS_OF_A_STEP, TrainSpec
@@ -133,20 +134,6 @@ class DataSummary:
     fingerprint: str
     eval_tokens: int = 0
     image_share: float = 0.0  # share of image tokens in the example that has the largest
-
-
-@dataclass(frozen=True)
-class ModalityFacts:
-    """What planning knows of the files that a model reads besides text. The defaults are those of a text model."""
-
-    inputs: str = ""  # plural noun for messages, such as images
-    model_kind: str = "language model"  # for messages
-    family: str | None = None  # None: the model reads text only
-    packs_exactly: bool = True  # packed rows compute exactly what single rows do
-
-    @property
-    def reads_text_only(self) -> bool:
-        return self.family is None
 
 
 @dataclass(frozen=True)

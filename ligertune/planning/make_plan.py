@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 
 from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import (
-    Batching,
-    DataSummary,
-    ModalityFacts,
-    Rows,
-    choose_batching,
-    padding_free_notes,
-)
+from ligertune.planning.batch_layout import Batching, DataSummary, Rows, choose_batching, padding_free_notes
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE
 from ligertune.planning.memory.activation_policy import (
@@ -29,6 +22,7 @@ from ligertune.planning.memory.activation_policy import (
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
+from ligertune.planning.memory.model_shape import ModalityFacts
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.optimization import (
     Cadence,

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from ligertune_kernels import document_attention_reference
+from ligertune_kernels import Documents, document_attention_reference
 from support.command_line import RECIPE, losses
 from support.quickstart_runs import train
 from test_flash_4 import row_of
@@ -37,7 +37,7 @@ def test_output_and_gradients_are_those_of_float64(width, lengths, dtype):
     found = [out, *torch.autograd.grad(out, tensors, gradient)]
     assert flash_4._function.cache_info().currsize, "it ran our kernels"
     leaves = [t.detach().double()[0].transpose(0, 1).requires_grad_() for t in tensors]
-    expected = document_attention_reference(*leaves, *keywords["document_places"], scale=0.1)
+    expected = document_attention_reference(*leaves, Documents(*keywords["document_places"]), scale=0.1)
     gradients = torch.autograd.grad(expected, leaves, gradient[0].double())
     pairs = zip(found, [expected[None], *(g.transpose(0, 1)[None] for g in gradients)], strict=True)
     for one, other in pairs:

@@ -8,8 +8,8 @@ from support.command_line import losses
 from support.quickstart_runs import recipe_for, train
 
 from ligertune.errors import UserError
-from ligertune.planning.batch_layout import ModalityFacts
 from ligertune.planning.make_plan import check_cuda_graphs, suggest_cuda_graphs
+from ligertune.planning.memory.model_shape import ModalityFacts
 from ligertune.training import cuda_graphs
 from ligertune.training.resolve import plan_for
 

@@ -64,7 +64,7 @@ CHANGES_DATA = {
     "data.datasets.0.max_samples": ({}, 20, lambda new, old, decode: len(new.train) + len(new.eval) == 20),
     "data.datasets.0.weight": ({"data.val_split": 0}, 1.5, lambda new, old, decode: len(new.train) == 60),
     "train.seed": ({}, 43, lambda new, old, decode: (
-        new.eval.sources != old.eval.sources and len(new.eval) == len(old.eval))),
+        [one.source for one in new.eval] != [one.source for one in old.eval] and len(new.eval) == len(old.eval))),
 }  # fmt: skip
 
 

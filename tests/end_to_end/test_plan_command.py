@@ -9,7 +9,8 @@ import torch
 from support.command_line import overrides, run
 from support.quickstart_runs import recipe_for, train
 
-from ligertune.compare.trial import Failure, failure_of
+from ligertune.compare.trial import Failure
+from ligertune.compare.trial_rank import failure_of
 from ligertune.errors import UserError
 from ligertune.planning.memory.fit import advice, largest_fits
 from ligertune.planning.plan import Plan

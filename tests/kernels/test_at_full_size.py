@@ -53,7 +53,7 @@ def test_ops_do_not_synchronise(no_synchronisation, device) -> None:
     x = h.log_softmax(-1)
     losses = (
         kernels.linear_cross_entropy(y, weight, labels, num_items_in_batch=count),
-        kernels.linear_cross_entropy(h, weight, labels, labelled_rows=rows, lora_a=a, lora_b=b, z_loss=1e-4),
+        kernels.linear_cross_entropy(h, weight, labels, labelled_rows=rows, lora=kernels.LinearLora(a, b), z_loss=1e-4),
         kernels.linear_cross_entropy(h, weight, labels, schedule=lean, label_smoothing=0.1),
         kernels.multi_head_linear_cross_entropy(
             [h, h], weight, torch.stack([labels, labels]), (1.0, 0.8), num_items_in_batch=(512, 512)

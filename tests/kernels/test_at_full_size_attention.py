@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from ligertune_kernels import document_attention
-from support.kernels.attention_runs import places, run
+from support.kernels.attention_runs import documents_of, run
 from support.kernels.judge import LOW, OF_A_ROW, judge, judge_op
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def test_rounds_no_worse_than_torch(heads, lengths, terms, dtype, device) -> Non
     n_heads, n_key_heads, head_dim = heads
     sizes = ((n, sum(lengths), head_dim) for n in (n_heads, n_key_heads, n_key_heads))
     inputs = [torch.randn(size, device=device, dtype=dtype).transpose(0, 1) for size in sizes]
-    judge_op(document_attention, inputs, *places(lengths, device), compare=partial(judge, times=OF_A_ROW), **terms)
+    judge_op(document_attention, inputs, documents_of(lengths, device), compare=partial(judge, times=OF_A_ROW), **terms)
 
 
 def test_is_deterministic(device) -> None:

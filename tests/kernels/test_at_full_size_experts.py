@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from ligertune_kernels import ExpertLayout, ExpertLora, GatedActivation, experts, experts_reference
+from ligertune_kernels import ExpertLayout, ExpertLora, ExpertProjection, GatedActivation, experts, experts_reference
 from support.kernels.judge import judge
 
 pytestmark = pytest.mark.gpu
@@ -26,8 +26,11 @@ def example(
     return index, [t.to(dtype).requires_grad_() for t in made]
 
 
-def call(op, index, hidden, weights, *parameters, **options) -> torch.Tensor:
-    return op(hidden, index, weights, *parameters, **options)
+def call(
+    op, index, hidden, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, loras=(None, None), **options
+) -> torch.Tensor:
+    projections = map(ExpertProjection, (gate_up, down), (gate_up_bias, down_bias), loras)
+    return op(hidden, index, weights, *projections, **options)
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
@@ -57,12 +60,12 @@ def test_is_deterministic_and_does_not_synchronise(products, no_synchronisation,
     index, tensors = example(device, QWEN3)
     low = ((x, 16, e), (x, 2 * f, 16), (x, 16, f), (x, e, 16))
     low = [torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(0.1).requires_grad_() for shape in low]
-    loras = {"gate_up_lora": ExpertLora(*low[:2], 2.0), "down_lora": ExpertLora(*low[2:], 2.0)}
+    loras = ExpertLora(*low[:2], 2.0), ExpertLora(*low[2:], 2.0)
     leaves = [*tensors, *low]
     no_synchronisation()
     runs = []
     for _ in range(2):
-        y = call(experts, index, *tensors, products=products, **loras)
+        y = call(experts, index, *tensors, products=products, loras=loras)
         runs.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
     torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -50,7 +50,7 @@ def test_a_low_rank_term_rounds_as_torch_does(schedule, device) -> None:
     a, b = torch.randn(16, E, device=device).bfloat16() / E**0.5, 0.1 * torch.randn(V, 16, device=device).bfloat16()
 
     def call(op, h, w, a, b, **more):
-        return op(h, w, labels, lora_a=a, lora_b=b, lora_scale=2.0, **more)
+        return op(h, w, labels, lora=kernels.LinearLora(a, b, 2.0), **more)
 
     ours = partial(call, kernels.linear_cross_entropy, schedule=schedule)
     judge(ours, partial(call, kernels.linear_cross_entropy_reference), [hidden, weight, a, b])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ligertune_kernels import document_attention
 from ligertune_kernels.ops.attention import tiles
-from support.kernels.attention_runs import places, run
+from support.kernels.attention_runs import documents_of, run
 from support.kernels.judge import LOW, OF_A_ROW, judge, judge_op
 
 pytestmark = pytest.mark.gpu
@@ -28,9 +28,12 @@ def test_long_documents_round_no_worse_than_torch(heads, lengths, terms, dtype, 
     sizes = ((sum(lengths), n, head_dim) for n in (n_heads, n_key_heads, n_key_heads))
     inputs = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
     judge_op(
-        document_attention, inputs, *places(lengths, device), ours={"documents": len(lengths)},
-        compare=partial(judge, times=OF_A_ROW), **terms,
-    )  # fmt: skip
+        document_attention,
+        inputs,
+        documents_of(lengths, device, len(lengths)),
+        compare=partial(judge, times=OF_A_ROW),
+        **terms,
+    )
 
 
 # The second computes some heads at a time in the backward, too.
@@ -43,9 +46,9 @@ def test_long_documents_are_deterministic(heads, device) -> None:
         for n in (n_heads, n_key_heads, n_key_heads)
     )
     grad = torch.randn_like(q)
-    first = run(q, k, v, lengths, grad, documents=len(lengths))
+    first = run(q, k, v, lengths, grad, count=len(lengths))
     for _ in range(10):
-        again = run(q, k, v, lengths, grad, documents=len(lengths))
+        again = run(q, k, v, lengths, grad, count=len(lengths))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -53,9 +56,9 @@ def test_long_documents_are_deterministic(heads, device) -> None:
 def test_key_heads_in_several_launches_have_the_same_bits(width, device, monkeypatch) -> None:
     sizes = ((9000, n, width) for n in (12, 3, 3, 12))
     q, k, v, grad = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
-    once = run(q, k, v, (9000,), grad, documents=1)
+    once = run(q, k, v, (9000,), grad, count=1)
     monkeypatch.setattr(tiles, "SUMS_AT_ONCE", 2 * tiles.sums_bytes(9000, 4, 1, width))
-    assert all(torch.equal(a, b) for a, b in zip(once, run(q, k, v, (9000,), grad, documents=1), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(once, run(q, k, v, (9000,), grad, count=1), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +70,9 @@ def test_a_document_has_its_gradients_anywhere_in_more_than_2_31_elements(length
     )
     grad = torch.randn_like(q)
     assert q.numel() > 1 << 31
-    found = run(q, k, v, lengths, grad, documents=len(lengths))
+    found = run(q, k, v, lengths, grad, count=len(lengths))
     for i in (0, len(lengths) // 2, len(lengths) - 1):
         own = slice(i * lengths[0], (i + 1) * lengths[0])
-        expected = run(q[own], k[own], v[own], lengths[:1], grad[own], documents=1)
+        expected = run(q[own], k[own], v[own], lengths[:1], grad[own], count=1)
         for whole, alone in zip(found, expected, strict=True):
             torch.testing.assert_close(whole[own].float(), alone.float(), rtol=2e-2, atol=2e-2)

@@ -5,6 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from ligertune_kernels import (
     ExpertLora,
+    ExpertProjection,
     experts,
     gated_rms_norm,
     layer_norm,
@@ -87,9 +88,9 @@ def test_experts_are_one_graph_that_changes_no_input(products, h100, monkeypatch
         return aot_autograd(fw_compiler=collect)(graph, inputs)
 
     def step(x, weights, gate_up, down, a, b, index):
-        lora = ExpertLora(a, b, 2.0)
-        options = {"gate_up_lora": lora, "products": products}
-        return experts(experts(x, index, weights, gate_up, down, **options), index, weights, gate_up, down, **options)
+        gate_up = ExpertProjection(gate_up, lora=ExpertLora(a, b, 2.0))
+        first = experts(x, index, weights, gate_up, down, products=products)
+        return experts(first, index, weights, gate_up, down, products=products)
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     for n_rows in (48, 24, 5000):

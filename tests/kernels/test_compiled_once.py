@@ -38,9 +38,9 @@ def gate(n_rows: int) -> None:
 
 
 def attention(n_rows: int) -> None:
-    documents = (meta(n_rows, dtype=torch.int32) for _ in range(2))
+    documents = kernels.Documents(*(meta(n_rows, dtype=torch.int32) for _ in range(2)))
     query, key, value = meta(n_rows, 32, 64), meta(n_rows, 8, 64), meta(n_rows, 8, 64)
-    kernels.document_attention(query, key, value, *documents).backward(meta(n_rows, 32, 64))
+    kernels.document_attention(query, key, value, documents).backward(meta(n_rows, 32, 64))
 
 
 def rope(n_rows: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: there is nothing to launch without it")
 
-from ligertune_kernels import adamw_step, launcher, shortcuts
+from ligertune_kernels import AdamWOptions, adamw_step, launcher, shortcuts
 from ligertune_kernels.launcher import BoundLaunch, tl, triton
 from ligertune_kernels.ops.attention import rope
 from ligertune_kernels.ops.mlp import kernels as gated
@@ -129,8 +129,8 @@ bf16 = partial(on_gpu, torch.bfloat16)
 
 
 def adamw(step: int) -> None:
-    numbers = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    adamw_step(*(bf16(64, 32) for _ in range(4)), step=step, **numbers)
+    options = AdamWOptions(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    adamw_step(*(bf16(64, 32) for _ in range(4)), options, step=step)
 
 
 def rotate(tokens: int, **how: bool) -> None:

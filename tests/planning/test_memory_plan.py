@@ -126,10 +126,11 @@ def test_a_frozen_model_adds_its_weights_and_a_teacher_the_loss_of_its_hidden_st
     with torch.device("meta"):
         teacher = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA_8B))
     student = estimate_of(shapes["full"])
-    frozen = read_frozen_shape(teacher, "bfloat16")
+    taught = read_frozen_shape(teacher, "bfloat16")
+    frozen = replace(taught, gives_hidden_states=False)
     assert frozen.weights == student.states.weights
     assert total(replace(student, frozen_model=frozen)) == total(student) + frozen.weights
-    with_teacher = replace(student, frozen_model=replace(frozen, gives_hidden_states=True))
+    with_teacher = replace(student, frozen_model=taught)
     peak = with_teacher.peak(4, 8192, accumulates=False)
     assert sum(peak.parts().values()) == peak.total
     rows = 4 * 8192  # the loss: hidden states of both models, gradients, and logits of 1 GiB

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .activations import gate_of
-from .ops.moe.experts import ExpertLayout, experts
+from .ops.moe.experts import ExpertLayout, ExpertProjection, experts
 
 
 def experts_forward(
@@ -33,9 +33,8 @@ def experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        module.gate_up_proj,
-        module.down_proj,
-        *biases,
+        ExpertProjection(module.gate_up_proj, biases[0]),
+        ExpertProjection(module.down_proj, biases[1]),
         activation=gate_of(module),
         layout=layout,
     )

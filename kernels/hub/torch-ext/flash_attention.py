@@ -6,7 +6,7 @@ keys outnumber the queries, which raises ValueError.
 
 import torch
 
-from .ops.attention.document_attention import document_attention
+from .ops.attention.document_attention import Documents, document_attention
 
 
 def flash_attn_varlen_func(
@@ -40,10 +40,8 @@ def flash_attn_varlen_func(
     tokens = torch.arange(n_tokens, device=q.device, dtype=cu_seqlens_q.dtype)
     document = torch.searchsorted(cu_seqlens_q, tokens, right=True)
     edges = torch.cat((cu_seqlens_q, cu_seqlens_q.new_full((1,), n_tokens)))  # tokens behind the last document are one
-    starts = edges[document - 1].int()
-    ends = edges[document].int()
-    options = _options(softmax_scale, window_size, softcap)
-    return document_attention(q, k, v, starts, ends, documents=len(cu_seqlens_q) - 1, **options)
+    documents = Documents(edges[document - 1].int(), edges[document].int(), len(cu_seqlens_q) - 1)
+    return document_attention(q, k, v, documents, **_options(softmax_scale, window_size, softcap))
 
 
 def flash_attn_func(
@@ -63,8 +61,8 @@ def flash_attn_func(
     n_rows, length = q.shape[:2]
     starts = torch.arange(n_rows, device=q.device, dtype=torch.int32).repeat_interleave(length) * length
     flat = (t.flatten(0, 1) for t in (q, k, v))
-    options = _options(softmax_scale, window_size, softcap)
-    out = document_attention(*flat, starts, starts + length, documents=n_rows, **options)
+    documents = Documents(starts, starts + length, n_rows)
+    out = document_attention(*flat, documents, **_options(softmax_scale, window_size, softcap))
     return out.view(q.shape)
 
 

@@ -58,7 +58,7 @@ def _reference(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, ends: 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     flat = (t.flatten(0, 1) for t in (query, key, value))
-    return kernels.document_attention(*flat, starts, ends, documents=len(query)).view_as(query)
+    return kernels.document_attention(*flat, kernels.Documents(starts, ends, len(query))).view_as(query)
 
 
 def _torch(name: str, *, deterministic: bool) -> Provider:

@@ -316,7 +316,7 @@ SWIGLU_FLOAT8 = OpBenchmark(
 )
 
 
-ADAMW_OPTIONS = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW_OPTIONS = kernels.AdamWOptions(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 ADAMW_ARGS = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
@@ -328,12 +328,12 @@ def _adamw_inputs(case: Case, device: torch.device) -> Tensors:
 def _adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> torch.Tensor:
     """Return the new weight and overwrite nothing."""
     stepped = param.clone()
-    kernels.adamw_step_reference(stepped, grad, exp_avg.clone(), exp_avg_sq.clone(), **ADAMW_OPTIONS)
+    kernels.adamw_step_reference(stepped, grad, exp_avg.clone(), exp_avg_sq.clone(), ADAMW_OPTIONS, step=3)
     return stepped
 
 
 def _our_adamw(param: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    kernels.adamw_step(param, *others, **ADAMW_OPTIONS)
+    kernels.adamw_step(param, *others, ADAMW_OPTIONS, step=3)
     return param
 
 

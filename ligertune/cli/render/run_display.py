@@ -41,7 +41,8 @@ class RemainingTime:
     """Remaining time of a run, from the mean duration of its steps.
 
     It begins after the first step, in which kernels are compiled, and again after `warmup_steps`. Evaluations and
-    checkpoints are part of the mean, because more of them follow.
+    checkpoints are part of the mean, because more of them follow. rich estimates from the last 30 seconds: 300 s
+    where steps of 2 s and an evaluation of 30 s after each tenth leave 750 s; this says 653.
     """
 
     def __init__(self, total_steps: int, warmup_steps: int) -> None:

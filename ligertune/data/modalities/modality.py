@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
-from ligertune.planning.batch_layout import ModalityFacts
+from ligertune.planning.memory.model_shape import ModalityFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

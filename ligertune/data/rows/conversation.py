@@ -1,6 +1,6 @@
 """Conversation and Message: the form of every row before it is rendered; its check, and its repair.
 
-`on_bad_row: repair` repairs what needs no guess (REPAIRS); a row with other faults is dropped.
+`on_bad_row: repair` repairs what needs no guess; a row with other faults is dropped.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_conversation(
 
 
 def repair_turns(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-    """Return the repaired turns and the repairs made (keys of REPAIRS). The turns may still be out of order."""
+    """Return the repaired turns and the names of the repairs. The turns may still be out of order."""
     repairs: list[str] = []
     turns = [message for message in messages if message.role != "system" or not message.is_empty]
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), len(turns))

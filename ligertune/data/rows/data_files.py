@@ -69,7 +69,7 @@ class DataFile:
                 with gzip.GzipFile(fileobj=raw) as unzipped:
                     yield unzipped
             elif kind == ".zst":
-                with io.BufferedReader(_Zstandard(raw), CHUNK) as decompressed:
+                with _zstandard(raw) as decompressed:
                     yield decompressed
             else:
                 yield raw
@@ -131,28 +131,21 @@ class DataFile:
         return UserError(f"{self.name}:{max(self.line if line is None else line, 1)}: {what}.", hint=hint)
 
 
-class _Zstandard(io.RawIOBase):
-    """The decompressed bytes of a Zstandard file, which pyarrow reads in bounded memory."""
+@contextmanager
+def _zstandard(raw: BinaryIO) -> Iterator[BinaryIO]:
+    """Decompress a Zstandard file with pyarrow, in bounded memory. Raises CompressionError while it is read."""
+    import pyarrow
 
-    def __init__(self, raw: io.BufferedReader) -> None:
-        import pyarrow
-
-        self._stream = pyarrow.CompressedInputStream(raw, "zstd")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            content = self._stream.read(len(buffer))
-        except OSError as error:
-            if error.errno:  # of the disk
-                raise
-            is_cut = "Truncated" in str(error)
-            reason = "the zst file is cut off: its end is missing" if is_cut else f"not a valid zst file: {error}"
-            raise CompressionError(reason) from error
-        buffer[: len(content)] = content
-        return len(content)
+    # pyarrow's own stream has no readline
+    try:
+        with io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), CHUNK) as decompressed:
+            yield decompressed
+    except OSError as error:
+        if error.errno:  # of the disk
+            raise
+        is_cut = "Truncated" in str(error)
+        reason = "the zst file is cut off: its end is missing" if is_cut else f"not a valid zst file: {error}"
+        raise CompressionError(reason) from error
 
 
 def display_path(path: Path) -> str:

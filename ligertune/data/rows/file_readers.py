@@ -5,6 +5,10 @@ number of the row, from 1. A record of more bytes than `max_bytes` has no column
 
 JSON has four layouts, told apart by the content: a list of records; one record per line; records one after another,
 each over several lines; and one object that has the list of records under one of its keys.
+
+`datasets` (5.2) and pyarrow (26) make columns of one type: they add nulls for keys that a record lacks, turn the text
+"1" into the number 1 if another record has a number there, and know no line of a record. pyarrow refuses a content that
+is a text in one turn and a list in the next. Reading here takes as long as `json.loads` of each line.
 """
 
 from __future__ import annotations

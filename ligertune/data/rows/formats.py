@@ -46,7 +46,7 @@ class Format:
     def convert(self, record: Record, repairs: list[str] | None = None) -> Conversation:
         """Return the row as a checked conversation. Raises BadRow, and UserError for what no setting allows.
 
-        repairs: a list to which the names of repairs are appended (keys of REPAIRS); None repairs nothing.
+        repairs: a list to which the names of repairs are appended; None repairs nothing.
         """
         reader = RowReader(record.source, repair=repairs is not None)
         reader.refuse_media(record.row)

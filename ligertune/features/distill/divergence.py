@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ligertune_kernels import jsd, linear_cross_entropy, linear_jsd
+from ligertune_kernels import LinearLora, jsd, linear_cross_entropy, linear_jsd
 from ligertune_kernels.ops.losses.labelled_rows import take_rows
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -107,7 +107,7 @@ class DistillLoss:
     ) -> Tensor:
         """Return the loss of the student's hidden states (N, E) and head: weight (V, E) and bias (V,).
 
-        options: also lora_a (R, E), lora_b (V, R) and lora_scale if the head has a LoRA adapter.
+        options: also lora, a LinearLora, if the head has a LoRA adapter.
         """
         student = LogitTransform(options["logit_scale"], options["softcap"])
         taught = self.teacher_hidden
@@ -229,12 +229,11 @@ def divisor_of_labels(labels: Tensor, count: int | Tensor | None) -> int | Tenso
 
 def with_lora_term(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return hidden states (N, E + R) and a weight (V, E + R) whose product contains the adapter's term, if any."""
-    if options.get("lora_a") is None:
+    lora: LinearLora | None = options.get("lora")
+    if lora is None:
         return hidden, weight
-    low_rank = F.linear(hidden, options["lora_a"].to(hidden.dtype)) * options["lora_scale"]
-    return torch.cat([hidden, low_rank.to(hidden.dtype)], -1), torch.cat(
-        [weight, options["lora_b"].to(weight.dtype)], 1
-    )
+    low_rank = F.linear(hidden, lora.a.to(hidden.dtype)) * lora.scale
+    return torch.cat([hidden, low_rank.to(hidden.dtype)], -1), torch.cat([weight, lora.b.to(weight.dtype)], 1)
 
 
 def _first(rows: Tensor, count: int) -> Tensor:

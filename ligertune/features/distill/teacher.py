@@ -77,7 +77,6 @@ def plan_teacher(
         shape=read_frozen_shape(
             model,
             dtype,
-            gives_hidden_states=True,
             four_bits=options.build.section(DistillSpec).teacher_load_in_4bit,
             offloaded=options.build.section(DistillSpec).teacher_offload,
         ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,11 @@ from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelOrigin, loading, read_json, shapes_in
 from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.models.added_tokens import grow_for_adapter
+from ligertune.models.score_head import embedding_rows
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from torch import nn
+    from transformers import PreTrainedModel
 
 MAX_RANK = 2**20
 MAX_LAYERS = 2**12  # of a model, as in model_files
@@ -65,7 +66,7 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
         raise refuse("lora_alpha", alpha, "a number above 0")
     for key, (least, most) in _PATTERNS.items():
         found = values.get(key) or {}
-        numbers = found.values() if isinstance(found, dict) else [None]
+        numbers: Iterable[Any] = found.values() if isinstance(found, dict) else [None]
         if any(type(number) not in (int, float) or not least <= number < most for number in numbers):
             raise refuse(key, found, f"an object with numbers from {least} to {most - 1:,}")
     _check_layers(values, refuse)
@@ -127,7 +128,7 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def fitted_config(model: nn.Module, folder: Path, origin: ModelOrigin) -> PeftConfig:
+def fitted_config(model: PreTrainedModel, folder: Path, origin: ModelOrigin) -> PeftConfig:
     """Return the configuration of a checked adapter for `model`, with layers by name instead of by expressions.
 
     The model's embedding gets rows for the tokens that the adapter adds. Raises UserError.
@@ -177,7 +178,7 @@ def _only(names: list[str]) -> str:
     return "|".join(map(re.escape, names))
 
 
-def _check_tokens(model: nn.Module, path: Path, origin: ModelOrigin) -> None:
+def _check_tokens(model: PreTrainedModel, path: Path, origin: ModelOrigin) -> None:
     """Raise UserError for trained tokens far beyond the embedding, which would grow to hold them."""
     tokens = read_json(path, origin).get("trainable_token_indices") or []
     lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
@@ -187,7 +188,7 @@ def _check_tokens(model: nn.Module, path: Path, origin: ModelOrigin) -> None:
             f"{path}: trainable_token_indices is {shown}: expected a list of ids, or one for each layer."
         )
     ids = [token for one in lists for token in one]
-    rows = len(model.get_input_embeddings().weight)
+    rows = embedding_rows(model)
     most = rows + len(ids) + MAX_NEW_ROWS
     wrong = [token for token in ids if type(token) is not int or not 0 <= token < most]
     if wrong:

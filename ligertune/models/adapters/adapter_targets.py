@@ -9,7 +9,7 @@ layers are targeted as parameters, too: the adapter's tensors have the same name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from torch import nn
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
 from ligertune.models.adapters.name_patterns import matching_names
-from ligertune.models.score_head import score_head
+from ligertune.models.score_head import embedding_of, is_tied, lm_head_of, score_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,7 +147,7 @@ def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
         ]
     if wanted != ALL_LINEAR:
         return _matching_layers(model, wanted)
-    head = score_head(model) or model.get_output_embeddings()
+    head = score_head(model) or lm_head_of(model)
     routers = _linear_routers(model)
     return [
         name
@@ -223,7 +223,7 @@ def _is_taken_for_experts(model: PreTrainedModel, leaf: str) -> bool:
         convert_peft_config_for_transformers(config, model, conversions=None)
     except ValueError:  # gate_proj without up_proj, which are one weight in the experts
         return True
-    return leaf not in config.target_modules
+    return leaf not in (config.target_modules or ())
 
 
 def _asked_layers(model: PreTrainedModel, spec: MethodOptions, layers: list[str]) -> str | list[str]:
@@ -237,11 +237,14 @@ def _asked_layers(model: PreTrainedModel, spec: MethodOptions, layers: list[str]
 def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
     leaves = {_leaf(name) for name, _ in model.named_modules() if name}
     linear = {_leaf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets = spec.lora_target_modules
-    if targets == ALL_LINEAR:
+    wanted = spec.lora_target_modules
+    targets: Sequence[str]
+    if wanted == ALL_LINEAR:
         targets = ()
-    elif isinstance(targets, str):
-        targets = _matching_layers(model, targets)
+    elif isinstance(wanted, str):
+        targets = _matching_layers(model, wanted)
+    else:
+        targets = wanted
     endings = {end for name, _ in model.named_modules() for end in _endings(name)}
     for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", spec.lora_modules_to_save)):
         for name in names:
@@ -257,10 +260,10 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
 
 def _check_tied_names(model: PreTrainedModel, targets: Iterable[str], saved: Iterable[str]) -> None:
     """Raise UserError for a tied weight that would get an adapter, or that PEFT would train apart from the other."""
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight:
+    if not is_tied(model):
         return
+    head = lm_head_of(model)
+    embedding = embedding_of(model)
     embedding_name = next(name for name, module in model.named_modules() if module is embedding)
     tied = {_leaf(name) for name, module in model.named_modules() if module in (head, embedding)}
     for name in targets:
@@ -295,9 +298,9 @@ def _check_trained(model: PreTrainedModel, spec: MethodOptions, parameters: list
 
     PEFT refuses a module whose parameters have an adapter; weights in 4 or 8 bits have no gradient.
     """
-    head = score_head(model) or model.get_output_embeddings()
+    head = score_head(model) or lm_head_of(model)
     experts = set(expert_parameters(model))
-    bits = {"nf4": "4", "int8": "8"}.get(spec.stored_as)
+    bits = {None: None, "nf4": "4", "int8": "8"}[spec.stored_as]
     for wanted in spec.lora_modules_to_save:
         for name, module in model.named_modules():
             if name != wanted and not name.endswith(f".{wanted}"):

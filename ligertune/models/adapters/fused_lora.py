@@ -22,19 +22,22 @@ import math
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from ligertune_kernels import linear_cross_entropy
+from ligertune_kernels import LinearLora, linear_cross_entropy
 from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from ligertune.any_types import AnyModule
 from ligertune.models.adapters.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
+
+LoraLayer: TypeAlias = AnyModule  # peft's LoRA layer around a linear one, or a `FusedLora` or `LoraLossHead` made of it
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class _LastWeight:
 
     def __init__(self) -> None:
         self._dense: Tensor | None = None
-        self._key: tuple[weakref.ref, int, torch.dtype] | None = None  # parameter, address of its bytes, dtype
+        self._key: tuple[weakref.ref[Tensor], int, torch.dtype] | None = None  # parameter, address of its bytes, dtype
 
     def of(self, weight: FourBitWeight) -> Tensor:
         shape = (1, *weight.shape)
@@ -64,8 +67,9 @@ class _LastWeight:
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph reads only what it writes
             return dequantize_nf4(weight.nf4, shape, weight.dtype)[0]
         now = parameter.data_ptr(), weight.dtype
-        if self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
-            self._dense = self._key = None
+        if self._dense is None or self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
+            self._dense = None
+            self._key = None
             with torch.inference_mode(False):  # the next training step may read it, too
                 self._dense = dequantize_nf4(weight.nf4, shape, weight.dtype)[0]
             self._key = (weakref.ref(parameter), *now)
@@ -77,7 +81,7 @@ _LAST: dict[torch.device, _LastWeight] = {}
 
 def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
     """Return the weight of bitsandbytes' Linear4bit; None for any other layer, and for another format of 4 bits."""
-    parameter = getattr(layer, "weight", None)
+    parameter: Any = getattr(layer, "weight", None)
     state = getattr(parameter, "quant_state", None)
     if state is None or not state.nested or getattr(state, "packing_format_for_cpu", False):
         return None
@@ -85,9 +89,13 @@ def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
         return None
     if parameter.dtype != torch.uint8 or math.prod(state.shape) % BLOCK:
         return None
-    parts = parameter.detach(), state.absmax, state.state2.absmax, state.offset
-    return FourBitWeight(parameter, Nf4(*(part.view(1, -1) for part in parts[:3]), parts[3].view(1)),
-                         tuple(state.shape), state.dtype)  # fmt: skip
+    nf4 = Nf4(
+        packed=parameter.detach().view(1, -1),
+        scales=state.absmax.view(1, -1),
+        block_scales=state.state2.absmax.view(1, -1),
+        offset=state.offset.view(1),
+    )
+    return FourBitWeight(parameter, nf4, tuple(state.shape), state.dtype)
 
 
 class _LowRankUpdate(torch.autograd.Function):
@@ -117,12 +125,11 @@ class _LowRankUpdate(torch.autograd.Function):
         x, narrow_a, scaled_b, low = ctx.saved_tensors
         needs_dx, needs_da, needs_db, _, needs_base = ctx.needs_input_grad
         d_rows = dy.flatten(0, -2)
-        d_low = d_rows @ scaled_b if needs_dx or needs_da else None  # (N, R)
         dx = da = db = None
-        if needs_dx:
-            dx = (d_low @ narrow_a).view(x.shape)
-        if needs_da:
-            da = (d_low.t() @ x.flatten(0, -2)).to(ctx.adapter_dtypes[0])
+        if needs_dx or needs_da:
+            d_low = d_rows @ scaled_b  # (N, R)
+            dx = (d_low @ narrow_a).view(x.shape) if needs_dx else None
+            da = (d_low.t() @ x.flatten(0, -2)).to(ctx.adapter_dtypes[0]) if needs_da else None
         if needs_db:
             db = (d_rows.t() @ low).to(ctx.adapter_dtypes[1]).mul_(ctx.scale)
         return dx, da, db, None, dy if needs_base else None
@@ -131,7 +138,7 @@ class _LowRankUpdate(torch.autograd.Function):
 class FusedLora(ModulePatch):
     """Mixin of peft's LoRA layer around an nn.Linear or bitsandbytes' Linear4bit: (..., E) -> (..., F)."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: LoraLayer, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or torch.compiler.is_compiling():  # torch.compile optimises peft's code better
             return super().forward(x, *args, **kwargs)
         recomputation = recomputation_of(x)
@@ -145,7 +152,7 @@ class FusedLora(ModulePatch):
             if _is_plain(self, x, None):
                 name = self.active_adapters[0]
                 adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-                return _LowRankUpdate.apply(x, *adapter, self.base_layer(x))
+                return _LowRankUpdate.apply(x, *adapter, self.base_layer(x))  # type: ignore[no-untyped-call]
         return super().forward(x)
 
 
@@ -155,7 +162,7 @@ class LoraLossHead(LossHead):
     A and B enter `linear_cross_entropy`, so no logits are made unless peft does more than add s B A x.
     """
 
-    def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    def compute_loss(self: LoraLayer, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         base = self.base_layer
         reason = why_not_low_rank(self)
         is_off = self.disable_adapters and not self.merged  # for a reference; then the head is its base
@@ -168,13 +175,13 @@ class LoraLossHead(LossHead):
             name = self.active_adapters[0]
             a = self.lora_A[name].weight
             b = self.lora_B[name].weight
-            options = {**options, "lora_a": a, "lora_b": b, "lora_scale": self.scaling[name]}
+            options = {**options, "lora": LinearLora(a, b, self.scaling[name])}
         if STATE.head_loss is not None:
             return STATE.head_loss.fused(hidden, base.weight, base.bias, labels, options)
         return linear_cross_entropy(hidden, base.weight, labels, base.bias, **options)
 
 
-def why_not_low_rank(layer: LoraLinear) -> str | None:
+def why_not_low_rank(layer: LoraLayer) -> str | None:
     """Return why the layer's output is more than x W^T + s x A^T B^T, or None if it is exactly that."""
     name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
     if layer.disable_adapters or layer.merged or name not in layer.lora_A:
@@ -186,7 +193,7 @@ def why_not_low_rank(layer: LoraLinear) -> str | None:
     return None
 
 
-def _terms_of(layer: LoraLinear, x: Tensor) -> LoraTerms | None:
+def _terms_of(layer: LoraLayer, x: Tensor) -> LoraTerms | None:
     """Return what a layer computes from x, if that is the sum of a frozen weight's product and of a low-rank one."""
     base = layer.base_layer
     packed = four_bit_weight(base)
@@ -198,16 +205,16 @@ def _terms_of(layer: LoraLinear, x: Tensor) -> LoraTerms | None:
     return LoraTerms(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], weight, bias)
 
 
-def _is_plain(layer: LoraLinear, x: Tensor, packed: FourBitWeight | None) -> bool:
+def _is_plain(layer: LoraLayer, x: Tensor, packed: FourBitWeight | None) -> bool:
     return why_not_low_rank(layer) is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
 
 
-def _has_hooks(layer: LoraLinear) -> bool:
+def _has_hooks(layer: LoraLayer) -> bool:
     name = layer.active_adapters[0]
     return any(has_own_hooks(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
 
 
-def _uses_one_dtype(x: Tensor, module: LoraLinear, packed: FourBitWeight | None) -> bool:
+def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) -> bool:
     """Return whether all products run in x's dtype on plain tensors.
 
     packed: the base layer's weight, if it is in 4 bits.

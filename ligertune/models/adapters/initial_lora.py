@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ligertune.any_types import AnyModule
+
 if TYPE_CHECKING:
     import peft
 
 PREFIX = "initial."  # of names in a checkpoint
 
 
-def remember_initial(adapted: peft.PeftModel) -> None:
-    """Keep the present factors of all LoRA layers of a model as B0 and A0."""
+def remember_initial(adapted: AnyModule) -> None:
+    """Keep the present factors of all LoRA layers of a PEFT model as B0 and A0."""
     factors = {name: p for name, p in adapted.named_parameters() if ".lora_A." in name or ".lora_B." in name}
     adapted.initial_lora = {name: p.detach().cpu().clone() for name, p in factors.items()}
 
@@ -57,11 +59,11 @@ def restore_initial(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def as_plain_lora(
-    adapted: peft.PeftModel, state_dict: Mapping[str, Tensor] | None
+    adapted: AnyModule, state_dict: Mapping[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], peft.LoraConfig]:
     """Return weights and configuration of the LoRA adapter that has the same effect on the original weights.
 
-    state_dict: the gathered weights if the model's own are sharded.
+    adapted: a PEFT model with initial factors. state_dict: the gathered weights if the model's own are sharded.
     """
     weights = dict(state_dict or adapted.state_dict())
     for name, initial in adapted.initial_lora.items():
@@ -76,7 +78,8 @@ def as_plain_lora(
     return weights, config
 
 
-def _owner(model: nn.Module) -> nn.Module | None:
+def _owner(model: nn.Module) -> AnyModule | None:
+    """Return the PEFT model that keeps B0 and A0."""
     return next((module for module in model.modules() if getattr(module, "initial_lora", None)), None)
 
 

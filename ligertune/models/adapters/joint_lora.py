@@ -41,28 +41,29 @@ class LoraTerms:
 
 def joint_update(x: Tensor, layers: Sequence[LoraTerms]) -> tuple[Tensor, ...]:
     """Return the output (..., F) of each layer for x (..., E)."""
-    frozen = tuple((one.scale, one.weight, one.bias) for one in layers)
-    return _JointUpdate.apply(x, frozen, *(one.a for one in layers), *(one.b for one in layers))
+    adapters = (*(one.a for one in layers), *(one.b for one in layers))
+    return _JointUpdate.apply(x, tuple(layers), *adapters)  # type: ignore[no-untyped-call]
 
 
 class _JointUpdate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, frozen: tuple, *adapters: Tensor) -> tuple[Tensor, ...]:
-        count = len(frozen)
+    def forward(ctx: Any, x: Tensor, layers: tuple[LoraTerms, ...], *adapters: Tensor) -> tuple[Tensor, ...]:
+        count = len(layers)
         rows = x.flatten(0, -2)
         ranks = [a.shape[0] for a in adapters[:count]]
         narrow_a = torch.cat([a.to(x.dtype) for a in adapters[:count]])  # (sum of R, E)
-        scaled_b = [(scale * b).to(x.dtype) for (scale, *_), b in zip(frozen, adapters[count:], strict=True)]
+        scaled_b = [(one.scale * b).to(x.dtype) for one, b in zip(layers, adapters[count:], strict=True)]
         low = rows @ narrow_a.t()  # (N, sum of R)
         outputs = []
-        for (_, weight, bias), b, part in zip(frozen, scaled_b, low.split(ranks, 1), strict=True):
+        for one, b, part in zip(layers, scaled_b, torch.split(low, ranks, 1), strict=True):
             y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
-            _write_output(y.flatten(0, -2), rows, dense(weight), bias, part, b)
+            _write_output(y.flatten(0, -2), rows, dense(one.weight), one.bias, part, b)
             outputs.append(y)
-        kept = [weight if isinstance(weight, Tensor) else None for _, weight, _ in frozen]
+        weights = [one.weight for one in layers]
+        kept = [weight if isinstance(weight, Tensor) else None for weight in weights]
         ctx.save_for_backward(x, narrow_a, low, *scaled_b, *kept)
-        ctx.packed = [None if isinstance(weight, Tensor) else weight for _, weight, _ in frozen]
-        ctx.scales = [scale for scale, *_ in frozen]
+        ctx.packed = [None if isinstance(weight, Tensor) else weight for weight in weights]
+        ctx.scales = [one.scale for one in layers]
         ctx.ranks = ranks
         ctx.dtypes = [a.dtype for a in adapters]
         ctx.set_materialize_grads(False)
@@ -145,9 +146,13 @@ class Siblings:
         # drop the unused outputs of an earlier input
         self._input = None
         self._waiting = {}
-        terms = [terms_of(one(), x) for one in self._layers]
-        if any(one is None for one in terms):
-            return None
+        terms = []
+        for one in self._layers:
+            sibling = one()
+            found = None if sibling is None else terms_of(sibling, x)
+            if found is None:
+                return None
+            terms.append(found)
         outputs = joint_update(x, terms)
         self._input = x
         self._waiting = {i: y for i, y in enumerate(outputs) if i != place}
@@ -157,13 +162,14 @@ class Siblings:
 _SIBLINGS_OF: weakref.WeakKeyDictionary[nn.Module, Siblings] = weakref.WeakKeyDictionary()
 
 
-def join_siblings(model: nn.Module, kind: type) -> None:
+def join_siblings(model: nn.Module, kind: type[nn.Module]) -> None:
     """Let the LoRA layers of `kind` compute jointly that share their input. Cross attention has two inputs."""
     for parent in model.modules():
         inputs = [name for name in inspect.signature(parent.forward).parameters if name.endswith("_states")]
         for names in SIBLINGS if len(inputs) < 2 else ():
-            layers = [getattr(parent, name, None) for name in names]
-            if all(isinstance(layer, kind) for layer in layers):
+            found = [getattr(parent, name, None) for name in names]
+            layers = [layer for layer in found if isinstance(layer, kind)]
+            if len(layers) == len(names):
                 joint = Siblings(layers)
                 for layer in layers:
                     _SIBLINGS_OF[layer] = joint

@@ -44,9 +44,11 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     """
     targets = find_targets(model, spec)
     is_meta = model.device.type == "meta"
+    # a plan's model has no weights that PiSSA or OLoRA could decompose
+    initial = True if is_meta or spec.init_lora_weights == "default" else spec.init_lora_weights
     config = peft.LoraConfig(
         r=spec.lora_r,
-        lora_alpha=spec.lora_alpha,
+        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]  # PEFT declares int, and divides it by the rank
         lora_dropout=0.0 if targets.parameters else spec.lora_dropout,
         target_modules=targets.modules,
         target_parameters=targets.parameters or None,
@@ -55,7 +57,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         **trained_layers(model, spec),
         use_dora=spec.use_dora,
         use_rslora=spec.use_rslora,
-        init_lora_weights=True if is_meta or spec.init_lora_weights == "default" else spec.init_lora_weights,
+        init_lora_weights=initial,  # type: ignore[arg-type]  # PEFT declares pissa_niter_N without its numbers
         task_type=SEQ_CLS if gives_scores(model.config) else "CAUSAL_LM",
     )
     adapted = _wrapped(model, config)
@@ -63,7 +65,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         _check_initial(adapted, spec)
         if not is_meta:
             remember_initial(adapted)
-    model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
+    model.disable_input_require_grads()  # type: ignore[no-untyped-call]  # as `checkpoint_layers` does: peft has requested them again
     own_dropout = spec.lora_dropout if targets.parameters else 0.0
     _adjust_layers(adapted, recomputes=has_recompute(model), own_dropout=own_dropout)
     train_in_float32(adapted)

@@ -11,7 +11,7 @@ Also here: an embedding and a head that share their weight and train in full (`m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from ligertune_kernels import linear_cross_entropy
@@ -20,7 +20,9 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
+from ligertune.models.score_head import embedding_of, is_tied, lm_head_of
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.module_patch import ModulePatch, patch_module, unpatch_module
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
 
     from ligertune.planning.options import MethodOptions
 
+TokensLayer: TypeAlias = AnyModule  # PEFT's TrainableTokensLayer, or a patched class made of it
+
 
 class TokenEmbedding(ModulePatch):
     """Mixin of PEFT's layer around the input embedding: (..., T) -> (..., T, E)."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: TokensLayer, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         name = _active(self)
         if name is None or args or kwargs or self.base_layer.max_norm is not None:
             return super().forward(x, *args, **kwargs)
@@ -49,7 +53,7 @@ class TokenEmbedding(ModulePatch):
 class TokensLossHead(LossHead):
     """Mixin of PEFT's layer around the output head: (..., E) -> (..., V), or -> the loss if labels are passed."""
 
-    def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    def compute_loss(self: TokensLayer, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         base = self.base_layer
         name = _active(self)
         if type(base.weight) not in (Tensor, nn.Parameter):
@@ -75,9 +79,9 @@ class SavedEmbedding(ModulePatch):
 
 def trained_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, Any]:
     """Return PEFT's `modules_to_save` and `ensure_weight_tying`. Of a tied weight, PEFT trains the embedding."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    tied = {_name_of(model, layer) for layer in (embedding, head)} if _is_tied(model) else set()
+    embedding = embedding_of(model)
+    head = lm_head_of(model)
+    tied = {_name_of(model, layer) for layer in (embedding, head)} if is_tied(model) else set()
     asked = {name for name in spec.lora_modules_to_save if _leaf(name) in map(_leaf, tied)}
     names = [name for name in spec.lora_modules_to_save if name not in asked]
     names += [_leaf(_name_of(model, embedding))] if asked else []
@@ -90,8 +94,8 @@ def token_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, list[
     Layers of `lora_modules_to_save` are left out, since all their rows train. Raises UserError.
     """
     ids = sorted({int(token) for token in spec.trainable_token_indices})
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
+    embedding = embedding_of(model)
+    head = lm_head_of(model)
     key = "method.trainable_token_indices"
     if not ids:
         return None
@@ -102,10 +106,10 @@ def token_layers(model: PreTrainedModel, spec: MethodOptions) -> dict[str, list[
             f"{key}: the output head of this model has a bias, which PEFT does not support.",
             hint="Write lora_modules_to_save with the names of embedding and output head instead.",
         )
-    own_head = [] if head is None or _is_tied(model) else [head]
+    own_head = [] if head is None or is_tied(model) else [head]
     names = [_name_of(model, layer) for layer in (embedding, *own_head)]
     saved = {_leaf(name) for name in spec.lora_modules_to_save}
-    if _is_tied(model) and _leaf(_name_of(model, head)) in saved:
+    if is_tied(model) and _leaf(_name_of(model, head)) in saved:
         return None
     return {name: ids for name in names if _leaf(name) not in saved} or None
 
@@ -152,12 +156,12 @@ def _patch_tied(wrapper: ModulesToSaveWrapper) -> None:
                 patch_module(module, LossHead)
 
 
-def _lookup(layer: TrainableTokensLayer, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def _lookup(layer: TokensLayer, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (ids of the trained tokens, place of each token among them or -1, (V,)).
 
     They are copied to the device once: a copy in each forward would wait for it, and no CUDA graph can hold one.
     """
-    known = vars(layer).setdefault("_ligertune_lookup", {})
+    known = layer.__dict__.setdefault("_ligertune_lookup", {})
     ids = tuple(layer.token_indices[name])
     if (ids, device) not in known:
         indices = torch.tensor(ids, device=device)
@@ -167,15 +171,10 @@ def _lookup(layer: TrainableTokensLayer, name: str, device: torch.device) -> tup
     return known[ids, device]
 
 
-def _active(layer: TrainableTokensLayer) -> str | None:
+def _active(layer: TokensLayer) -> str | None:
     """Return the only active adapter; None if there is none, several, or if it is merged."""
     names = layer.active_adapters
     return names[0] if len(names) == 1 and not (layer.disable_adapters or layer.merged) else None
-
-
-def _is_tied(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _name_of(model: nn.Module, layer: nn.Module) -> str:

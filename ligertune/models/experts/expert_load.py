@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class ExpertLoad:
             if not n_choices:
                 continue
             shares = [count / n_choices for count in counts]
-            entropy = -sum(share * math.log(share) for share in shares if share) / max(math.log(number), 1e-9)
+            even = max(math.log(number), 1e-9)  # of one expert it is 0, as the entropy
+            entropy = -sum(share * math.log(share) for share in shares if share) / even
             layers.append(
                 {
                     "layer": name,
@@ -72,8 +74,8 @@ class ExpertLoad:
         return {"layers": layers, "dropped_tokens": 0, "auxiliary_loss": self.auxiliary_loss}
 
 
-def _counter(counts: Tensor):
-    def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _counter(counts: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
         if index is None or not module.training:
             return

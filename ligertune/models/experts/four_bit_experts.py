@@ -61,8 +61,8 @@ class Nf4ExpertsConfig(BitsAndBytesConfig):
     """bitsandbytes' NF4 for linear layers, and the same format for experts."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.quant_method = METHOD
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+        self.quant_method = METHOD  # type: ignore[assignment]  # transformers' enum has its own methods only
 
 
 @register_quantizer(METHOD)
@@ -72,9 +72,11 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Take the device on which experts are quantised from the device map, which has one entry."""
         self.device = torch.device((device_map or {"": "cpu"})[""])
-        return super().update_device_map(device_map)
+        return super().update_device_map(device_map)  # type: ignore[no-untyped-call]
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any = None, **kwargs: Any
+    ) -> None:
         self.experts = {name for name, *_ in expert_weights(model)}
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
 
@@ -82,13 +84,13 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
         """Return whether a parameter is stored in 4 bits."""
         return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
 
-    def update_weight_conversions(self, weight_conversions: list, *model: PreTrainedModel) -> list:
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
         """Merge the experts of a checkpoint in host memory: the copies take three times the memory of a weight.
 
         transformers 5.17 passes no model. 5.10 always merges on the device.
         """
         names = "\n".join(self.experts)
-        updated = super().update_weight_conversions(weight_conversions, *model)
+        updated = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
         for converter in updated:
             if isinstance(converter, WeightConverter) and hasattr(converter, "force_cpu"):
                 targets = (re.search(f"{target}$", names, re.MULTILINE) for target in converter.target_patterns)
@@ -100,7 +102,7 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
         return _Quantize(self)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        model = super()._dequantize(model, dtype=dtype)
+        model = super()._dequantize(model, dtype=dtype)  # type: ignore[no-untyped-call]
         for _, module, name in list(expert_weights(model)):
             weight = getattr(module, name)
             if isinstance(weight, Nf4Weight):
@@ -111,10 +113,11 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
 class _Quantize(ConversionOps):
     def __init__(self, quantizer: Nf4ExpertsQuantizer) -> None:
         self.quantizer = quantizer
-        self.linear = Bnb4bitQuantize(quantizer)
+        self.linear = Bnb4bitQuantize(quantizer)  # type: ignore[no-untyped-call]
 
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
-        result = {}
+    # transformers passes the patterns by name, and takes tensors as well as lists of them, as Bnb4bitQuantize returns
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        result: dict[str, torch.Tensor] = {}
         for name, found in input_dict.items():
             if name in self.quantizer.experts:
                 weight = found[0] if isinstance(found, list) else found
@@ -141,12 +144,12 @@ class _RandomWeight:
         path, _, name = self.name.rpartition(".")
         module = copy.copy(self.skeleton.get_submodule(path))
         module._parameters = dict(module._parameters)
-        value = torch.empty_like(module._parameters[name], device=self.device)
+        value = torch.empty_like(module.get_parameter(name), device=self.device)
         module._parameters[name] = nn.Parameter(value, requires_grad=False)
         # only this parameter is in memory; the module's others stay on the meta device
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
-            self._owner(path)._init_weights(module)
+            self._owner(path)._init_weights(module)  # type: ignore[no-untyped-call]
         return value
 
     def _owner(self, path: str) -> PreTrainedModel:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 from ligertune_kernels import quantize_float8
-from ligertune_kernels.ops.float8.quantize_float8 import PARTS, Output
+from ligertune_kernels.ops.float8.quantize_float8 import Output
+from ligertune_kernels.ops.float8.tiles import PARTS
 from torch import Tensor
 
 from ligertune.models.float8.input_groups import InputGroup, group_layers
@@ -49,7 +50,8 @@ def quantize_by_amax(
 ) -> Quantized:
     """Quantise with the scale that x's own largest value gives. amax (): it is already known."""
     scale = _scale_by(largest_value(x) if amax is None else amax, dtype)
-    return Quantized(*quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns), scale.reciprocal())
+    copies = quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns)
+    return Quantized(copies.rows, copies.columns, scale.reciprocal())
 
 
 def _scale_by(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,7 +71,7 @@ class _Input:
     def serves(self, x: Tensor, *, columns: bool, record: bool) -> bool:
         """Return whether x is the same tensor with the same values, in the copies that are needed."""
         same = self.tensor() is x and self.version == x._version and self.recorded == record
-        return same and (self.found.columns is not None or not columns)
+        return same and (self.found.by_columns is not None or not columns)
 
 
 class DelayedScales:
@@ -107,9 +109,9 @@ class DelayedScales:
         scale, inverse, parts = self._scale_of(slot, record)
         if self.steps:
             copies = quantize_float8(x, scale, dtype=dtype, rows=rows, columns=columns, amax=parts)
-            return Quantized(*copies, inverse)
+            return Quantized(copies.rows, copies.columns, inverse)
         amax = largest_value(x)
-        if record:
+        if parts is not None:
             parts[0] = torch.maximum(parts[0], amax)
         return quantize_by_amax(x, dtype, rows=rows, columns=columns, amax=amax)
 
@@ -173,6 +175,7 @@ class DelayedScales:
         self._shared = torch.tensor(shared, device=self.parts.device)
 
     def _set_scales(self) -> None:
+        assert self._shared is not None  # both callers group the layers before
         amax = self.history.amax(0)
         amax = torch.zeros_like(amax).scatter_reduce_(0, self._shared, amax, "amax")[self._shared]
         scale = torch.where(amax > 0, self.largest / (HEADROOM * amax), 1.0)

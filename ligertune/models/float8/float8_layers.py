@@ -23,15 +23,17 @@ from ligertune.models.float8.float8_mlp import float8_mlps, gated_projections, t
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MULTIPLE_OF = 16  # for both sizes of a weight, and for a batch's tokens, the inner size of dW's product
+# For both sizes of a weight, and for a batch's tokens, the inner size of dW's product: `torch._scaled_mm` refuses
+# operands whose rows are no multiples of 16 bytes.
+MULTIPLE_OF = 16
 ROUTERS = {"gate", "router", "router_gate"}  # in a mixture of experts, small differences choose the expert
 
 
 @dataclass(frozen=True)
 class Float8Linears:
-    """Names of the linear layers that use float8, and the number of skipped ones by reason."""
+    """The linear layers that use float8, by name, and the number of skipped ones by reason."""
 
-    taken: tuple[str, ...]
+    taken: dict[str, nn.Linear]
     left: Counter[str]
 
     def counts(self) -> tuple[int, int, str]:
@@ -43,7 +45,7 @@ def float8_linears(model: PreTrainedModel) -> Float8Linears:
     """Choose the linear layers that use float8. Raises UserError if there are none."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     modality = modality_of(model.config)
-    taken: dict[str, None] = {}
+    taken: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     for outer, layer in model.named_modules():
         if type(layer).__name__ not in kinds or not modality.in_language_model(f"{outer}."):
@@ -53,8 +55,8 @@ def float8_linears(model: PreTrainedModel) -> Float8Linears:
             if reason:
                 left[inner] = reason
             elif isinstance(module, nn.Linear):
-                taken[inner] = None
-    found = Float8Linears(tuple(taken), Counter(left.values()))
+                taken[inner] = module
+    found = Float8Linears(taken, Counter(left.values()))
     if not taken:
         raise UserError(
             f"train.fp8: no linear layer of this {type(model).__name__} can multiply in float8"
@@ -87,7 +89,7 @@ def to_float8(model: PreTrainedModel) -> None:
     taken = float8_linears(model).taken
     mlps = float8_mlps(model, taken)
     of_mlps = {projection for mlp in mlps.taken for projection in gated_projections(mlp)}
-    to_float8_linears([model.get_submodule(name) for name in taken], model.device, ungrouped=of_mlps)
+    to_float8_linears(list(taken.values()), model.device, ungrouped=of_mlps)
     to_float8_mlps(mlps)
 
 

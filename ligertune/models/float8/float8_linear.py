@@ -12,7 +12,7 @@ CPU the products are emulated: the operands are float8, and PyTorch multiplies t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class _Float8Product(torch.autograd.Function):
         if bias is not None:
             y += bias
         needs_dw = weight.requires_grad
-        ctx.save_for_backward(*((quantized_x.columns, quantized_x.inverse) if needs_dw else ()))
+        ctx.save_for_backward(*((quantized_x.by_columns, quantized_x.inverse) if needs_dw else ()))
         # The layer keeps these until the next step, so no hook has to save them.
         ctx.quantized_weight = quantized_weight
         ctx.layer = layer
@@ -94,16 +94,24 @@ class _Float8Product(torch.autograd.Function):
 class Float8Linear(ModulePatch):
     """Mixin of an nn.Linear that multiplies in float8. Name, weight and bias stay those of the layer."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    weight: Tensor  # (F, E)
+    float8_scales: DelayedScales  # of all layers of the model
+    float8_slot: int  # the first of the layer's SLOTS
+    float8_weight: tuple[Hashable, Quantized] | None  # version of the weight, and its copies
+    float8_frozen: Quantized | None
+
+    def forward(self, input: Tensor) -> Tensor:
         weight = self.quantized_weight()
-        q = self.quantized_input(x)
+        q = self.quantized_input(input)
         group = self.input_group
-        dtype = dtype_of_product(x)
-        call, token = (None, None) if group is None or weight.whole is None else group.call_of(self.float8_slot, x)
-        read = x if token is None else token
-        y, token = _Float8Product.apply(read, self.weight, self.bias, (q, weight), self, dtype, call)
-        if token is not None:
-            group.open(call, x, token)
+        dtype = dtype_of_product(input)
+        call = token = None
+        if group is not None and weight.whole is not None:
+            call, token = group.call_of(self.float8_slot, input)
+        read = input if token is None else token
+        y, token = _Float8Product.apply(read, self.weight, self.bias, (q, weight), self, dtype, call)  # type: ignore[no-untyped-call]
+        if call is not None and token is not None:
+            call.group.open(call, input, token)
         return y
 
     @property
@@ -150,7 +158,7 @@ class Float8Linear(ModulePatch):
 
 
 def to_float8_linears(
-    layers: list[nn.Linear], device: torch.device, *, ungrouped: Collection[nn.Module] = ()
+    layers: Sequence[nn.Linear], device: torch.device, *, ungrouped: Collection[nn.Module] = ()
 ) -> DelayedScales:
     """Make the layers multiply in float8 with scales that they share; call `update` after each optimizer step.
 
@@ -164,9 +172,11 @@ def to_float8_linears(
     scales = DelayedScales(list(SLOTS) * len(layers), device, sizes)
     for i, layer in enumerate(layers):
         patch_module(layer, Float8Linear)
+        assert isinstance(layer, Float8Linear)  # by the line above
         layer.float8_scales = scales
         layer.float8_slot = i * len(SLOTS)
-        layer.float8_weight = layer.float8_frozen = None
+        layer.float8_weight = None
+        layer.float8_frozen = None
     return scales
 
 

@@ -61,7 +61,7 @@ class _Float8MLP(torch.autograd.Function):
         (scale,) = down.float8_scales.scales_of((down.float8_slot,), find, record=training)
         h = swiglu_float8(gate, up, scale.scale, amax=scale.amax)
         y = float8_product(h, weights[2].rows, scale.inverse, weights[2].inverse, dtype, fast=True)
-        trained = (q.columns, q.inverse) if gate_weight.requires_grad else ()
+        trained = (q.by_columns, q.inverse) if gate_weight.requires_grad else ()
         ctx.save_for_backward(gate, up, *trained)
         # The layers keep the weights' copies until the next step, so no hook has to save them.
         ctx.weights = weights
@@ -123,21 +123,25 @@ class Float8MLP(KernelMLP):
         q = gate.quantized_input(hidden_states)
         q = up.quantized_input(hidden_states)  # the same copies; the scales learn that both layers share them
         weights = (layer.weight for layer in layers)
-        return _Float8MLP.apply(hidden_states, *weights, q, layers, dtype_of_product(hidden_states))
+        dtype = dtype_of_product(hidden_states)
+        return _Float8MLP.apply(hidden_states, *weights, q, layers, dtype)  # type: ignore[no-untyped-call]
 
     def _projections(self) -> Projections | None:
         """Return the projections; None where one has an adapter or hooks, or where only some of the weights train."""
-        layers = gated_projections(self)
-        if not all(isinstance(layer, Float8Linear) for layer in layers) or any(map(has_own_hooks, layers)):
+        layers = [layer for layer in gated_projections(self) if isinstance(layer, Float8Linear)]
+        if len(layers) < 3 or any(map(has_own_hooks, layers)):
             return None
-        if nn.modules.module._has_any_global_hook() or len({layer.weight.requires_grad for layer in layers}) > 1:
+        has_global_hook = nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        if has_global_hook or len({layer.weight.requires_grad for layer in layers}) > 1:
             return None
-        return layers
+        gate, up, down = layers
+        return gate, up, down
 
 
 def gated_projections(mlp: KernelMLP) -> tuple[nn.Module, ...]:
     """Return the gate, up and down projection."""
     spec = mlp.patch_spec
+    assert spec.output is not None  # `float8_mlps` takes no MLP without a down projection
     return tuple(getattr(mlp, name) for name in (*spec.inputs, spec.output))
 
 

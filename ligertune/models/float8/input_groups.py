@@ -117,8 +117,10 @@ class JointCall:
         self._arrived = {}
         self._rows = None
         (dy, weight), *others = arrived.values()
-        if len(arrived) == len(self.group.places) and all(w.whole is weight.whole for _, w in others):
-            return float8_product(rows, weight.whole, dy.inverse, weight.inverse, dtype, fast=False)
+        whole = weight.whole
+        is_complete = len(arrived) == len(self.group.places) and all(w.whole is whole for _, w in others)
+        if is_complete and rows is not None and whole is not None:
+            return float8_product(rows, whole, dy.inverse, weight.inverse, dtype, fast=False)
         # A layer took no part, or a weight changed between the calls.
         dx = float8_product(dy.rows, weight.columns, dy.inverse, weight.inverse, dtype, fast=False)
         for dy, weight in others:

@@ -12,12 +12,24 @@ GRADIENT = torch.float8_e5m2
 
 
 class Quantized(NamedTuple):
-    """A matrix (N, C) in float8: x = q · inverse."""
+    """A matrix (N, C) in float8: x = q · inverse. A copy that no product reads is left out."""
 
-    rows: Tensor | None  # (..., C)
-    columns: Tensor | None  # (C, N rounded up to a multiple of 16)
+    by_rows: Tensor | None  # (..., C)
+    by_columns: Tensor | None  # (C, N rounded up to a multiple of 16)
     inverse: Tensor  # () float32
     whole: Tensor | None = None  # of a weight in an `InputGroup`: the group's matrix, which contains `columns`
+
+    @property
+    def rows(self) -> Tensor:  # (..., C)
+        """The copy by rows, for a product that has asked for it."""
+        assert self.by_rows is not None, "quantised without a copy by rows"
+        return self.by_rows
+
+    @property
+    def columns(self) -> Tensor:  # (C, N rounded up to a multiple of 16)
+        """The copy by columns, for a product that has asked for it."""
+        assert self.by_columns is not None, "quantised without a copy by columns"
+        return self.by_columns
 
 
 def float8_product(

@@ -26,7 +26,7 @@ from ligertune.patching.experts.kernel_experts import KernelExperts, weights_of
 from ligertune.patching.module_patch import ModulePatch, patch_module
 from ligertune.patching.probe import Refusal
 
-ARGUMENTS = {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}  # parameter -> argument of `experts`
+ARGUMENTS = {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}  # parameter -> argument of the layer
 
 
 class SplitLora(ModulePatch):
@@ -68,7 +68,7 @@ def why_not_split(outer: Wrapper) -> str | None:
 
 
 def expert_adapters(outer: Wrapper, *, transposed: bool) -> dict[str, ExpertLora]:
-    """Return the arguments gate_up_lora and down_lora of `experts`, as views of the adapter's weights.
+    """Return the arguments gate_up_lora and down_lora of the layer, as views of the adapter's weights.
 
     transposed: as of `ExpertLayout`.
     """

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ligertune_kernels.ops.moe.expert_passes import ExpertLora, Weight
-from ligertune_kernels.ops.moe.experts import experts
+from ligertune_kernels.ops.moe.experts import ExpertLora, ExpertProjection, experts
 from ligertune_kernels.ops.moe.nf4_weight import as_weight
 from ligertune_kernels.tracing import constant_while_tracing
 from torch import Tensor, nn
@@ -37,12 +36,8 @@ from ligertune.patching.probe import Refusal
 class ExpertWeights:
     """What the op `experts` reads of a module: weights and biases in the layout of its spec, and their LoRA."""
 
-    gate_up: Weight
-    down: Weight
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    gate_up_lora: ExpertLora | None = None
-    down_lora: ExpertLora | None = None
+    gate_up: ExpertProjection
+    down: ExpertProjection
 
 
 def weights_of(module: nn.Module) -> ExpertWeights | Refusal:
@@ -57,7 +52,9 @@ def weights_of(module: nn.Module) -> ExpertWeights | Refusal:
         if why is not None:
             return Refusal(f"{name} {why}")
     gate_up, down, gate_up_bias, down_bias = held.values()
-    return ExpertWeights(as_weight(gate_up), as_weight(down), gate_up_bias, down_bias)
+    return ExpertWeights(
+        ExpertProjection(as_weight(gate_up), gate_up_bias), ExpertProjection(as_weight(down), down_bias)
+    )
 
 
 def run_experts(
@@ -74,12 +71,8 @@ def run_experts(
         top_k_weights,
         weights.gate_up,
         weights.down,
-        weights.gate_up_bias,
-        weights.down_bias,
         activation=spec.activation,
         layout=spec.layout,
-        gate_up_lora=weights.gate_up_lora,
-        down_lora=weights.down_lora,
     )
 
 
@@ -99,7 +92,7 @@ class KernelExperts(ModulePatch):
         gate_up_lora: ExpertLora | None = None,
         down_lora: ExpertLora | None = None,
     ) -> Tensor:
-        """Compute the experts. Adapters are given only for weights that `weights_of` reads."""
+        """Pass adapters only for weights that `weights_of` reads."""
         weights = weights_of(self)
         if isinstance(weights, Refusal):
             warnings.warn(
@@ -108,8 +101,8 @@ class KernelExperts(ModulePatch):
                 stacklevel=2,
             )
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        weights = replace(weights, gate_up_lora=gate_up_lora, down_lora=down_lora)
-        return run_experts(self.patch_spec, weights, hidden_states, top_k_index, top_k_weights)
+        adapted = ExpertWeights(weights.gate_up._replace(lora=gate_up_lora), weights.down._replace(lora=down_lora))
+        return run_experts(self.patch_spec, adapted, hidden_states, top_k_index, top_k_weights)
 
 
 # ---- transformers' `experts_implementation`

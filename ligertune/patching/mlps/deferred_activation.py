@@ -154,6 +154,7 @@ def _refuse(
     for function in (activation, partial(DeferredActivation, activation, product)):
         plain._modules.pop(spec.name, None)
         vars(plain)[spec.name] = function
+        # a dropout must draw the same numbers in both runs
         given = answer(lambda: (torch.manual_seed(0), type(plain).forward(plain, x.clone(), *more))[1])
         if isinstance(given, Refusal):
             return given

@@ -228,8 +228,9 @@ def _probed_in(
     hidden = _hidden_size(projections) or projections[0][1][0]
     x = numbers(2, len(ROWS), hidden) * torch.tensor(ROWS, device="cpu").unsqueeze(-1)
     found: GatedSpec | Refusal = Refusal(NOT_THE_FORM)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):  # the first shows casts; its numbers are too coarse to compare
         calls: list[_Call] = []
+        # seeds lie 10 apart, because each probe uses two
         probes = {p[0]: _ProjectionProbe(p, 10 * seed, calls) for seed, p in enumerate(projections, 1)}
         hollow = with_members(stub(cls, settings, **probes), members).train(training)
         given = answer(lambda: hollow.forward(x.to(dtype)))  # noqa: B023  called at once

@@ -138,8 +138,8 @@ BATCH_NORMS = (
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
 EPS_NAMES = ("variance_epsilon", "eps")
-EPS_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms without such an attribute, as OLMo's
-WEIGHTLESS_WIDTH = 64
+EPS_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms without such an attribute, such as OLMo's, whose code names 1e-5
+WEIGHTLESS_WIDTH = 64  # any width will do where no weight has one
 GROUP_NAMES = ("group_size", "n_groups", "num_groups")
 OTHER_NUMBERS = "its numbers are not those of an RMS norm we have"
 PROBE_EPS = 0.37  # as large as the variance, so that an eps in another place, or a missing one, is noticed
@@ -356,5 +356,6 @@ def _equals(given: object, arguments: tuple[Tensor | float | None, ...], formula
     ours = answer(formula, *arguments)
     if isinstance(ours, Refusal):  # torch's layer norm takes no weight of another dtype
         return False
+    # The norms of transformers 5.24 need a fifth of this tolerance, and the nearest other form 1,700 times as much.
     rtol, atol = (2e-6, 1e-7) if ours.dtype == torch.float32 else (0.0, 0.0)
     return close(given, ours, rtol=rtol, atol=atol)

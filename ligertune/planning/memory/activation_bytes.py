@@ -40,8 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from ligertune_kernels import document_attention_memory, schedule_of
-from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
+from ligertune_kernels import divergence_workspace, document_attention_memory, schedule_of
 
 from ligertune.planning.memory.layer_bytes import (
     FA4_OR_DOCUMENT_ATTENTION,

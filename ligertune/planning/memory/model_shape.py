@@ -1,4 +1,4 @@
-"""Model sizes that plans and reports need: parameters, layer widths, and FLOPs per token.
+"""Model sizes and facts that plans and reports need: parameters, layer widths, FLOPs per token, what is read.
 
 `models.shape.read_shape` reads them from a built model. This module has no torch, so that a plan is plain data.
 """
@@ -202,3 +202,17 @@ class ModelShape:
         weights = (4 * self.n_matmul - 2 * self.n_matmul_in_front + 2 * self.n_matmul_trainable) * tokens
         attention_passes = 3 * self.num_hidden_layers - 2 * self.in_front
         return float(weights + 2 * attention_passes * self.attention_width * squared_lengths)
+
+
+@dataclass(frozen=True)
+class ModalityFacts:
+    """What planning knows of the files that a model reads besides text. The defaults are those of a text model."""
+
+    inputs: str = ""  # plural noun for messages, such as images
+    model_kind: str = "language model"  # for messages
+    family: str | None = None  # None: the model reads text only
+    packs_exactly: bool = True  # packed rows compute exactly what single rows do
+
+    @property
+    def reads_text_only(self) -> bool:
+        return self.family is None

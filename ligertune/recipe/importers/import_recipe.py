@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,11 @@ from pydantic import ValidationError
 from ligertune.errors import UserError
 from ligertune.recipe.aliases import ALIASES, KEY_OF_ALIAS, Alias, apply_aliases
 from ligertune.recipe.complaints import abbreviated, complain_about
-from ligertune.recipe.document import ITEM, Document, KeyPath, Place, dotted, keys, leaf, parent, split
-from ligertune.recipe.feature import trains_on_pairs
+from ligertune.recipe.document import Document, KeyPath, Place, dotted, keys, leaf, parent, schema_key, split
 from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import LEFT, Import, is_off, one_line
-from ligertune.recipe.importers.import_tables import HARMLESS, HARMS, TOOLS, TRAINING, Peer, Reason
-from ligertune.recipe.importers.key_rules import apply_rules
-from ligertune.recipe.importers.method_keys import convert_method
-from ligertune.recipe.importers.objectives import convert_objective
-from ligertune.recipe.importers.peer_datasets import convert_datasets
-from ligertune.recipe.importers.run_keys import convert_run
+from ligertune.recipe.importers.import_tables import HARMLESS, HARMS, TOOLS, TRAINING, Peer, Reason, nested
+from ligertune.recipe.importers.key_rules import apply_rules, hold
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules.check_rules import broken_rules
@@ -47,10 +43,8 @@ def import_recipe(path: Path) -> Import:
     work = Import(peer_of(document), document, path.absolute().parent)
     document.data = _without_nulls(document.data)
     _other_sections(work)
-    apply_rules(work, "sections")
-    work.rename("evaluation_strategy", "eval_strategy")
-    for convert in (convert_objective, convert_datasets, convert_run, convert_method):
-        convert(work)
+    for rules in tables.KEYS["rules"].values():
+        apply_rules(work, rules)
     # the importer's aliases first: they are more specific than those of recipes
     for rows in (tables.IMPORTED, ALIASES):
         _apply(work, rows)
@@ -115,37 +109,31 @@ def _apply(work: Import, rows: Sequence[Alias]) -> None:
 
 def _flat_keys(work: Import) -> None:
     """Move top-level keys with the name of a recipe key into the first section that has it."""
-    homes: dict[str, str] = {}
-    for key in keys():
-        if parent(key) in FLAT_SECTIONS:
-            homes.setdefault(leaf(key), key)
+    homes = {leaf(key): key for key in reversed(keys()) if parent(key) in FLAT_SECTIONS}
     del homes["chat_template"]  # in the tools it is a template's name or text, which is converted before
     document = work.document
-    for name in list(document.data):
-        if name in keys() and isinstance(document.data[name], dict):
+    for name, value in list(document.data.items()):
+        is_section = name in keys() and isinstance(value, dict)
+        if name not in homes or is_section or document.has(split(homes[name])):
             continue
-        if name in homes and not document.has(split(homes[name])):
-            place = document.place((name,))
-            value = document.data.pop(name)
-            document.put(split(homes[name]), value, Place("", place.line, place.file, name))
-            # a rule may have set a key that the file does not have
-            if work.path_of(name)[0] in work.source:
-                work.trace(work.path_of(name), homes[name])
+        del document.data[name]
+        document.put(split(homes[name]), value, replace(document.place((name,)), written=name))
+        # a rule may have set a key that the file does not have
+        if work.path_of(name)[0] in work.source:
+            work.trace(work.path_of(name), homes[name])
 
 
 def _unknown_keys(work: Import) -> None:
     """Remove unknown keys at the top level and in data sets, each with the reason."""
-    document = work.document
-    for name in list(document.data):
-        if name not in keys():
-            _leave_unknown(work, (name,))
+    paths: list[KeyPath] = [(name,) for name in work.data]
     for which in ("datasets", "eval_datasets"):
-        items = document.get(("data", which)) if document.has(("data", which)) else []
+        items = work.value_at(("data", which))
+        # validation reports an item that is no mapping
         for index, item in enumerate(items if isinstance(items, list) else []):
-            if not isinstance(item, dict):
-                continue  # validation reports it
-            for name in [name for name in item if f"data.{which}{ITEM}.{name}" not in keys()]:
-                _leave_unknown(work, ("data", which, index, name))
+            paths += [("data", which, index, name) for name in nested(item)]
+    for path in paths:
+        if schema_key(path) not in keys():
+            _leave_unknown(work, path)
 
 
 def _leave_unknown(work: Import, path: KeyPath) -> None:
@@ -175,45 +163,28 @@ def _similar(name: str) -> list[str]:
 def _replaced_keys(work: Import) -> None:
     """Remove one of two keys that exclude each other; as in TrainingArguments, a positive number of steps wins."""
     for key, rival in EITHER_OR.items():
-        path = ("train", key)
-        other = ("train", rival)
-        if not work.document.has(other):
-            continue
-        steps = work.document.get(other)
+        steps = work.value_at(("train", rival))
         if isinstance(steps, int | float) and steps <= 0:  # -1 and 0 mean "not given"
-            work.document.remove(other)
-        elif work.document.has(path):
-            work.leave(path, Reason(f"train.{rival} replaces it, as in the tool", HARMLESS))
+            work.document.remove(("train", rival))
+        elif steps is not None and work.document.has(("train", key)):
+            work.leave(("train", key), Reason(f"train.{rival} replaces it, as in the tool", HARMLESS))
 
 
 def _tool_defaults(work: Import) -> None:
     """Write the tool's defaults where ours differ, so that the run stays the same."""
     document = work.document
     here = Place("", 0, document.file)
+    conditions = dict(tables.each_name(tables.KEYS["default_conditions"]))
     for key, value in work.peer.defaults.items():
-        rank = work.value_at(("method", "lora_r"))
-        if document.has(split(key)) or not _applies(key, document):
+        if document.has(split(key)) or not hold(work, conditions.get(key, {})):
             continue
-        if value == TWICE_THE_RANK and not isinstance(rank, int):
-            continue  # validation removes it
         if value == TWICE_THE_RANK:
+            rank = document.get(("method", "lora_r"))
             value = 2 * rank
         document.put(split(key), value, here)
         work.defaults.append(f"{key}: {abbreviated(value)}")
     if not document.has(("checkpoint", "output_dir")):
         document.put(("checkpoint", "output_dir"), f"runs/{Path(document.file).stem}", here)
-
-
-def _applies(key: str, document: Document) -> bool:
-    """Report whether a tool's default has a meaning next to the keys of the file."""
-    method = document.get(("method", "type")) if document.has(("method", "type")) else None
-    if key.startswith("method.lora_") and method not in ("lora", "qlora"):
-        return False
-    if key in ("data.train_on", "data.prompt_template") and trains_on_pairs(document.data.get("task")):
-        return False
-    # the file's max_steps replaces the tool's default of num_train_epochs
-    rival = EITHER_OR.get(leaf(key))
-    return not (rival and document.has((*split(key)[:-1], rival)))
 
 
 def _values(work: Import) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import operator
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +80,8 @@ class Import:
     fates: dict[KeyPath, Fate] = field(default_factory=dict)
     more_left: list[Left] = field(default_factory=list)  # parts of a value, such as one of several trackers
     text: str = ""
-    names: dict[str, KeyPath] = field(default_factory=dict)  # flat names of keys that stood in a section of the file
-    items: dict[KeyPath, KeyPath] = field(default_factory=dict)  # data.datasets[0] -> where it stood in the file
+    # where keys of the document stood in the file: flat names of keys of a section, and items of data.datasets
+    origins: dict[KeyPath, KeyPath] = field(default_factory=dict)
     source: dict[str, Any] = field(init=False)
     lines: dict[KeyPath, int] = field(init=False)
 
@@ -100,7 +98,7 @@ class Import:
 
     def path_of(self, written: str) -> KeyPath:
         """Return the path in the file of a top-level key, or of one that stood in a section."""
-        return self.names.get(written, (written,))
+        return self.origins.get((written,), (written,))
 
     def line_of(self, path: KeyPath) -> int:
         """Return the line of a key in the file, or of the section around it."""
@@ -114,6 +112,10 @@ class Import:
     def value_at(self, path: KeyPath) -> Any:
         """Return the value of the document, None if there is none: null keys are removed before the conversion."""
         return self.document.get(path) if self.document.has(path) else None
+
+    def find_file(self, path: Path) -> Path | None:
+        """Return a file below the folder of the tool's file, or below the one in which the tool runs."""
+        return next((place for place in (self.folder / path, path) if place.is_file()), None)
 
     def trace(self, path: KeyPath, *into: str) -> None:
         """Record that a key of the file became these keys of the recipe."""
@@ -140,7 +142,7 @@ class Import:
         for name in (*names, *(list(values) if "*" in names else ())):
             flat = names.get(name, name)
             if name in values and flat not in self.data:  # a key at the top level counts, as in the tools
-                self.names[flat] = (*self.path_of(section), name)
+                self.origins[flat,] = (*self.path_of(section), name)
                 self.data[flat] = values.pop(name)
         if not values:
             del self.data[section]
@@ -148,7 +150,7 @@ class Import:
     def rename(self, name: str, other: str) -> None:
         """Convert a top-level key under another name of the tool."""
         if name in self.data and other not in self.data:
-            self.names[other] = self.path_of(name)
+            self.origins[other,] = self.path_of(name)
             self.data[other] = self.data.pop(name)
 
     def put(self, key: str, value: Any, written: str) -> None:
@@ -170,8 +172,9 @@ class Import:
         sources = [at for at, fate in self.fates.items() if fate.state == BECAME and _is_for(key, fate.into)]
         self.document.remove(path)
         # a default that contradicts the file is no key of the file
-        if not sources and key in (name.partition(": ")[0] for name in self.defaults):
-            self.defaults = [text for text in self.defaults if not text.startswith(f"{key}: ")]
+        defaults = [text for text in self.defaults if not text.startswith(f"{key}: ")]
+        if not sources and defaults != self.defaults:
+            self.defaults = defaults
             self.notes.append(f"{self.peer.name}'s default of {key} is left out: {reason.why}")
             return
         ours = (key,) if sources else ()
@@ -185,9 +188,9 @@ class Import:
     def source_of(self, path: KeyPath) -> KeyPath:
         """Return where a key of the document stood in the file."""
         for length in range(len(path), 0, -1):  # an item of a list before the list
-            if path[:length] in self.items:
-                return (*self.items[path[:length]], *(p for step in path[length:] for p in _steps(step)))
-        return (*self.path_of(str(path[0])), *path[1:])
+            if path[:length] in self.origins:
+                return (*self.origins[path[:length]], *path[length:])
+        return path
 
     def refuse(self, name: str, what: str, hint: str = KEEP_THE_TOOL) -> None:
         """Record that an objective or a method cannot be kept. The import goes on, to find all reasons."""
@@ -213,19 +216,16 @@ class Import:
 
     def accounts(self) -> Iterator[tuple[KeyPath, Any, Fate]]:
         """Yield (path, value, fate) of every key of the file that holds no other keys."""
-        for path, value in leaves(self.source):
-            yield path, value, self._fate_of(path, value)
-
-    def _owner(self, path: KeyPath) -> KeyPath | None:
-        """Return the key with a fate, or the innermost section around it that has one."""
-        return next((path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates), None)
-
-    def _fate_of(self, path: KeyPath, value: Any) -> Fate:
-        owner = self._owner(path)
-        if owner is not None:
-            return Fate(OFF) if value is None else self.fates[owner]
         # a key that no converter reads is loud
-        return Fate(OFF) if is_off(value) else Fate(LEFT, (), UNTRACED, TRAINING)
+        forgotten = Fate(LEFT, (), UNTRACED, TRAINING)
+        for path, value in leaves(self.source):
+            owner = self._owner(path)
+            off = value is None if owner in self.fates else is_off(value)
+            yield path, value, Fate(OFF) if off else self.fates.get(owner, forgotten)
+
+    def _owner(self, path: KeyPath) -> KeyPath:
+        """Return the key, or the innermost section around it that has a fate."""
+        return next((path[:n] for n in range(len(path), 0, -1) if path[:n] in self.fates), path)
 
     @property
     def left(self) -> list[Left]:
@@ -236,21 +236,17 @@ class Import:
                 continue
             # a section that is left as a whole is one row
             whole = next((path[:n] for n in range(1, len(path)) if self.fates.get(path[:n]) == fate), path)
-            shown = one_line(abbreviated(reduce(operator.getitem, whole, self.source)))
+            shown = one_line(abbreviated(Document("", self.source).get(whole)))
             key = one_line(dotted(whole))
-            ours = fate.into[0] if fate.into else ""
+            ours = "".join(fate.into[:1])
             rows.setdefault(key, Left(self.line_of(whole), key, shown, one_line(fate.why), fate.harm, ours))
         return sorted([*rows.values(), *self.more_left], key=lambda item: item.order)
 
     @property
     def translated(self) -> list[str]:
         """One line per imported key: "lr -> train.learning_rate: 0.1"."""
-        rows: dict[KeyPath, str] = {}
-        for path, _, fate in self.accounts():
-            if fate.state == BECAME:
-                owner = self._owner(path)
-                rows[owner] = f"{one_line(dotted(owner))} -> {self._shown_target(fate)}"
-        return list(rows.values())
+        became = {self._owner(path): fate for path, _, fate in self.accounts() if fate.state == BECAME}
+        return [f"{one_line(dotted(path))} -> {self._shown_target(fate)}" for path, fate in became.items()]
 
     def _shown_target(self, fate: Fate) -> str:
         """Return the first of the recipe's keys that is in the recipe, with its value."""
@@ -304,8 +300,3 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 def _is_for(key: str, targets: tuple[str, ...]) -> bool:
     """Report whether a key of the recipe, or one inside it, is among the targets."""
     return any(target == key or target.startswith((f"{key}.", f"{key}[")) for target in targets)
-
-
-def _steps(step: str | int) -> tuple[str | int, ...]:
-    """Split a flattened name of a data set's key: "type.format" stood in the section `type`."""
-    return tuple(step.split(".")) if isinstance(step, str) else (step,)

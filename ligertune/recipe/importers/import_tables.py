@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ class Peer:
     name: str
     signs: tuple[str, ...]
     defaults: Mapping[str, Any]
-    logging_steps: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,13 @@ def _conversion(named: str | dict[str, Any]) -> Callable[[Any], Any]:
     return convert_by({words.get(name, name): UNSET if to == "unset" else to for name, to in named.items()})
 
 
+def each_name(rows: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table whose keys are names, separated by spaces."""
+    for names, row in rows.items():
+        for name in names.split():
+            yield name, row
+
+
 def _reasons(table: dict[str, list[dict[str, str]]]) -> dict[str, Reason]:
     rows = [(row, harm) for harm, rows in table.items() for row in rows]
     return {key: Reason(row["why"], harm) for row, harm in rows for key in row["keys"].split()}
@@ -95,15 +101,11 @@ CONVERSIONS = {  # by their names in keys.yaml
 }
 
 # in this order: of two tools with as many signs in a file, the first one counts
-TOOLS = tuple(
-    Peer(name, tuple(row["signs"].split()), row["defaults"], row["logging_steps"])
-    for name, row in KEYS["tools"].items()
-)
+TOOLS = tuple(Peer(name, tuple(row["signs"].split()), row["defaults"]) for name, row in KEYS["tools"].items())
 AXOLOTL, LLAMA_FACTORY, TRL = TOOLS
 IMPORTED = tuple(Alias(key, tuple(names.split()), _conversion(to)) for names, key, to in KEYS["rows"])
 TEMPLATES: dict[str, str] = KEYS["templates"]
 REASONS = _reasons(UNSUPPORTED["reasons"])
-REMOVED_FIRST = _reasons(UNSUPPORTED["removed_first"])
 # (our key, value that it does not accept) -> a better reason than the list of those that it does
 BETTER_REASONS = {
     (key, value): row["why"]

@@ -77,7 +77,9 @@ def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted:
         # complaints name the line of the tool's item
         path = ("data", which, len(items))
         work.document.places[path] = Place("", work.line_of(source), work.document.file)
-        work.items[path] = source
+        work.origins[path] = source
+        for name in nested(new):  # "type.format" stood in the section `type`
+            work.origins[(*path, name)] = (*source, *name.split("."))
         items.append(new)
         if not isinstance(given, Mapping):  # a path, or a weight of a mixer
             work.trace(source, dotted(path))
@@ -339,3 +341,18 @@ def _trl_item(item: Any) -> Any:
     if isinstance(found.get("columns"), list):
         del found["columns"]
     return found
+
+
+def hoist_template(work: Import) -> None:
+    """Move `chat_template` of Axolotl's data sets to the file, if all of them name the same one."""
+    data = work.data
+    items = [item for item in nested(data.get("data")).get("datasets", []) if isinstance(item, dict)]
+    # a recipe has one template for all data sets; different ones are reported per data set
+    named = {str(item.get("chat_template")) for item in items}
+    if len(named) == 1 and named != {"None"} and data.get("chat_template") in (None, *named):
+        data["chat_template"] = named.pop()
+        for index, item in enumerate(items):
+            del item["chat_template"]
+            source = work.origins.get(("data", "datasets", index))
+            if source is not None:
+                work.trace((*source, "chat_template"), "model.tokenizer.chat_template")

@@ -4,8 +4,10 @@
 FSDP; optimizer and random states) and `progress.json` with a checksum of each file. Data order and learning rate follow
 from the step. A damaged checkpoint is not resumed from; the one before it is (`choose_checkpoint`).
 
-`torch.distributed.checkpoint` cannot replace this: it has no checksums, and loads a file with a flipped bit without an
-error (tried with torch 2.13). A folder that is complete or absent would need the same code around it.
+`torch.distributed.checkpoint` (torch 2.13) cannot replace this: it has no checksums, and loads a file with a flipped
+bit without an error. A kill while it saves into a folder again leaves that folder unreadable, so one that is complete
+or absent would need the same code around it. It is not faster: for 50 million parameters with AdamW's states on a disk,
+both save in 0.8 s, it loads in 0.5 to 0.9 s and this in 0.3 to 0.5 s, and `async_save` blocks for 0.3 s instead of 0.2.
 """
 
 from __future__ import annotations

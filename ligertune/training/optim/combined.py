@@ -2,6 +2,10 @@
 
 Three uses: an optimizer for matrices together with one for the other parameters; one optimizer per parameter, which
 steps in the backward as soon as that parameter's gradient is complete; and one per parameter on copies in host memory.
+
+torch's `_apply_optimizer_in_backward` (2.13) is private, has a state dict per parameter, and does not step a parameter
+that replaces another, as FSDP2 does. torchao's `CPUOffloadOptimizer` (0.18) refuses to run without a GPU, so that no
+test on a CPU could run it, and its `load_state_dict` leaves the host's weights as they were before a resume.
 """
 
 from __future__ import annotations

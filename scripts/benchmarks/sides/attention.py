@@ -75,22 +75,22 @@ def row_of(case: Case, device: str) -> Row:
 
 
 def ours(row, q, k, v):
-    from ligertune_kernels import document_attention
+    from ligertune_kernels import Documents, document_attention
 
-    return lambda: document_attention(q, k, v, row.starts, row.ends, documents=len(row.case.lengths))
+    return lambda: document_attention(q, k, v, Documents(row.starts, row.ends, len(row.case.lengths)))
 
 
 def ours_long(row, q, k, v):
     """Return ours with the kernels of long documents, which also run where documents are short."""
-    from ligertune_kernels import document_attention
+    from ligertune_kernels import Documents, document_attention
 
-    return lambda: document_attention(q, k, v, row.starts, row.ends, documents=1)
+    return lambda: document_attention(q, k, v, Documents(row.starts, row.ends, 1))
 
 
 def ours_short(row, q, k, v):
-    from ligertune_kernels import document_attention
+    from ligertune_kernels import Documents, document_attention
 
-    return lambda: document_attention(q, k, v, row.starts, row.ends)
+    return lambda: document_attention(q, k, v, Documents(row.starts, row.ends))
 
 
 def ours_flash_4(row, q, k, v):

@@ -56,16 +56,19 @@ def function_of(side: str, module, shape: Shape):
         return scattermoe(module, shape)
     if side not in OURS:
         return module
-    from ligertune_kernels.ops.moe.experts import experts
+    from ligertune_kernels.ops.moe.experts import ExpertProjection, experts
 
     from ligertune.patching.experts.recognise_experts import ExpertsSpec, recognise_class
 
     spec = recognise_class(module)
     if not isinstance(spec, ExpertsSpec):
         raise ValueError(f"not recognised: {spec.reason}")
-    biases = [getattr(module, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")]
+    gate_up, down = (
+        ExpertProjection(getattr(module, name), getattr(module, f"{name}_bias", None))
+        for name in ("gate_up_proj", "down_proj")
+    )
     return lambda hidden, index, weights: experts(
-        hidden, index, weights, module.gate_up_proj, module.down_proj, *biases,
+        hidden, index, weights, gate_up, down,
         activation=spec.activation, layout=spec.layout, products=OURS[side],
     )  # fmt: skip
 

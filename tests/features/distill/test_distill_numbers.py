@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from ligertune_kernels import LinearLora
 from support.forked_ranks import on_ranks
 from support.models import tiny_models
 from support.quickstart_runs import plan_run
@@ -103,7 +104,7 @@ def test_the_loss_of_a_head_with_a_bias_and_an_adapter(heads, loss):
     q = (teacher.logits(of["taught"] @ of["taught_weight"].T) / 1.6).softmax(-1)[kept]
     total, sft = divergence_of(loss, q, p).sum(), F.cross_entropy(logits, of["labels"], reduction="sum")
     options = {"logit_scale": student.logit_scale, "softcap": student.softcap, "num_items_in_batch": 20}
-    options |= {"lora_a": of["lora_a"], "lora_b": of["lora_b"], "lora_scale": 0.5, "labelled_rows": None}
+    options |= {"lora": LinearLora(of["lora_a"], of["lora_b"], 0.5), "labelled_rows": None}
     options["ignore_index"] = X
     for rows in (None, kept.nonzero().flatten()):
         measures = Measures(how.measures)
@@ -131,7 +132,7 @@ def test_the_loss_of_stored_log_probabilities(heads, top_k, monkeypatch):
     total = (kl(q, p) if top_k == 14 else grouped(q, p, ids)).sum()
     sft = F.cross_entropy(logits, of["labels"], reduction="sum")
     options = {"logit_scale": student.logit_scale, "softcap": student.softcap, "num_items_in_batch": 20}
-    options |= {"lora_a": of["lora_a"], "lora_b": of["lora_b"], "lora_scale": 0.5, "ignore_index": X}
+    options |= {"lora": LinearLora(of["lora_a"], of["lora_b"], 0.5), "ignore_index": X}
     for rows in (None, kept.nonzero().flatten()):
         measures = Measures(how.measures)
         made = StoredLoss(how, ids, top.log(), measures)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from ligertune_kernels import LinearLora
 from support.rerun_interpreted import rerun_interpreted
 
 from ligertune.features.distill import divergence
@@ -160,7 +161,7 @@ def test_an_adapter_of_the_head_is_part_of_the_students_logits():
     (d_weight,) = torch.autograd.grad(wanted, adapted["weight"])
     a.requires_grad_()
     b.requires_grad_()
-    adapter = {"lora_a": a, "lora_b": b, "lora_scale": 2.0}
+    adapter = {"lora": LinearLora(a, b, 2.0)}
     loss = DistillLoss(how, TeacherHead(of["taught_weight"], PLAIN), of["taught"], Measures(how.measures))
     given = {**options(of, PLAIN, 37, gathered=True), **adapter}
     found = loss.fused(of["hidden"], of["weight"].detach(), None, of["labels"], given)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ligertune_kernels import LinearLora
 
 from ligertune.data.batching.collate import collate, collate_packed
 from ligertune.data.examples import Example
@@ -122,7 +123,7 @@ def check(options: dict, kind: dict, *, packed: bool, answers: list[tuple[int, i
     else:
         given = {"ignore_index": X, "labelled_rows": None, "num_items_in_batch": 3, "logit_scale": 1.0, "softcap": None}
         given |= {name: kind[name] for name in ("softcap", "logit_scale") if name in kind}
-        given |= {"lora_a": head["lora_a"], "lora_b": head["lora_b"], "lora_scale": 0.5} if "lora_a" in head else {}
+        given |= {"lora": LinearLora(head["lora_a"], head["lora_b"], 0.5)} if "lora_a" in head else {}
         found = loss.fused(head["hidden"], head["weight"], head.get("bias"), target, given)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     for gradient, other in zip(torch.autograd.grad(found, list(head.values())), wanted, strict=True):

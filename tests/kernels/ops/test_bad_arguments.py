@@ -7,7 +7,7 @@ import pytest
 import torch
 
 FP32, INT8, UINT8, INT32 = torch.float32, torch.int8, torch.uint8, torch.int32
-ADAMW = {"step": 1, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+ADAMW = kernels.AdamWOptions(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
 def zeros(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -22,20 +22,24 @@ def rope(
 
 def attend(k: int = 2, k_dtype: torch.dtype = FP32, places: torch.dtype = INT32, ends: int = 9, **options) -> None:
     q, k, v = zeros(9, 6, 16), zeros(9, k, 16, dtype=k_dtype), zeros(9, 2, 16)
-    kernels.document_attention(q, k, v, zeros(9, dtype=places), torch.full((ends,), 9, dtype=INT32), **options)
+    documents = kernels.Documents(zeros(9, dtype=places), torch.full((ends,), 9, dtype=INT32))
+    kernels.document_attention(q, k, v, documents, **options)
 
 
 def multiply(dtype: torch.dtype = INT8, n_inner: int = 8, **scales: torch.Tensor) -> None:
     kernels.int2_int8_matmul(zeros(2, n_inner, dtype=dtype), zeros(3, 2, dtype=UINT8), **scales)
 
 
-def mix(index: torch.dtype = INT32, weights: int = 3, down: int = 5, bias: int = 10, **options: object) -> None:
-    shapes = (2, 8), (2, weights), (4, 10, 8), (4, 8, down), (4, bias)
-    hidden, weights, gate_up, down, bias = (zeros(*shape) for shape in shapes)
-    kernels.experts(hidden, zeros(2, 3, dtype=index), weights, gate_up, down, bias, **options)
-
-
 LORA = kernels.ExpertLora(zeros(4, 2, 8), zeros(4, 9, 2))
+
+
+def mix(
+    index: torch.dtype = INT32, down: int = 5, bias: int = 10, lora: kernels.ExpertLora | None = None, **options: object
+) -> None:
+    hidden, weights, down = (zeros(*shape) for shape in ((2, 8), (2, 3), (4, 8, down)))
+    gate_up = kernels.ExpertProjection(zeros(4, 10, 8), zeros(4, bias), lora)
+    kernels.experts(hidden, zeros(2, 3, dtype=index), weights, gate_up, down, **options)
+
 
 BAD = [
     (lambda: kernels.rms_norm(zeros(2, 8), zeros(7)), r"weight is \(7,\), but x is \(2, 8\)"),
@@ -68,7 +72,7 @@ BAD = [
     (lambda: mix(down=6), r"experts: down is \(4, 8, 6\); expected \(X, 8, F\) = \(4, 8, 5\)"),
     (lambda: mix(bias=9), r"gate_up_bias is \(4, 9\); expected \(X, 2F\) = \(4, 10\)"),
     (lambda: mix(layout=kernels.ExpertLayout(transposed=True)), "for transposed weights"),
-    (lambda: mix(gate_up_lora=LORA), r"gate_up_b is \(4, 9, 2\); expected \(X, 2F, R1\) = \(4, 10, 2\)"),
+    (lambda: mix(lora=LORA), r"gate_up_b is \(4, 9, 2\); expected \(X, 2F, R1\) = \(4, 10, 2\)"),
     (lambda: mix(activation=kernels.GatedActivation("relu")), "'relu'; expected one of"),
     (lambda: mix(activation=kernels.GatedActivation(limit=0.0)), "limit is 0.0; expected a positive number"),
     (lambda: mix(activation=kernels.GatedActivation("gelu_erf", alpha=2.0)), "alpha is 2.0, but gelu_erf has none"),
@@ -85,7 +89,7 @@ BAD = [
     (lambda: multiply(weight_scale=zeros(2)), r"weight_scale is \(2,\); expected \(\) or \(3,\)"),
     (lambda: multiply(x_scale=zeros(2).requires_grad_()), "no backward"),
     (lambda: kernels.pack_int2(zeros(2, 6, dtype=INT8)), "the last size by 4"),
-    (lambda: kernels.adamw_step(*[zeros(3)] * 3, zeros(4), **ADAMW), "adamw_step: shapes"),
+    (lambda: kernels.adamw_step(*[zeros(3)] * 3, zeros(4), ADAMW, step=1), "adamw_step: shapes"),
 ]
 
 ROWS, WEIGHT, TAUGHT, TEACHER, LABELS = (zeros(*size) for size in ((2, 8), (5, 8), (2, 6), (5, 6), (2,)))
@@ -100,10 +104,9 @@ LOSSES = (
     ("linear_cross_entropy", (TAUGHT, LOW, LABELS), {}, "expected the same"),
     ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"reduction": "none", "num_items_in_batch": 1}, "divides a sum"),
     ("linear_cross_entropy", (ROWS, WEIGHT, LABELS, zeros(4)), {}, r"bias is \(4,\)"),
-    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"lora_a": WEIGHT}, "both or none"),
-    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"lora_a": WEIGHT[:3], "lora_b": TEACHER}, r"and \(5, R\)"),
+    ("linear_cross_entropy", (ROWS, WEIGHT, LABELS), {"lora": kernels.LinearLora(WEIGHT[:3], TEACHER)}, r"\(5, R\)"),
     ("linear_log_probs", (ROWS, WEIGHT, LABELS[:1]), {}, r"linear_log_probs: labels are \(1,\)"),
-    ("linear_log_probs", (ROWS, WEIGHT, LABELS), {"lora_b": TEACHER}, "both or none"),
+    ("linear_log_probs", (ROWS, WEIGHT, LABELS), {"lora": kernels.LinearLora(ROWS[:, :6], TEACHER)}, r"\(R, 8\)"),
     (HEADS, ([ROWS] * 3, WEIGHT, [LABELS] * 3, (1.0, 2.0)), {}, "3 hiddens, 3 labels and 2 coefficients"),
     (HEADS, ([ROWS] * 3, [WEIGHT] * 2, [LABELS] * 3, (1.0,) * 3), {}, "2 weights: expected one of each per head"),
     ("kl_div", (ROWS, zeros(8)), {}, r"input is \(2, 8\) and target \(8,\)"),

@@ -34,13 +34,15 @@ def rotated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     ends = torch.tensor([5] * 5 + [ROWS] * (ROWS - 5), device=q.device, dtype=torch.int32)[: len(q)]
-    return kernels.document_attention(q, k, v, torch.where(ends == 5, 0, 5).int(), ends)
+    return kernels.document_attention(q, k, v, kernels.Documents(torch.where(ends == 5, 0, 5).int(), ends))
 
 
-def mixed(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+def mixed(hidden: torch.Tensor, weights: torch.Tensor, *matrices_and_biases: torch.Tensor) -> torch.Tensor:
     index = torch.arange(weights.numel(), device=hidden.device).view(weights.shape) % 3  # one of four has no token
     # The weights of the router keep their dtype under autocast, and a fourth is exact in every dtype.
-    return kernels.experts(hidden, index, weights.bfloat16().float(), *(0.25 * t for t in parameters))
+    gate_up, down, *biases = (0.25 * t for t in matrices_and_biases)
+    projections = map(kernels.ExpertProjection, (gate_up, down), biases)
+    return kernels.experts(hidden, index, weights.bfloat16().float(), *projections)
 
 
 # op -> (shapes of the differentiable tensors, call)

@@ -5,7 +5,7 @@ import copy
 import peft
 import pytest
 import torch
-from ligertune_kernels.ops.moe.experts import ExpertLayout, GatedActivation, experts
+from ligertune_kernels.ops.moe.experts import ExpertLayout, ExpertProjection, GatedActivation, experts
 from ligertune_kernels.ops.moe.nf4_weight import to_nf4
 from peft.tuners.lora.layer import ParamWrapper
 from support.models.tiny_families import inputs_of, tiny_family
@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.models.trainable import apply_method
-from ligertune.patching.experts.expert_lora import SplitLora, expert_adapters, merge_parameters, why_not_split
+from ligertune.patching.experts.expert_lora import (
+    ARGUMENTS,
+    SplitLora,
+    expert_adapters,
+    merge_parameters,
+    why_not_split,
+)
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions
 
@@ -61,11 +67,12 @@ def split(outer: ParamWrapper, options: dict, layout: ExpertLayout):
     base = outer.get_base_layer()
 
     def call(x, index, weights):
-        return experts(
-            x, index, weights, base.gate_up_proj, base.down_proj,
-            getattr(base, "gate_up_proj_bias", None), getattr(base, "down_proj_bias", None),
-            layout=layout, **options, **expert_adapters(outer, transposed=layout.transposed),
-        )  # fmt: skip
+        loras = expert_adapters(outer, transposed=layout.transposed)
+        gate_up, down = (
+            ExpertProjection(getattr(base, name), getattr(base, f"{name}_bias", None), loras[argument])
+            for name, argument in ARGUMENTS.items()
+        )
+        return experts(x, index, weights, gate_up, down, layout=layout, **options)
 
     return call
 

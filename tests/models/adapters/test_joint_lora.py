@@ -1,6 +1,7 @@
 """LoRA layers that share their input compute together, with the results of each alone, and only where they share it."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -72,6 +73,17 @@ def test_each_layer_answers_for_the_tensor_that_it_gets(order, sizes):
                 layer, tensor = f"{name}_proj", tensors[i % len(tensors)]
                 torch.testing.assert_close(getattr(block, layer)(tensor), getattr(alone, layer)(tensor))
     assert 3 in sizes
+
+
+def test_a_layer_computes_alone_once_a_sibling_is_gone(sizes):
+    block = next(module for module in adapted(joint=True).modules() if hasattr(module, "q_proj"))
+    alone = copy.deepcopy(block)
+    x = torch.randn(2, 3, block.q_proj.base_layer.in_features, dtype=torch.float64)
+    block.k_proj = nn.Identity()
+    gc.collect()
+    with torch.no_grad():
+        torch.testing.assert_close(block.q_proj(x), alone.q_proj(x))
+    assert 3 not in sizes
 
 
 def test_the_layers_of_cross_attention_are_not_joined():

@@ -151,15 +151,20 @@ def _attention() -> list[Case]:
     Long documents have kernels of their own on sm90.
     """
 
-    def case(head_dim: int, dtype: torch.dtype, n_tokens: int = 1000, **terms: object) -> Case:
-        call = partial(kernels.document_attention, **terms)
-        places = (meta(n_tokens, dtype=torch.int32),) * 2
-        return Case(call, ((n_tokens, 8, head_dim), *(((n_tokens, 2, head_dim),) * 2)), dtype, places)
+    def case(
+        head_dim: int, dtype: torch.dtype, n_tokens: int = 1000, count: int | None = None, **terms: object
+    ) -> Case:
+        places = meta(n_tokens, dtype=torch.int32)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return kernels.document_attention(q, k, v, kernels.Documents(places, places, count), **terms)
+
+        return Case(call, ((n_tokens, 8, head_dim), *(((n_tokens, 2, head_dim),) * 2)), dtype)
 
     capped = {"window": 512, "softcap": 50.0}
     more = on_the_first(case(64, FP16), case(256, BF16), case(48, FP32), case(128, BF16, **capped))
-    long = [case(width, BF16, 4000, documents=1) for width in (64, 128, 256)]
-    long += [case(width, FP16, 4000, documents=1, **capped) for width in (64, 128, 256)]
+    long = [case(width, BF16, 4000, count=1) for width in (64, 128, 256)]
+    long += [case(width, FP16, 4000, count=1, **capped) for width in (64, 128, 256)]
     others = [case(width, dtype, **capped) for width in (64, 256) for dtype in (BF16, FP16)]
     others = later(case(96, FP16), case(16, BF16), case(128, FP16, **capped), *others)
     return [case(128, BF16), case(64, FP16), *more, *on_the_first(*long, early=("sm90",)), *others]
@@ -190,14 +195,14 @@ def _experts() -> list[Case]:
         form = kernels.GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0) if clamped else kernels.GatedActivation()
 
         def call(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-            loras = {}
+            loras = (None, None)
             if rank:
                 *parameters, a1, b1, a2, b2 = parameters
-                loras = {"gate_up_lora": kernels.ExpertLora(a1, b1), "down_lora": kernels.ExpertLora(a2, b2)}
+                loras = (kernels.ExpertLora(a1, b1), kernels.ExpertLora(a2, b2))
+            biases = parameters[2:] or (None, None)
+            projections = map(kernels.ExpertProjection, parameters[:2], biases, loras)
             index = meta(n, k, dtype=torch.int64)
-            return kernels.experts(
-                hidden, index, weights, *parameters, activation=form, layout=layout, **loras, **options
-            )
+            return kernels.experts(hidden, index, weights, *projections, activation=form, layout=layout, **options)
 
         return Case(call, shapes, dtype)
 
@@ -370,8 +375,8 @@ def _linear_jsd() -> list[Case]:
 
 def _adamw() -> list[Case]:
     def call(*tensors: torch.Tensor, scale: torch.Tensor | None) -> None:
-        numbers = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-        kernels.adamw_step(*tensors, **numbers, grad_scale=scale)
+        options = kernels.AdamWOptions(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+        kernels.adamw_step(*tensors, options, step=3, grad_scale=scale)
 
     return [
         Case(partial(call, scale=scale), ((4096, 512),) * 4, dtype, backward=False)

@@ -34,12 +34,21 @@ from ligertune_kernels.ops.attention.kernels import attention_dkdv_kernel, atten
 from ligertune_kernels.ops.attention.tiles import Tile, attention_tiles, padded_head_dim
 
 
+class Documents(NamedTuple):
+    """Where the documents of packed tokens begin and end."""
+
+    starts: torch.Tensor  # (T,) int32: index of the first token of each token's document
+    ends: torch.Tensor  # (T,) int32: index after the last token of each token's document
+    # The number of documents selects the kernels for long or for short ones on Hopper GPUs; without it, those for short
+    # ones run. A tensor's value would be no choice: the host would have to wait for it.
+    count: int | None = None
+
+
 def document_attention_reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
+    documents: Documents,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -50,16 +59,15 @@ def document_attention_reference(
     The softmax's weights are rounded to the tensors' dtype, as the kernels round them.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = [
-        _attend_document(
-            *(t[begin:end] for t in (query, key, value)), starts[begin:end] - begin, scale, window, softcap
-        )
-        for begin, end in _documents(starts)
-    ]
+    out = []
+    for begin, end in _bounds(documents.starts):
+        tensors = (t[begin:end] for t in (query, key, value))
+        starts = documents.starts[begin:end] - begin
+        out.append(_attend_document(*tensors, starts, AttentionTerms(scale, window, softcap)))
     return torch.cat(out)
 
 
-def _documents(starts: torch.Tensor) -> list[tuple[int, int]]:
+def _bounds(starts: torch.Tensor) -> list[tuple[int, int]]:
     """Return start and end of each document; the whole row as one where values cannot be read, or if it is empty."""
     if starts.is_meta or torch.compiler.is_compiling() or len(starts) == 0:
         return [(0, len(starts))]
@@ -72,11 +80,10 @@ def _attend_document(
     key: torch.Tensor,  # (L, K, D)
     value: torch.Tensor,  # (L, K, D)
     starts: torch.Tensor,  # (L,)
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    terms: AttentionTerms,
 ) -> torch.Tensor:
     """Return (L, H, D), contiguous; starts: the first token that each token attends to."""
+    scale, window, softcap = terms
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.to(wide).transpose(0, 1) for t in (query, key, value))
@@ -190,20 +197,17 @@ def document_attention(
     query: torch.Tensor,  # (T, H, D)
     key: torch.Tensor,  # (T, K, D), K divides H: neighbouring query heads share a key head
     value: torch.Tensor,  # (T, K, D)
-    starts: torch.Tensor,  # (T,) int32: index of the first token of each token's document
-    ends: torch.Tensor,  # (T,) int32: index after the last token of each token's document
+    documents: Documents,
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    documents: int | None = None,
 ) -> torch.Tensor:  # (T, H, D), contiguous
     """Compute causal attention within packed documents. Deterministic.
 
     scale: factor of the products, by default 1 / sqrt(D). window: how many tokens back a token attends to, itself
-    included. softcap: bound of the scores (Gemma 2). documents: the number of documents. On Hopper GPUs it selects the
-    kernels for long or for short documents; without it, those for short ones run. It does not change what is computed.
-    Under autocast all tensors are converted to its dtype, as in torch's attention. The reference runs for heads wider
+    included. softcap: bound of the scores (Gemma 2). The number of documents does not change what is computed. Under
+    autocast all tensors are converted to its dtype, as in torch's attention. The reference runs for heads wider
     than 256, for heads wider than 64 on RDNA and in float32, and for all heads in float32 on RDNA.
 
     Raises ValueError on mismatched shapes or dtypes, and on a scale, window or softcap that is not positive.
@@ -212,17 +216,18 @@ def document_attention(
     dtype = autocast_dtype(query.device)
     if dtype is not None and query.dtype is not torch.float64:  # RoPE may leave float32 queries and keys
         query, key, value = (t.to(dtype) for t in (query, key, value))
-    _check(query, key, value, starts, ends, scale, window, softcap)
+    terms = AttentionTerms(scale, window, softcap)
+    _check(query, key, value, documents, terms)
     if query.numel() == 0 or not tiles.runs_kernels(query, has_cap=softcap is not None):
         with without_autocast(query.device):
             return document_attention_reference(
-                query, key, value, starts, ends, scale=scale, window=window, softcap=softcap
+                query, key, value, documents, scale=scale, window=window, softcap=softcap
             )
     # Strides of tokens and heads are arguments of the kernels; columns are neighbours.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    on_hopper = tiles.runs_hopper_kernels(query, key, value, chip_of(query.device), documents)
+    on_hopper = tiles.runs_hopper_kernels(query, key, value, chip_of(query.device), documents.count)
     function = _HopperAttention if on_hopper else _Attention
-    return function.apply(query, key, value, starts, ends, AttentionTerms(scale, window, softcap))
+    return function.apply(query, key, value, documents.starts, documents.ends, terms)
 
 
 def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_dim: int) -> int:
@@ -233,16 +238,8 @@ def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_di
     return size if size <= tiles.MAX_SUMS else 0
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> None:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, terms: AttentionTerms) -> None:
+    scale, window, softcap = terms
     n_tokens, heads, head_dim = q.shape
     if k.shape != v.shape or (k.shape[0], k.shape[2]) != (n_tokens, head_dim) or k.shape[1] == 0 or heads % k.shape[1]:
         raise ValueError(
@@ -251,7 +248,7 @@ def _check(
         )
     if not (q.dtype == k.dtype == v.dtype):
         raise ValueError(f"document_attention: query is {q.dtype}, key {k.dtype}, value {v.dtype}; expected one dtype")
-    for name, places in (("starts", starts), ("ends", ends)):
+    for name, places in (("starts", documents.starts), ("ends", documents.ends)):
         if places.shape != (n_tokens,) or places.dtype is not torch.int32 or not places.is_contiguous():
             raise ValueError(
                 f"document_attention: {name} is {places.dtype} {tuple(places.shape)}; expected int32 ({n_tokens},)"

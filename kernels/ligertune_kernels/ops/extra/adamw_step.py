@@ -11,6 +11,7 @@ precision. There is no backward.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -19,26 +20,38 @@ from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, t
 from ligertune_kernels.ops.extra.tiles import STEP_BLOCK
 
 
+class AdamWOptions(NamedTuple):
+    """Options of a parameter group, as in torch.optim.AdamW."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def factors(self, step: int) -> tuple[float, float, float]:
+        """Return (1 - lr λ, lr / (1 - b1^t), sqrt(1 - b2^t))."""
+        beta1, beta2 = self.betas
+        return 1 - self.lr * self.weight_decay, self.lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+
+
 def adamw_step_reference(
     param: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
+    options: AdamWOptions,
     *,
     step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     grad_scale: torch.Tensor | None = None,
 ) -> None:
     """Compute `adamw_step` in plain torch, in place."""
     wide = torch.promote_types(param.dtype, torch.float32)
     g = grad.to(wide) if grad_scale is None else grad.to(wide) / grad_scale
-    m = betas[0] * exp_avg.to(wide) + (1 - betas[0]) * g
-    v = betas[1] * exp_avg_sq.to(wide) + (1 - betas[1]) * g * g
-    decay, size, correction = _numbers(step, lr, betas, weight_decay)
-    param.copy_(param.to(wide) * decay - size * m / (v.sqrt() / correction + eps))
+    beta1, beta2 = options.betas
+    m = beta1 * exp_avg.to(wide) + (1 - beta1) * g
+    v = beta2 * exp_avg_sq.to(wide) + (1 - beta2) * g * g
+    decay, size, correction = options.factors(step)
+    param.copy_(param.to(wide) * decay - size * m / (v.sqrt() / correction + options.eps))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
 
@@ -76,12 +89,9 @@ def adamw_step(
     grad: torch.Tensor,  # as param; not written
     exp_avg: torch.Tensor,  # as param
     exp_avg_sq: torch.Tensor,  # as param
+    options: AdamWOptions,
     *,
     step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     grad_scale: torch.Tensor | None = None,  # () float32
 ) -> None:
     """Do step number `step` (from 1): update param, exp_avg and exp_avg_sq in place.
@@ -92,17 +102,11 @@ def adamw_step(
     tensors = (param, grad, exp_avg, exp_avg_sq)
     if any(t.shape != param.shape for t in tensors):
         raise ValueError(f"adamw_step: shapes {', '.join(str(tuple(t.shape)) for t in tensors)}: expected the same")
-    numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if not (runs_triton(param) and all(t.is_contiguous() for t in tensors)):
-        adamw_step_reference(*tensors, **numbers, grad_scale=grad_scale)
+        adamw_step_reference(*tensors, options, step=step, grad_scale=grad_scale)
     elif param.numel():
-        decay, size, correction = _numbers(step, lr, betas, weight_decay)
+        beta1, beta2 = options.betas
         _launch(grad_scale is not None, chip_of(param.device))(
             (-(-param.numel() // STEP_BLOCK), 1, 1), (*tensors, param if grad_scale is None else grad_scale),
-            (param.numel(),), decay, size, correction, *map(float, betas), float(eps),
+            (param.numel(),), *options.factors(step), float(beta1), float(beta2), float(options.eps),
         )  # fmt: skip
-
-
-def _numbers(step: int, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, float, float]:
-    """Return (1 - lr λ, lr / (1 - b1^t), sqrt(1 - b2^t))."""
-    return 1 - lr * weight_decay, lr / (1 - betas[0] ** step), math.sqrt(1 - betas[1] ** step)

@@ -44,6 +44,14 @@ from ligertune_kernels.ops.losses.tiles import (
 Gradients = tuple[torch.Tensor | None, ...]
 
 
+class LinearLora(NamedTuple):
+    """LoRA of a linear layer: y += scale · (x aᵀ) bᵀ."""
+
+    a: torch.Tensor  # (R, E)
+    b: torch.Tensor  # (V, R)
+    scale: float = 1.0
+
+
 @dataclass(frozen=True)
 class Head:
     """A linear layer: x Wᵀ + b + s (x Aᵀ) Bᵀ, with an optional bias and low-rank (LoRA) term."""
@@ -112,11 +120,9 @@ def check_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{op}: {model}bias is {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
-    if (lora_a is None) != (lora_b is None):
-        raise ValueError(f"{op}: a low-rank term is lora_a and lora_b; expected both or none")
     if lora_a is not None and (lora_a.shape[1], lora_b.shape) != (weight.shape[1], (weight.shape[0], lora_a.shape[0])):
         raise ValueError(
-            f"{op}: lora_a is {tuple(lora_a.shape)} and lora_b {tuple(lora_b.shape)}; "
+            f"{op}: lora.a is {tuple(lora_a.shape)} and lora.b {tuple(lora_b.shape)}; "
             f"expected (R, {weight.shape[1]}) and ({weight.shape[0]}, R)"
         )
     dtype = autocast_dtype(hidden.device)

@@ -42,6 +42,7 @@ from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_row
 from ligertune_kernels.ops.losses.linear_chunks import (
     Gradients,
     Head,
+    LinearLora,
     Targets,
     check_linear,
     choose_schedule,
@@ -57,49 +58,55 @@ def linear_cross_entropy_reference(
     labels: torch.Tensor,  # (...)
     bias: torch.Tensor | None = None,  # (V,)
     *,
-    lora_a: torch.Tensor | None = None,
-    lora_b: torch.Tensor | None = None,
-    lora_scale: float = 1.0,
+    lora: LinearLora | None = None,
     class_weight: torch.Tensor | None = None,
     reduction: Reduction = "mean",
     num_items_in_batch: int | torch.Tensor | None = None,
     **options: int | float | None,
 ) -> torch.Tensor:
     """Compute `linear_cross_entropy` in plain torch with all logits; options are the fields of LossOptions."""
-    logits = Head(weight, bias, lora_a, lora_b, lora_scale).reference_logits(hidden)
+    logits = Head(weight, bias, *(lora or ())).reference_logits(hidden)
     if num_items_in_batch is None:
         return cross_entropy_reference(logits, labels, weight=class_weight, reduction=reduction, **options)
     total = cross_entropy_reference(logits, labels, weight=class_weight, reduction="sum", **options)
     return total / divisor_of(logits, labels, "mean", num_items_in_batch=num_items_in_batch)
 
 
+# torch.compile takes operators of tensors, numbers and lists of them: no dataclass.
 @torch.library.custom_op(
     "ligertune_kernels::linear_cross_entropy_chunks",
     mutates_args=(),
-    schema="(Tensor rows, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
-    "Tensor? class_weight, Tensor? scale, float lora_scale, int ignore_index, float label_smoothing, float? softcap, "
-    "float logit_scale, float z_loss, int chunk_bytes, bool statistics, bool[] needs, bool skip_ignored=False) "
-    "-> Tensor[]",
+    schema="(Tensor rows, Tensor?[] parameters, float lora_scale, Tensor?[] targets, float[] options, int chunk_bytes, "
+    "bool skip_ignored, bool[] wanted) -> Tensor[]",
 )
 def _chunks_operator(
-    rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, lora_scale,
-    ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_bytes, statistics, needs, skip_ignored=False,
-):  # fmt: skip
-    """Return the losses (N,), statistics if asked for, and the gradients that are needed, as `run_chunks`."""
-    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    rows: torch.Tensor,  # (N, E)
+    parameters: list[torch.Tensor | None],  # Head.tensors
+    lora_scale: float,
+    targets: list[torch.Tensor | None],  # labels, class_weight and scale of Targets
+    options: list[float],  # LossOptions.numbers
+    chunk_bytes: int,
+    skip_ignored: bool,
+    wanted: list[bool],  # statistics, and the gradients of rows and of each parameter
+) -> list[torch.Tensor]:
+    """Return the losses (N,), then what is wanted, in this order."""
+    head = Head(*parameters, lora_scale)
+    labels, class_weight, scale = targets
+    statistics, *needs = wanted
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss = options
+    terms = LossOptions(int(ignore_index), label_smoothing, softcap or None, logit_scale, z_loss)
     n_rows = len(rows)
-    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     with without_autocast(rows.device):
-        index = _rows_of_operator(labels, ignore_index, rows.numel() * len(weight)) if skip_ignored else None
+        index = _rows_of_operator(labels, terms.ignore_index, rows.numel() * len(head.weight)) if skip_ignored else None
         if index is not None:
             rows = rows[index]
             labels = labels[index]
             scale = scale[index] if scale is not None and scale.dim() else scale
         rows = rows.contiguous()
-        targets = Targets(labels, options, class_weight, scale, empty_statistics(rows) if statistics else None)
-        schedule = choose_schedule(rows, weight, chunk_bytes, needs=(needs[0], needs[1]))
-        losses, (d_rows, *gradients) = run_chunks(rows, head, targets, schedule, needs)
-    of_rows = [losses, *(targets.statistics or ()), *([] if d_rows is None else [d_rows])]
+        found = Targets(labels, terms, class_weight, scale, empty_statistics(rows) if statistics else None)
+        schedule = choose_schedule(rows, head.weight, chunk_bytes, needs=(needs[0], needs[1]))
+        losses, (d_rows, *gradients) = run_chunks(rows, head, found, schedule, needs)
+    of_rows = [losses, *(found.statistics or ()), *([] if d_rows is None else [d_rows])]
     if index is not None:
         of_rows = [scatter_rows(t, index, n_rows) for t in of_rows]
     return [*of_rows, *(gradient for gradient in gradients if gradient is not None)]
@@ -116,11 +123,11 @@ def _rows_of_operator(labels: torch.Tensor, ignore_index: int, n_products: int) 
 
 
 @_chunks_operator.register_fake
-def _(rows, weight, bias, lora_a, lora_b, labels, class_weight, scale, *options):
-    statistics, needs = options[7:9]
+def _(rows, parameters, lora_scale, targets, options, chunk_bytes, skip_ignored, wanted):
+    statistics, *needs = wanted
     wide = torch.promote_types(rows.dtype, torch.float32)
     d_weight = wide if rows.dtype is torch.float16 else rows.dtype
-    tensors = zip((rows, weight, bias, lora_a, lora_b), (rows.dtype, d_weight, wide, wide, wide), needs, strict=True)
+    tensors = zip((rows, *parameters), (rows.dtype, d_weight, wide, wide, wide), needs, strict=True)
     gradients = [rows.new_empty(t.shape, dtype=dtype) for t, dtype, needed in tensors if needed]
     measured = empty_statistics(rows) if statistics else ()
     return [rows.new_empty(rows.shape[:1], dtype=wide), *measured, *gradients]
@@ -150,20 +157,22 @@ def linear_chunks(
     schedule: Schedule | ChunkOptions,
     needs: Sequence[bool] = (False,) * 5,
 ) -> tuple[torch.Tensor, RowStatistics | None, Gradients]:
-    """Return the losses (N,), statistics if targets have room for them, and the gradients, as `run_chunks`.
-
-    schedule: from `ChunkOptions.schedule`.
-    """
+    """Return the losses (N,), statistics if targets have room for them, and the gradients, as `run_chunks`."""
+    if isinstance(schedule, ChunkOptions):
+        schedule = schedule.schedule(rows, head.weight, needs[:2])
     if isinstance(schedule, Schedule):
         losses, gradients = run_chunks(rows, head, targets, schedule, needs)
         return losses, targets.statistics, gradients
-    options = targets.options
-    needs = list(needs)
     found = _chunks_operator(
-        rows, *head.tensors, targets.labels, targets.class_weight, targets.scale, head.lora_scale,
-        options.ignore_index, options.label_smoothing, options.softcap, options.logit_scale, options.z_loss,
-        schedule.chunk_bytes, targets.statistics is not None, needs, schedule.skip_ignored,
-    )  # fmt: skip
+        rows,
+        list(head.tensors),
+        head.lora_scale,
+        [targets.labels, targets.class_weight, targets.scale],
+        [float(number) for number in targets.options.numbers],
+        schedule.chunk_bytes,
+        schedule.skip_ignored,
+        [targets.statistics is not None, *needs],
+    )
     n_first = len(found) - sum(needs)
     places = [n_first + sum(needs[:i]) for i in range(len(needs))]
     gradients = tuple(found[place] if needed else None for place, needed in zip(places, needs, strict=True))
@@ -195,20 +204,27 @@ class _LinearCrossEntropy(LossFunction):
         return (losses / denominator).sum(), losses
 
 
-class _LinearCrossEntropyRows(torch.autograd.Function):
-    """One loss per row; the backward computes the chunks again, scaled by the upstream gradient of each row."""
+class LinearRowLosses(torch.autograd.Function):
+    """One loss per row and, with `measures`, statistics without gradient.
+
+    The backward computes the chunks again, scaled by the upstream gradient of each row.
+    """
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, job):
-        targets = job.targets
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, job, measures):
+        targets = replace(job.targets, statistics=empty_statistics(rows) if measures else None)
         ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, targets.labels, targets.class_weight)
         ctx.arguments = job.lora_scale, targets.options, job.schedule
         head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
-        return linear_chunks(rows, head, targets, job.schedule)[0]
+        losses, statistics, _ = linear_chunks(rows, head, targets, job.schedule)
+        if statistics is None:
+            return (losses,)
+        ctx.mark_non_differentiable(*statistics)
+        return losses, *statistics
 
     @staticmethod
     @no_double_backward
-    def backward(ctx, d_losses):
+    def backward(ctx, d_losses, *_):
         rows, *parameters, labels, class_weight = ctx.saved_tensors
         lora_scale, options, schedule = ctx.arguments
         head = Head(*parameters, lora_scale)
@@ -216,7 +232,7 @@ class _LinearCrossEntropyRows(torch.autograd.Function):
         with without_autocast(rows.device):
             *_, found = linear_chunks(rows, head, targets, schedule, ctx.needs_input_grad[:5])
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
-        return *gradients, None
+        return *gradients, None, None
 
 
 def linear_cross_entropy(
@@ -225,9 +241,7 @@ def linear_cross_entropy(
     labels: torch.Tensor,  # (...), aligned with hidden: already shifted
     bias: torch.Tensor | None = None,  # (V,)
     *,
-    lora_a: torch.Tensor | None = None,  # (R, E)
-    lora_b: torch.Tensor | None = None,  # (V, R)
-    lora_scale: float = 1.0,
+    lora: LinearLora | None = None,
     class_weight: torch.Tensor | None = None,  # (V,)
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -241,7 +255,7 @@ def linear_cross_entropy(
     chunk_bytes: int = CHUNK_BYTES,
     schedule: Schedule | None = None,
 ) -> torch.Tensor:  # () or (...), float32
-    """Cross entropy of hidden·Wᵀ + bias + lora_scale·hidden·Aᵀ·Bᵀ against labels.
+    """Cross entropy of logits hidden·Wᵀ + bias, and lora's scale·hidden·Aᵀ·Bᵀ, against labels.
 
     The logits are multiplied by logit_scale, then capped, c·tanh(z/c); z_loss adds z_loss·lse² to each row.
     num_items_in_batch, an int or a scalar tensor, replaces the number of labels that are not ignored as the divisor.
@@ -258,7 +272,7 @@ def linear_cross_entropy(
     check_reduction("linear_cross_entropy", reduction)
     if reduction == "none" and num_items_in_batch is not None:
         raise ValueError("linear_cross_entropy: num_items_in_batch divides a sum; reduction='none' has none")
-    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    head = Head(weight, bias, *(lora or ()))
     hidden, head = check_linear("linear_cross_entropy", hidden, head, labels)
     rows, flat, index = rows_to_take(
         hidden, labels, labelled_rows, ignore_index, skip_ignored=skip_ignored, vocab_size=len(weight)
@@ -301,7 +315,7 @@ def _row_losses(rows: torch.Tensor, head: Head, targets: Targets, schedule: Sche
     """Return the losses (N,) of rows (N, E), differentiable one by one."""
     if not _needs_grad(rows, head):
         return linear_chunks(rows, head, targets, schedule)[0]
-    return _LinearCrossEntropyRows.apply(rows, *head.tensors, LinearJob(targets, head.lora_scale, schedule))
+    return LinearRowLosses.apply(rows, *head.tensors, LinearJob(targets, head.lora_scale, schedule), False)[0]
 
 
 def _needs_grad(rows: torch.Tensor, head: Head) -> bool:

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 
 from ligertune_kernels.autocast import without_autocast
-from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.ops.losses.cross_entropy import LossFunction
 from ligertune_kernels.ops.losses.kernels import (
     LossOptions,
@@ -37,8 +36,15 @@ from ligertune_kernels.ops.losses.kernels import (
     write_statistics,
 )
 from ligertune_kernels.ops.losses.labelled_rows import rows_to_take, scatter_rows
-from ligertune_kernels.ops.losses.linear_chunks import Head, Targets, check_linear, choose_schedule, empty_loss
-from ligertune_kernels.ops.losses.linear_cross_entropy import ChunkOptions, LinearJob, linear_chunks
+from ligertune_kernels.ops.losses.linear_chunks import (
+    Head,
+    LinearLora,
+    Targets,
+    check_linear,
+    choose_schedule,
+    empty_loss,
+)
+from ligertune_kernels.ops.losses.linear_cross_entropy import ChunkOptions, LinearJob, LinearRowLosses, linear_chunks
 from ligertune_kernels.ops.losses.tiles import CHUNK_BYTES, ChunkProducts, schedule_of
 
 
@@ -60,32 +66,17 @@ def linear_log_probs_reference(
     labels: torch.Tensor,  # (...)
     bias: torch.Tensor | None = None,  # (V,)
     *,
-    lora_a: torch.Tensor | None = None,
-    lora_b: torch.Tensor | None = None,
-    lora_scale: float = 1.0,
+    lora: LinearLora | None = None,
     statistics: bool = False,
     **options: int | float | None,
 ) -> TokenLogProbs:
     """Compute `linear_log_probs` in plain torch with all logits; options are the fields of LossOptions."""
-    logits = Head(weight, bias, lora_a, lora_b, lora_scale).reference_logits(hidden)
+    logits = Head(weight, bias, *(lora or ())).reference_logits(hidden)
     flat = labels.reshape(-1)
     terms = LossOptions(**options)
     found = statistics_torch(logits.reshape(-1, len(weight)), flat, terms)
     measured = RowStatistics(*(t.detach() for t in found)) if statistics else None
     return _token_log_probs(found.logprob, measured, flat, None, labels.shape, terms.ignore_index)
-
-
-def _forward(
-    rows: torch.Tensor,  # (N, E)
-    head: Head,
-    targets: Targets,
-    chunks: ChunkOptions,
-) -> tuple[torch.Tensor, RowStatistics | None, torch.Tensor | None]:
-    """Return log-probabilities (N,), statistics, and dX times -targets.scale if there is a scale."""
-    needs = (targets.scale is not None, False, False, False, False)
-    schedule = chunks.schedule(rows, head.weight, needs[:2])
-    losses, statistics, gradients = linear_chunks(rows, head, targets, schedule, needs)
-    return -losses, statistics, gradients[0]
 
 
 class _OfFrozenHead(LossFunction):
@@ -97,43 +88,13 @@ class _OfFrozenHead(LossFunction):
         scale = LossFunction.scale(ctx, torch.full((), -1.0, dtype=wide, device=rows.device), rows.dtype)
         targets = replace(job.targets, scale=scale, statistics=empty_statistics(rows) if measures else None)
         head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
-        logprob, statistics, d_rows = _forward(rows, head, targets, job.schedule)
-        LossFunction.keep(ctx, "linear_log_probs", (rows,), (d_rows,))
-        return _outputs(ctx, logprob, statistics)
-
-
-class _OfTrainedHead(torch.autograd.Function):
-    """Log-probabilities and statistics; the backward computes the logits again, and all gradients."""
-
-    @staticmethod
-    def forward(ctx, rows, weight, bias, lora_a, lora_b, job, measures):
-        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, job.targets.labels)
-        ctx.arguments = job.lora_scale, job.targets.options, job.schedule
-        targets = replace(job.targets, statistics=empty_statistics(rows) if measures else None)
-        head = Head(weight, bias, lora_a, lora_b, job.lora_scale)
-        logprob, statistics, _ = _forward(rows, head, targets, job.schedule)
-        return _outputs(ctx, logprob, statistics)
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, d_logprob, *_):
-        rows, *parameters, labels = ctx.saved_tensors
-        lora_scale, options, chunks = ctx.arguments
-        needs = ctx.needs_input_grad[:5]
-        head = Head(*parameters, lora_scale)
-        with without_autocast(rows.device):
-            schedule = chunks.schedule(rows, head.weight, needs[:2])
-            *_, found = linear_chunks(rows, head, Targets(labels, options, scale=-d_logprob), schedule, needs)
-        gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, (rows, *parameters), strict=True))
-        return *gradients, None, None
-
-
-def _outputs(ctx, logprob: torch.Tensor, statistics: RowStatistics | None) -> tuple[torch.Tensor, ...]:
-    """Return the results of forward, of which only the log-probabilities get a gradient."""
-    if statistics is None:
-        return (logprob,)
-    ctx.mark_non_differentiable(*statistics)
-    return logprob, *statistics
+        needs = (True, False, False, False, False)
+        losses, statistics, gradients = linear_chunks(rows, head, targets, job.schedule, needs)
+        LossFunction.keep(ctx, "linear_log_probs", (rows,), gradients[:1])
+        if statistics is None:
+            return (-losses,)
+        ctx.mark_non_differentiable(*statistics)
+        return -losses, *statistics
 
 
 def linear_log_probs(
@@ -142,9 +103,7 @@ def linear_log_probs(
     labels: torch.Tensor,  # (...), aligned with hidden: already shifted
     bias: torch.Tensor | None = None,  # (V,)
     *,
-    lora_a: torch.Tensor | None = None,  # (R, E)
-    lora_b: torch.Tensor | None = None,  # (V, R)
-    lora_scale: float = 1.0,
+    lora: LinearLora | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
@@ -153,7 +112,7 @@ def linear_log_probs(
     statistics: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenLogProbs:
-    """Log-probability of each label under softmax(hidden·Wᵀ + bias + lora_scale·hidden·Aᵀ·Bᵀ), in float32.
+    """Log-probability of each label under softmax(hidden·Wᵀ + bias + scale·hidden·Aᵀ·Bᵀ), in float32.
 
     The upstream gradient may differ from token to token. statistics: also return entropy (in nats), argmax (int64) and
     mean logit of each token, without gradients; the log-probabilities are the same bits with and without them. Where
@@ -164,24 +123,28 @@ def linear_log_probs(
     a gradient, a second backward raises RuntimeError where kernels run. Raises ValueError on mismatched shapes or
     dtypes.
     """
-    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    head = Head(weight, bias, *(lora or ()))
     options = LossOptions(ignore_index, 0.0, softcap, logit_scale)
     hidden, head = check_linear("linear_log_probs", hidden, head, labels)
     search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
     rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index, **search)
     chunks = ChunkOptions(chunk_bytes, skip_ignored and labelled_rows is None)
+    job = LinearJob(Targets(flat, options), head.lora_scale, chunks)
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, *head.tensors)]
-    measured = empty_statistics(rows) if statistics else None
     with without_autocast(rows.device):
         if rows.numel() == 0:
             logprob = empty_loss(rows, head).expand(len(rows))
-        elif any(needs_grad):
-            function = _OfTrainedHead if any(needs_grad[1:]) else _OfFrozenHead
-            job = LinearJob(Targets(flat, options), lora_scale, chunks)
-            logprob, *found = function.apply(rows, *head.tensors, job, statistics)
-            measured = RowStatistics(*found) if statistics else None
+            found = empty_statistics(rows) if statistics else ()
+        elif any(needs_grad[1:]):
+            losses, *found = LinearRowLosses.apply(rows, *head.tensors, job, statistics)
+            logprob = -losses
+        elif needs_grad[0]:
+            logprob, *found = _OfFrozenHead.apply(rows, *head.tensors, job, statistics)
         else:
-            logprob, measured, _ = _forward(rows, head, Targets(flat, options, statistics=measured), chunks)
+            targets = replace(job.targets, statistics=empty_statistics(rows) if statistics else None)
+            losses, found, _ = linear_chunks(rows, head, targets, chunks)
+            logprob = -losses
+    measured = RowStatistics(*found) if statistics else None
     return _token_log_probs(logprob, measured, flat, index, labels.shape, ignore_index)
 
 
@@ -260,13 +223,11 @@ def linear_token_statistics_reference(
     labels: torch.Tensor,  # (...)
     bias: torch.Tensor | None = None,  # (V,)
     *,
-    lora_a: torch.Tensor | None = None,
-    lora_b: torch.Tensor | None = None,
-    lora_scale: float = 1.0,
+    lora: LinearLora | None = None,
     **options: int | float | None,
 ) -> TokenStatistics:
     """Compute `linear_token_statistics` in plain torch with all logits; options are the fields of LossOptions."""
-    logits = Head(weight, bias, lora_a, lora_b, lora_scale).reference_logits(hidden)
+    logits = Head(weight, bias, *(lora or ())).reference_logits(hidden)
     found = statistics_torch(logits.reshape(-1, len(weight)), labels.reshape(-1), LossOptions(**options))
     return TokenStatistics(*(t.view(labels.shape) for t in found))
 
@@ -278,9 +239,7 @@ def linear_token_statistics(
     labels: torch.Tensor,  # (...)
     bias: torch.Tensor | None = None,  # (V,)
     *,
-    lora_a: torch.Tensor | None = None,  # (R, E)
-    lora_b: torch.Tensor | None = None,  # (V, R)
-    lora_scale: float = 1.0,
+    lora: LinearLora | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
@@ -291,7 +250,7 @@ def linear_token_statistics(
     The options are those of linear_cross_entropy. argmax (int64), entropy (float32, in nats) and mean_logit (float32)
     are computed at ignored labels too. Raises ValueError on mismatched shapes or dtypes.
     """
-    head = Head(weight, bias, lora_a, lora_b, lora_scale)
+    head = Head(weight, bias, *(lora or ()))
     options = LossOptions(ignore_index, 0.0, softcap, logit_scale)
     hidden, head = check_linear("linear_token_statistics", hidden, head, labels)
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +35,14 @@ class ExpertLora(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     scale: float = 1.0
+
+
+class ExpertProjection(NamedTuple):
+    """A linear layer of all experts: weight (X, outputs, inputs), bias (X, outputs), and LoRA."""
+
+    weight: Weight
+    bias: torch.Tensor | None = None
+    lora: ExpertLora | None = None
 
 
 class ExpertLayout(NamedTuple):
@@ -84,42 +92,32 @@ class ExpertParameters:
     options: ExpertOptions
 
     @property
-    def gate_up(self) -> Weight:
-        return self.options.gate_up_function or self.tensors.gate_up
-
-    @property
-    def down(self) -> Weight:
-        return self.options.down_function or self.tensors.down
-
-    @property
-    def gate_up_lora(self) -> ExpertLora | None:
+    def gate_up(self) -> ExpertProjection:
+        tensors = self.tensors
         scale = self.options.gate_up_scale
-        return None if scale is None else ExpertLora(self.tensors.gate_up_a, self.tensors.gate_up_b, scale)
+        lora = None if scale is None else ExpertLora(tensors.gate_up_a, tensors.gate_up_b, scale)
+        return ExpertProjection(self.options.gate_up_function or tensors.gate_up, tensors.gate_up_bias, lora)
 
     @property
-    def down_lora(self) -> ExpertLora | None:
+    def down(self) -> ExpertProjection:
+        tensors = self.tensors
         scale = self.options.down_scale
-        return None if scale is None else ExpertLora(self.tensors.down_a, self.tensors.down_b, scale)
+        lora = None if scale is None else ExpertLora(tensors.down_a, tensors.down_b, scale)
+        return ExpertProjection(self.options.down_function or tensors.down, tensors.down_bias, lora)
 
 
-def parameters_of(
-    gate_up: Weight,
-    down: Weight,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
-    loras: tuple[ExpertLora | None, ExpertLora | None],
-    options: ExpertOptions,
-) -> ExpertParameters:
+def parameters_of(gate_up: ExpertProjection, down: ExpertProjection, options: ExpertOptions) -> ExpertParameters:
     """Return the parameters with tensors and functions apart: autograd keeps the tensors."""
-    made = [callable(weight) for weight in (gate_up, down)]
-    weights = (None if is_made else weight for is_made, weight in zip(made, (gate_up, down), strict=True))
-    low_rank = (t for lora in loras for t in (lora or (None, None))[:2])
+    projections = (gate_up, down)
+    weights = (None if callable(each.weight) else each.weight for each in projections)
+    low_rank = (t for each in projections for t in (each.lora or (None, None))[:2])
     options = options._replace(
-        gate_up_scale=None if loras[0] is None else float(loras[0].scale),
-        down_scale=None if loras[1] is None else float(loras[1].scale),
-        gate_up_function=gate_up if made[0] else None,
-        down_function=down if made[1] else None,
+        gate_up_scale=None if gate_up.lora is None else float(gate_up.lora.scale),
+        down_scale=None if down.lora is None else float(down.lora.scale),
+        gate_up_function=gate_up.weight if callable(gate_up.weight) else None,
+        down_function=down.weight if callable(down.weight) else None,
     )
-    return ExpertParameters(ExpertTensors(*weights, *biases, *low_rank), options)
+    return ExpertParameters(ExpertTensors(*weights, gate_up.bias, down.bias, *low_rank), options)
 
 
 class Needs(NamedTuple):
@@ -225,13 +223,12 @@ class Kept(NamedTuple):
     down_low_rank: torch.Tensor | None  # (S, R)
 
 
-def _weight(parameters: ExpertParameters, kind: Literal["gate_up", "down"], like: torch.Tensor) -> torch.Tensor:
-    """Return a weight in the dtype of `like` (·, inputs), made by its function if it is one."""
-    weight = getattr(parameters, kind)
-    if not callable(weight):
-        return weight
-    weight = weight().detach().to(like.dtype)
-    _check_made_weight(weight, like.shape[1], parameters.options.layout.transposed)
+def _weight(projection: ExpertProjection, like: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Return the weight in the dtype of `like` (·, inputs), made by its function if it is one."""
+    if not callable(projection.weight):
+        return projection.weight
+    weight = projection.weight().detach().to(like.dtype)
+    _check_made_weight(weight, like.shape[1], transposed)
     return weight
 
 
@@ -250,20 +247,21 @@ def run_forward(
 ) -> tuple[torch.Tensor, Kept, Routing]:  # (N, E)
     """Return the outputs, and what is kept for the backward."""
     options = parameters.options
-    biases = (parameters.tensors.gate_up_bias, parameters.tensors.down_bias)
+    given = parameters.gate_up
+    given_down = parameters.down
     transposed = options.layout.transposed
     products = options.products
-    weight = _weight(parameters, "gate_up", hidden)
+    weight = _weight(given, hidden, transposed)
     routing = route(expert_index, len(weight), hidden.dtype)
     if products == "loop" or (products is None and loop_pays(len(routing.pairs), weight.shape, chip_of(hidden.device))):
         routing = routing.with_ends()
-    gate_up = Projection(weight, transposed, parameters.gate_up_lora, routing, products)
+    gate_up = Projection(weight, transposed, given.lora, routing, products)
     z, gate_up_low_rank = gate_up.forward(PairRows(hidden, routing))
     del weight, gate_up  # one made weight at a time is in memory
-    a = activate_rows(z, biases[0], weights, routing, options.activation, options.layout.interleaved)
-    down = Projection(_weight(parameters, "down", a), transposed, parameters.down_lora, routing, products)
+    a = activate_rows(z, given.bias, weights, routing, options.activation, options.layout.interleaved)
+    down = Projection(_weight(given_down, a, transposed), transposed, given_down.lora, routing, products)
     y, down_low_rank = down.forward(a)
-    return sum_pairs(y, routing, weights, biases[1]), Kept(z, gate_up_low_rank, down_low_rank), routing
+    return sum_pairs(y, routing, weights, given_down.bias), Kept(z, gate_up_low_rank, down_low_rank), routing
 
 
 def run_backward(
@@ -307,8 +305,10 @@ def _gate_up_backward(
 ) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
     """Return the gradient of hidden, and those of the gate and up projection."""
     options = parameters.options
-    weight = _weight(parameters, "gate_up", hidden) if needs.hidden else parameters.tensors.gate_up
-    gate_up = Projection(weight, options.layout.transposed, parameters.gate_up_lora, routing, options.products)
+    transposed = options.layout.transposed
+    given = parameters.gate_up
+    weight = _weight(given, hidden, transposed) if needs.hidden else parameters.tensors.gate_up
+    gate_up = Projection(weight, transposed, given.lora, routing, options.products)
     d_hidden = d_low_rank = None
     if needs.hidden:
         dx, d_low_rank = gate_up.input_gradient(dz)
@@ -338,8 +338,11 @@ def _down_backward(
     dys = PairRows(dout, routing)
     needs_a = needs.down or needs.down_a
     needs_da = needs.z or needs.weights
-    weight = _weight(parameters, "down", kept.z[:, : kept.z.shape[1] // 2]) if needs_da else parameters.tensors.down
-    down = Projection(weight, options.layout.transposed, parameters.down_lora, routing, options.products)
+    transposed = options.layout.transposed
+    given = parameters.down
+    half = kept.z[:, : kept.z.shape[1] // 2]
+    weight = _weight(given, half, transposed) if needs_da else parameters.tensors.down
+    down = Projection(weight, transposed, given.lora, routing, options.products)
     dz = None
     d_weights = None
     d_low_rank = None

@@ -27,9 +27,10 @@ from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.moe.expert_passes import (
     ExpertLayout,
-    ExpertLora,
+    ExpertLora,  # noqa: F401  a public name of this op
     ExpertOptions,
     ExpertParameters,
+    ExpertProjection,
     ExpertTensors,
     Kept,
     Needs,
@@ -46,30 +47,36 @@ def experts_reference(
     hidden: torch.Tensor,  # (N, E)
     expert_index: torch.Tensor,  # (N, K) integers; outside [0, X): no expert
     expert_weights: torch.Tensor,  # (N, K)
-    gate_up: Weight,  # (X, 2F, E)
-    down: Weight,  # (X, E, F)
-    gate_up_bias: torch.Tensor | None = None,  # (X, 2F)
-    down_bias: torch.Tensor | None = None,  # (X, E)
+    gate_up: Weight | ExpertProjection,  # (X, 2F, E)
+    down: Weight | ExpertProjection,  # (X, E, F)
     *,
     activation: GatedActivation = GatedActivation(),  # noqa: B008 (immutable)
     layout: ExpertLayout = ExpertLayout(),  # noqa: B008 (immutable)
-    gate_up_lora: ExpertLora | None = None,
-    down_lora: ExpertLora | None = None,
 ) -> torch.Tensor:  # (N, E)
     """Compute `experts` in plain torch, one expert after the other."""
-    gate_up, down = (weight() if callable(weight) else weight for weight in (gate_up, down))
+    gate_up = _with_made_weight(gate_up)
+    down = _with_made_weight(down)
     result = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
     result = result + hidden.flatten()[:0].sum()  # zeros with a gradient if no pair has an expert
-    for expert in range(len(down)):
+    for expert in range(len(down.weight)):
         token, slot = (expert_index == expert).nonzero(as_tuple=True)
         if len(token) == 0:
             continue
-        both = _project(hidden[token], gate_up, expert, layout.transposed, gate_up_bias, gate_up_lora)
+        both = _project(hidden[token], gate_up, expert, layout.transposed)
         gate, up = (both[:, 0::2], both[:, 1::2]) if layout.interleaved else both.chunk(2, dim=-1)
         product = activate(gate, up, activation)
-        out = _project(product, down, expert, layout.transposed, down_bias, down_lora)
+        out = _project(product, down, expert, layout.transposed)
         result = result.index_add(0, token, (out * expert_weights[token, slot].unsqueeze(1)).to(result.dtype))
     return result.to(hidden.dtype)
+
+
+def _as_projection(given: Weight | ExpertProjection) -> ExpertProjection:
+    return given if isinstance(given, ExpertProjection) else ExpertProjection(given)
+
+
+def _with_made_weight(given: Weight | ExpertProjection) -> ExpertProjection:
+    projection = _as_projection(given)
+    return projection._replace(weight=projection.weight()) if callable(projection.weight) else projection
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
@@ -86,12 +93,11 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: GatedActivation) 
 
 def _project(
     x: torch.Tensor,  # (M, inputs)
-    weight: torch.Tensor,  # (X, outputs, inputs)
+    projection: ExpertProjection,
     expert: int,
     transposed: bool,
-    bias: torch.Tensor | None,  # (X, outputs)
-    lora: ExpertLora | None,
 ) -> torch.Tensor:  # (M, outputs)
+    weight, bias, lora = projection
     one = weight[expert].T if transposed else weight[expert]
     y = functional.linear(x, one.to(x.dtype), None if bias is None else bias[expert].to(x.dtype))
     if lora is not None:
@@ -153,26 +159,23 @@ def experts(
     hidden: torch.Tensor,  # (..., E)
     expert_index: torch.Tensor,  # (..., K) integers; outside [0, X): no expert
     expert_weights: torch.Tensor,  # (..., K)
-    gate_up: Weight,  # (X, 2F, E)
-    down: Weight,  # (X, E, F)
-    gate_up_bias: torch.Tensor | None = None,  # (X, 2F)
-    down_bias: torch.Tensor | None = None,  # (X, E)
+    gate_up: Weight | ExpertProjection,  # (X, 2F, E)
+    down: Weight | ExpertProjection,  # (X, E, F)
     *,
     activation: GatedActivation = GatedActivation(),  # noqa: B008 (immutable)
     layout: ExpertLayout = ExpertLayout(),  # noqa: B008 (immutable)
-    gate_up_lora: ExpertLora | None = None,
-    down_lora: ExpertLora | None = None,
     products: Products | None = None,
 ) -> torch.Tensor:  # (..., E)
     """Send each token through its experts, and add their outputs by the router's weights.
 
     Computes in the dtype of hidden, or in that of autocast; parameters are cast to it, and the result has the dtype of
-    hidden. A weight that is a function gets no gradient. A pair whose index is no expert adds nothing, and its weight
+    hidden. gate_up and down are weights, or an ExpertProjection with bias and LoRA. A weight that is a function gets no
+    gradient. A pair whose index is no expert adds nothing, and its weight
     has a gradient of 0. products: "grouped_mm", "triton" or "loop", which waits for the GPU; None: `product_for`
     chooses. Deterministic. Raises ValueError on mismatched shapes or unknown options.
     """
     options = ExpertOptions(activation, layout, products)
-    parameters = parameters_of(gate_up, down, (gate_up_bias, down_bias), (gate_up_lora, down_lora), options)
+    parameters = parameters_of(_as_projection(gate_up), _as_projection(down), options)
     _check(hidden, expert_index, expert_weights, parameters)
     dtype = autocast_dtype(hidden.device) or hidden.dtype
     n_tokens = hidden.shape[:-1].numel()
@@ -186,10 +189,8 @@ def experts(
             out = _run_kernels(rows, index, weights, parameters)
         else:
             out = experts_reference(
-                rows, index, weights, parameters.gate_up, parameters.down, *parameters.tensors[2:4],
-                activation=activation, layout=layout,
-                gate_up_lora=parameters.gate_up_lora, down_lora=parameters.down_lora,
-            )  # fmt: skip
+                rows, index, weights, parameters.gate_up, parameters.down, activation=activation, layout=layout
+            )
     return out.to(hidden.dtype).view(hidden.shape)
 
 

@@ -35,6 +35,7 @@ Sources: Zhang and Sennrich, arXiv:1910.07467; Dao and Gu, arXiv:2405.21060.
 
 from __future__ import annotations
 
+import inspect
 from typing import Literal, NamedTuple
 
 import torch
@@ -451,17 +452,16 @@ class GatedRMSNorm(torch.nn.Module):
         hidden_size: int,
         eps: float = 1e-6,
         *,
-        group_size: int | None = None,
-        activation: Activation = "silu",
-        norm_before_gate: bool = True,
-        cast: Cast = "llama",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: int | str | bool | None,
     ) -> None:
+        """options: group_size, activation, norm_before_gate and cast of `gated_rms_norm`; others raise TypeError."""
         super().__init__()
+        inspect.signature(gated_rms_norm).bind_partial(**options)
         self.eps = eps
-        self.options = GatedNormOptions(group_size or hidden_size, activation, norm_before_gate, cast)
+        self.options = options
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return gated_rms_norm(hidden_states, gate, self.weight, self.eps, **self.options._asdict())
+        return gated_rms_norm(hidden_states, gate, self.weight, self.eps, **self.options)

@@ -11,7 +11,7 @@ from ligertune.data.modalities.image.tower_shape import read_tower
 from ligertune.data.modalities.modality import Modality
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
-from ligertune.planning.batch_layout import ModalityFacts
+from ligertune.planning.memory.model_shape import ModalityFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

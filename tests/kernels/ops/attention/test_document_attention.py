@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
-from ligertune_kernels import document_attention, document_attention_reference
+from ligertune_kernels import Documents, document_attention, document_attention_reference
 from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.launcher import INTERPRETED
 from ligertune_kernels.ops.attention.tiles import attention_tiles
 from support.covering import every_pair
-from support.kernels.attention_runs import places
+from support.kernels.attention_runs import documents_of
 from support.kernels.judge import OF_A_ROW, judge
 
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -53,7 +53,9 @@ class Formula(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, starts, window, scale, softcap):
-        out = document_attention_reference(q, k, v, starts, None, window=window, scale=scale, softcap=softcap)
+        out = document_attention_reference(
+            q, k, v, Documents(starts, starts), window=window, scale=scale, softcap=softcap
+        )
         ctx.save_for_backward(q, k, v, starts, out)
         ctx.terms = window, q.shape[-1] ** -0.5 if scale is None else scale, softcap
         return out
@@ -82,25 +84,30 @@ class Formula(torch.autograd.Function):
 
 
 def judged(lengths, heads, dtype, device, **terms) -> None:
-    starts, ends = places(lengths, device)
+    documents = documents_of(lengths, device)
     terms = {"window": None, "scale": None, "softcap": None} | terms
 
     def plain(q, k, v):
         rounds = q.dtype in (torch.float16, torch.bfloat16)
         reference = document_attention_reference
-        return Formula.apply(q, k, v, starts, *terms.values()) if rounds else reference(q, k, v, starts, ends, **terms)
+        return (
+            Formula.apply(q, k, v, documents.starts, *terms.values())
+            if rounds
+            else reference(q, k, v, documents, **terms)
+        )
 
     op = functools.partial(document_attention, **terms)
-    judge(lambda q, k, v: op(q, k, v, starts, ends), plain, inputs(sum(lengths), heads, dtype, device), times=OF_A_ROW)
+    judge(lambda q, k, v: op(q, k, v, documents), plain, inputs(sum(lengths), heads, dtype, device), times=OF_A_ROW)
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 def test_the_formula_agrees_with_the_reference(terms, device) -> None:
     """Compare in float64, where rounding makes no difference."""
     lengths, terms = (3, 40, 1, 5, 20), {"window": None, "scale": None, "softcap": None} | terms
-    starts, ends = places(lengths, device)
+    documents = documents_of(lengths, device)
     leaves = [t.requires_grad_() for t in inputs(sum(lengths), (4, 2, 32), torch.float64, device)]
-    outs = Formula.apply(*leaves, starts, *terms.values()), document_attention_reference(*leaves, starts, ends, **terms)
+    formula = Formula.apply(*leaves, documents.starts, *terms.values())
+    outs = formula, document_attention_reference(*leaves, documents, **terms)
     grad = torch.randn_like(outs[0])
     for ours, expected in zip(*(torch.autograd.grad(out, leaves, grad) for out in outs), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
@@ -126,7 +133,7 @@ def test_windows_that_end_where_tiles_end_agree_with_float64(window, device) -> 
 @pytest.mark.parametrize("lengths, terms", [((1,), {}), ((1,) * 40, {}), ((40,), {"window": 1})], ids=str)
 def test_a_token_that_attends_to_itself_alone_gives_its_value(lengths, terms, dtype, device) -> None:
     leaves = [t.requires_grad_() for t in inputs(sum(lengths), (2, 1, 16), dtype, device)]
-    out = document_attention(*leaves, *places(lengths, device), **terms)
+    out = document_attention(*leaves, documents_of(lengths, device), **terms)
     assert torch.equal(out, leaves[2].expand_as(out))
     grad = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad)
@@ -144,7 +151,7 @@ def test_is_scaled_dot_product_attention_of_each_document(device) -> None:
         )[0].transpose(0, 1)
         for document in each
     ]
-    found = document_attention(q, k, v, *places(lengths, device))
+    found = document_attention(q, k, v, documents_of(lengths, device))
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -155,7 +162,7 @@ def test_memory_around_the_tensors_is_not_read(device) -> None:
     leaves = [room[5:46, first:last, :32] for first, last in ((1, 5), (5, 6), (7, 8))]
     own = [t.clone().requires_grad_() for t in leaves]
     leaves = [t.detach().requires_grad_() for t in leaves]
-    outs = [document_attention(*t, *places(lengths, device)) for t in (leaves, own)]
+    outs = [document_attention(*t, documents_of(lengths, device)) for t in (leaves, own)]
     assert torch.equal(*outs)
     grads = [torch.autograd.grad(out.square().sum(), t) for out, t in zip(outs, (leaves, own), strict=True)]
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*grads, strict=True))
@@ -165,16 +172,16 @@ def test_large_scores_neither_overflow_nor_leak_through_masks(device) -> None:
     """Scores of 3,000 and -3,000; a row whose block is masked as a whole keeps its initial maximum."""
     q, k, v = inputs(50, (1, 1, 16), torch.float32, device)
     q, k = 40 * q, 40 * torch.cat((-q[:25], q[25:]))
-    starts, ends = places((30, 20), device)
-    expected = document_attention_reference(*(t.double() for t in (q, k, v)), starts, ends)
-    torch.testing.assert_close(document_attention(q, k, v, starts, ends).double(), expected, rtol=1e-4, atol=1e-4)
+    documents = documents_of((30, 20), device)
+    expected = document_attention_reference(*(t.double() for t in (q, k, v)), documents)
+    torch.testing.assert_close(document_attention(q, k, v, documents).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_takes_non_contiguous_columns(device) -> None:
     tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(20, (2, 2, 16), torch.float32, device)]
-    where = places((12, 8), device)
-    expected = document_attention_reference(*tensors, *where)
-    torch.testing.assert_close(document_attention(*tensors, *where), expected, rtol=1e-5, atol=1e-5)
+    documents = documents_of((12, 8), device)
+    expected = document_attention_reference(*tensors, documents)
+    torch.testing.assert_close(document_attention(*tensors, documents), expected, rtol=1e-5, atol=1e-5)
 
 
 CHIPS = [("sm90", 32, "nvidia"), ("sm80", 32, "nvidia"), ("gfx942", 64, "amd"), ("gfx1100", 32, "amd")]
@@ -201,9 +208,9 @@ def test_autocast_converts_all_tensors_to_its_dtype(device) -> None:
     """RoPE with float32 tables leaves float32 queries and keys."""
     q, k, v = inputs(20, (2, 1, 16), torch.float32, device)
     v = v.to(torch.float16)
-    where = places((12, 8), device)
+    documents = documents_of((12, 8), device)
     with torch.autocast(device.type, torch.float16):
-        found = document_attention(q, k, v, *where)
-    assert torch.equal(found, document_attention(q.to(torch.float16), k.to(torch.float16), v, *where))
+        found = document_attention(q, k, v, documents)
+    assert torch.equal(found, document_attention(q.to(torch.float16), k.to(torch.float16), v, documents))
     with pytest.raises(ValueError, match="one dtype"):
-        document_attention(q, k, v, *where)
+        document_attention(q, k, v, documents)

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from ligertune_kernels import document_attention_reference
+from ligertune_kernels import Documents, document_attention_reference
 from ligertune_kernels.ops.attention import tiles
 from support.kernels.gluon_emulator import Function, emulated
 
@@ -38,7 +38,7 @@ def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengt
     bounds = [(sum(lengths[:i]), sum(lengths[: i + 1])) for i, n in enumerate(lengths) for _ in range(n)]
     starts, ends = torch.tensor(bounds, dtype=torch.int32).t().contiguous()
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    expected = document_attention_reference(*leaves, starts, ends, window=window, softcap=softcap)
+    expected = document_attention_reference(*leaves, Documents(starts, ends), window=window, softcap=softcap)
     gradients = torch.autograd.grad(expected, leaves, d_out.double())
     terms, runs = hopper.AttentionTerms(width**-0.5, window, softcap), []
     for seed in range(3):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ligertune_kernels import adamw_step, adamw_step_reference
+from ligertune_kernels import AdamWOptions, adamw_step, adamw_step_reference
 from support.covering import every_pair
 
 # one element, a ragged block, whole blocks, and more than one of them in two dimensions
@@ -17,15 +17,14 @@ def test_agrees_with_float64(shape, dtype, decay, scale, device):
     ours = [torch.randn(shape, device=device, dtype=dtype)]
     ours += [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
     truth = [t.double() for t in ours]
+    options = AdamWOptions(**NUMBERS, weight_decay=decay)
     divided_by = None if scale is None else torch.tensor(scale, device=device)
     for step in (1, 2, 3):
         grad = torch.randn(shape, device=device, dtype=dtype)
         kept = grad.clone()
-        adamw_step(ours[0], grad, *ours[1:], step=step, weight_decay=decay, grad_scale=divided_by, **NUMBERS)
+        adamw_step(ours[0], grad, *ours[1:], options, step=step, grad_scale=divided_by)
         assert torch.equal(grad, kept)
-        adamw_step_reference(
-            truth[0], grad.double(), *truth[1:], step=step, weight_decay=decay, grad_scale=divided_by, **NUMBERS
-        )
+        adamw_step_reference(truth[0], grad.double(), *truth[1:], options, step=step, grad_scale=divided_by)
     for found, expected in zip(ours, truth, strict=True):
         assert (found.double() - expected).abs().max() <= SLACK[dtype] * expected.abs().max()
 
@@ -37,5 +36,5 @@ def test_float64_agrees_with_torchs_adamw(device):
     for step in (1, 2, 3):
         param.grad = torch.randn_like(param)
         optimizer.step()
-        adamw_step(mine, param.grad, *states, step=step, weight_decay=0.1, **NUMBERS)
+        adamw_step(mine, param.grad, *states, AdamWOptions(**NUMBERS, weight_decay=0.1), step=step)
     torch.testing.assert_close(mine, param.detach())

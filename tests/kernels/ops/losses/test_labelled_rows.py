@@ -12,6 +12,7 @@ from ligertune_kernels import (
     linear_log_probs,
 )
 from ligertune_kernels.ops.losses import labelled_rows as labelled_rows_module
+from ligertune_kernels.ops.losses.kernels import LossOptions
 from ligertune_kernels.ops.losses.labelled_rows import PendingRows, can_skip_rows, rows_to_take
 from ligertune_kernels.ops.losses.tiles import SEARCH_BLOCK
 from support.kernels.judge import judge
@@ -134,30 +135,31 @@ def test_all_rows_are_computed_if_the_host_must_not_wait(device) -> None:
     assert not can_skip_rows(torch.empty(3, device="meta"), 1 << 60)
 
 
-OPERATOR = {"needs": [True] * 5, "statistics": False, "scale": ()}
+OPERATOR = {"wanted": [False, *[True] * 5], "scale": ()}  # all gradients, no statistics
 
 
 @pytest.mark.parametrize("labelled", ["no", "one", "some", "all"])
-@pytest.mark.parametrize("changed", [{}, {"scale": (ROWS,)}, {"needs": [False] * 5, "statistics": True, "scale": None}])
+@pytest.mark.parametrize("changed", [{}, {"scale": (ROWS,)}, {"wanted": [True, *[False] * 5], "scale": None}])
 def test_the_operator_of_compiled_calls_skips_rows_without_a_change_of_results(labelled, changed, device) -> None:
     hidden, weight, labels = example(device, {"no": 0.0, "one": 0.0, "some": 0.3, "all": 2.0}[labelled])
     if labelled == "one":
         labels[2, 14] = 3
     given = OPERATOR | changed
     scale = None if given["scale"] is None else torch.rand(given["scale"], device=device)
-    tensors = (weight, *(torch.randn(s, device=device) for s in (VOCAB, (3, HIDDEN), (VOCAB, 3))))
-    terms = (0.5, -100, 0.1, 5.0, 2.0, 0.1, 1 << 20, given["statistics"], given["needs"])
+    parameters = [weight, *(torch.randn(s, device=device) for s in (VOCAB, (3, HIDDEN), (VOCAB, 3)))]
+    options = [float(number) for number in LossOptions(-100, 0.1, 5.0, 2.0, 0.1).numbers]
 
-    def run(rows: torch.Tensor, *skip: bool) -> list[torch.Tensor]:
-        flat = labels.reshape(-1).to(device)
+    def run(rows: torch.Tensor, skip_ignored: bool) -> list[torch.Tensor]:
+        targets = [labels.reshape(-1).to(device), None, scale]
         operator = torch.ops.ligertune_kernels.linear_cross_entropy_chunks
-        return operator(rows.reshape(-1, HIDDEN), *tensors, flat, None, scale, *terms, *skip)
+        flat = rows.reshape(-1, HIDDEN)
+        return operator(flat, parameters, 0.5, targets, options, 1 << 20, skip_ignored, given["wanted"])
 
-    expected = run(hidden)
+    expected = run(hidden, False)
     if labelled != "all":
         spoil_what_is_left_out(hidden, labels)
     found = run(hidden, True)
-    if given["statistics"]:  # only the loss and the log-probability are 0 where the label is ignored
+    if given["wanted"][0]:  # only the loss and the log-probability are 0 where the label is ignored
         ignored = (labels == -100).reshape(-1).to(device)
         found, expected = ([t.masked_fill(ignored, 0) for t in side] for side in (found, expected))
     for ours, truth in zip(found, expected, strict=True):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ligertune_kernels import launcher, linear_cross_entropy, linear_cross_entropy_reference
+from ligertune_kernels import LinearLora, launcher, linear_cross_entropy, linear_cross_entropy_reference
+from ligertune_kernels.ops.losses.kernels import LossOptions
 from ligertune_kernels.ops.losses.tiles import Schedule
 from support.covering import every_pair
 from support.kernels.judge import DTYPES, judge
@@ -52,12 +53,15 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading
     return hidden, weight, bias, labels
 
 
-def agrees(inputs, labels, *, schedule, grads=None, **options) -> None:
-    """Judge inputs (hidden, weight, bias, lora_a, lora_b), of which the last may be left out."""
+def agrees(inputs, labels, *, schedule, grads=None, lora_scale=1.0, **options) -> None:
+    """Judge inputs (hidden, weight, bias, A and B of LoRA), of which the last may be left out."""
 
     def call(op, **more):
-        names = ("hidden", "weight", "bias", "lora_a", "lora_b")
-        return lambda *leaves: op(labels=labels, **dict(zip(names, leaves, strict=False)), **options, **more)
+        def loss(hidden, weight, bias=None, *adapter):
+            lora = LinearLora(*adapter, lora_scale) if adapter else None
+            return op(hidden, weight, labels, bias, lora=lora, **options, **more)
+
+        return loss
 
     judge(call(linear_cross_entropy, schedule=schedule), call(linear_cross_entropy_reference), inputs, grads=grads)
 
@@ -133,7 +137,7 @@ def test_two_compiled_graphs_serve_all_numbers_of_rows(options, device):
         results = []
         for op in (compiled, linear_cross_entropy):
             hidden, weight, bias, a, b = leaves = [t.detach().clone().requires_grad_() for t in (*tensors, *lora)]
-            loss = op(hidden, weight, labels, bias, lora_a=a, lora_b=b, lora_scale=0.5, **options)
+            loss = op(hidden, weight, labels, bias, lora=LinearLora(a, b, 0.5), **options)
             loss.sum().backward()
             results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
         for found, expected in zip(*results, strict=True):
@@ -148,12 +152,13 @@ def test_the_operator_of_compiled_calls_describes_its_results(dtype, device):
     hidden, weight, bias, labels = example(device, dtype)
     lora = torch.randn(3, HIDDEN, device=device, dtype=dtype), torch.randn(VOCAB, 3, device=device, dtype=dtype)
     scale = torch.full((), 0.1, device=device)
-    options = (0.5, -100, 0.0, None, 1.0, 0.0, 1 << 20)
-    for more in (
-        (False, [True] * 5),
-        (True, [False] * 5),
-        (False, [True, False, False, True, True]),
-        (True, [True, *[False] * 4]),
+    parameters = [weight, bias, *lora]
+    options = list(map(float, LossOptions().numbers))
+    for wanted in (  # statistics; the gradients of hidden, weight, bias and LoRA
+        [False, *[True] * 5],
+        [True, *[False] * 5],
+        [False, True, False, False, True, True],
+        [True, True, *[False] * 4],
     ):
-        arguments = (hidden, weight, bias, *lora, labels, None, scale, *options, *more)
+        arguments = (hidden, parameters, 0.5, [labels, None, scale], options, 1 << 20, False, wanted)
         torch.library.opcheck(torch.ops.ligertune_kernels.linear_cross_entropy_chunks.default, arguments)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ligertune_kernels import labelled_rows as find_labelled_rows
 from ligertune_kernels import (
+    LinearLora,
     launcher,
     linear_log_probs,
     linear_log_probs_reference,
@@ -11,6 +11,7 @@ from ligertune_kernels import (
     runs_triton,
     schedule_of,
 )
+from ligertune_kernels import labelled_rows as find_labelled_rows
 from support.covering import every_pair
 from support.kernels.judge import DTYPES, assert_close, judge
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -33,10 +34,14 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading
     return hidden, weight, bias, lora_a, lora_b, labels
 
 
-def of(op, labels, **options):
-    """Return the log-probabilities as a function of hidden, weight, bias, lora_a and lora_b; some may be left out."""
-    names = ("hidden", "weight", "bias", "lora_a", "lora_b")
-    return lambda *leaves: op(labels=labels, **dict(zip(names, leaves, strict=False)), **options).logprob
+def of(op, labels, lora_scale=1.0, **options):
+    """Return the log-probabilities as a function of hidden, weight, bias, A and B of LoRA; some may be left out."""
+
+    def logprob(hidden, weight, bias=None, *adapter):
+        lora = LinearLora(*adapter, lora_scale) if adapter else None
+        return op(hidden, weight, labels, bias, lora=lora, **options).logprob
+
+    return logprob
 
 
 def agrees(inputs, labels, *, grads, rows_per_chunk: int = ROWS, **options) -> None:
@@ -80,10 +85,10 @@ def test_computes_only_the_gradient_that_is_needed(needed, device) -> None:
 def test_statistics_agree_with_float64(terms, dtype, device) -> None:
     *tensors, labels = example(device, dtype, leading=(2, 5))
     labels[labels == -100] = terms.get("ignore_index", -100)
-    names = ("hidden", "weight", "bias", "lora_a", "lora_b")
 
     def call(op, wanted: torch.dtype, **options):
-        return op(labels=labels, **{k: t.to(wanted) for k, t in zip(names, tensors, strict=True)}, **terms, **options)
+        hidden, weight, bias, a, b = (t.to(wanted) for t in tensors)
+        return op(hidden, weight, labels, bias, lora=LinearLora(a, b), **terms, **options)
 
     ours = call(linear_log_probs, dtype, statistics=True, chunk_bytes=3 * VOCAB * dtype.itemsize)
     plain, truth = (call(linear_log_probs_reference, wide, statistics=True) for wide in (dtype, torch.float64))
@@ -101,8 +106,8 @@ def test_statistics_change_neither_log_probabilities_nor_gradients(grads, device
     leaves = [t.requires_grad_(i < len(grads) and grads[i]) for i, t in enumerate(tensors)]
     found = []
     for statistics in (False, True):
-        outputs = linear_log_probs(*leaves[:2], labels, *leaves[2:3], lora_a=leaves[3], lora_b=leaves[4],
-                                   statistics=statistics)  # fmt: skip
+        hidden, weight, bias, a, b = leaves
+        outputs = linear_log_probs(hidden, weight, labels, bias, lora=LinearLora(a, b), statistics=statistics)
         assert (outputs.entropy is not None) == statistics
         assert not statistics or not any(t.requires_grad for t in outputs[1:])
         needed = [leaf for leaf in leaves if leaf.requires_grad]
@@ -207,7 +212,7 @@ def test_two_compiled_graphs_serve_all_numbers_of_rows(frozen, device) -> None:
         for op in (compiled, linear_log_probs):
             leaves = [t.detach().clone().requires_grad_(i == 0 or not frozen) for i, t in enumerate(tensors)]
             hidden, weight, bias, a, b = leaves
-            found = op(hidden, weight, labels, bias, lora_a=a, lora_b=b, softcap=3.0, statistics=True)
+            found = op(hidden, weight, labels, bias, lora=LinearLora(a, b), softcap=3.0, statistics=True)
             found.logprob.square().sum().backward()
             results.append([*(t.detach() for t in found), *(leaf.grad for leaf in leaves if leaf.requires_grad)])
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from ligertune_kernels import linear_cross_entropy, linear_token_statistics, linear_token_statistics_reference
+from ligertune_kernels import (
+    LinearLora,
+    linear_cross_entropy,
+    linear_token_statistics,
+    linear_token_statistics_reference,
+)
 from support.kernels.judge import assert_close
 
 HIDDEN = 24
@@ -24,9 +29,10 @@ def test_agrees_with_float64(vocab_size, dtype, options, device) -> None:
     hidden, weight, labels = example(device, vocab_size, dtype)
     options = dict(options)
     if options.pop("lora", False):
-        options = {"lora_a": torch.randn(3, HIDDEN, device=device, dtype=dtype), "lora_scale": 0.5}
-        options["lora_b"] = 0.1 * torch.randn(vocab_size, 3, device=device, dtype=dtype)
-    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        a = torch.randn(3, HIDDEN, device=device, dtype=dtype)
+        b = 0.1 * torch.randn(vocab_size, 3, device=device, dtype=dtype)
+        options = {"lora": LinearLora(a, b, 0.5)}
+    wide = {**options, "lora": LinearLora(a.double(), b.double(), 0.5)} if "lora" in options else options
     truth = linear_token_statistics_reference(hidden.double(), weight.double(), labels, **wide)
     plain = linear_token_statistics_reference(hidden, weight, labels, **options)
     ours = linear_token_statistics(hidden, weight, labels, chunk_bytes=4 * vocab_size * dtype.itemsize, **options)

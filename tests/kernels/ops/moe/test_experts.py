@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from ligertune_kernels import ExpertLayout, ExpertLora, GatedActivation, experts, experts_reference
+from ligertune_kernels import ExpertLayout, ExpertLora, ExpertProjection, GatedActivation, experts, experts_reference
 from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.ops.moe.tiles import loop_pays, product_for
 from support.covering import every_pair
@@ -56,12 +56,11 @@ def example(
 
 def mix(op: Mix, index: torch.Tensor, tensors: list[torch.Tensor | None], **options: object) -> torch.Tensor:
     """Call the op on the tensors of NAMES."""
-    hidden, weights, *parameters, a1, b1, a2, b2 = tensors
-    loras = {
-        "gate_up_lora": None if a1 is None else ExpertLora(a1, b1, 0.5),
-        "down_lora": None if a2 is None else ExpertLora(a2, b2, 2.0),
-    }
-    return op(hidden, index, weights, *parameters, **loras, **options)
+    hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2 = tensors
+    gate_up_lora = None if a1 is None else ExpertLora(a1, b1, 0.5)
+    down_lora = None if a2 is None else ExpertLora(a2, b2, 2.0)
+    projections = ExpertProjection(gate_up, gate_up_bias, gate_up_lora), ExpertProjection(down, down_bias, down_lora)
+    return op(hidden, index, weights, *projections, **options)
 
 
 def judge_mix(index: torch.Tensor, tensors: list[torch.Tensor | None], products: str | None, **options: object) -> None:

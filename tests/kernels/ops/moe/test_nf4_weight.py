@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from ligertune_kernels.ops.moe import nf4_weight
-from ligertune_kernels.ops.moe.experts import ExpertLora, experts
+from ligertune_kernels.ops.moe.experts import ExpertLora, ExpertProjection, experts
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, as_weight, to_nf4
 from torch import nn
 from torch.nn import functional as F
@@ -134,12 +134,13 @@ def test_the_op_keeps_no_dequantised_weight_and_has_the_gradients_of_one_that_is
     gradients, kept = [], []
     for weights in ([[as_weight(weight) for weight in layer] for layer in layers], dense):
         leaves = [t.clone().to(device).requires_grad_() for t in (hidden, *adapters)]
-        loras = {"gate_up_lora": ExpertLora(*leaves[1:3], 0.5), "down_lora": ExpertLora(*leaves[3:], 2.0)}
+        loras = ExpertLora(*leaves[1:3], 0.5), ExpertLora(*leaves[3:], 2.0)
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, into=saved: into.append(t) or t, lambda t: t):
             y = leaves[0]
-            for gate_up, down in weights:
-                y = experts(y, index, probabilities, gate_up, down, **loras)
+            for layer in weights:
+                projections = (ExpertProjection(weight, lora=lora) for weight, lora in zip(layer, loras, strict=True))
+                y = experts(y, index, probabilities, *projections)
         y.square().sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
         kept.append(sum(t.shape in ((4, 24, 16), (4, 16, 12)) for t in saved))

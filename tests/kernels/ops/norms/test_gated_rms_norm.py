@@ -100,6 +100,8 @@ def test_the_module_is_the_op_and_starts_with_a_weight_of_one(device) -> None:
     norm = kernels.GatedRMSNorm(24, group_size=8, norm_before_gate=False).to(device)
     x, gate = torch.randn(2, 3, 24, device=device).unbind()
     torch.testing.assert_close(norm(x, gate), gated_rms_norm_reference(x, gate, group_size=8, norm_before_gate=False))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'groups'"):
+        kernels.GatedRMSNorm(24, groups=3)
 
 
 @pytest.mark.parametrize(
