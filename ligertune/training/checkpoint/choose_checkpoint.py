@@ -82,6 +82,7 @@ def _limits(plan: Plan) -> list[tuple[int, str]]:
     if keeps_best and losses:
         damage = damage_of_best(plan.output_dir)
         if damage is not None:
+            # one less than the best step: a run that is resumed at that step does not evaluate it again
             found.append((min(losses)[1] - 1, f"the best weights, which it needs, are damaged ({damage})"))
     return found
 

@@ -128,7 +128,7 @@ def damage_of_best(output_dir: Path) -> str | None:
         return f"{folder / BEST_RECORD} is missing or damaged"
     files = record.get("files")
     sums = files.get(TRAINED_FILE) if isinstance(files, dict) else None
-    # by type(): True and False are of int, too
+    # type(), not isinstance: True is an int, too
     if not isinstance(sums, list) or [type(number) for number in (record.get("step"), *sums)] != [int, int, int]:
         return f"{folder / BEST_RECORD} is damaged"
     return difference(folder, {TRAINED_FILE: tuple(sums)})
