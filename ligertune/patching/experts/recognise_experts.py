@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ligertune_kernels.ops.moe.experts import ExpertLayout, ExpertProjection, GatedActivation, experts_reference
+from ligertune_kernels.ops.moe.expert_passes import ExpertLayout, ExpertProjection
+from ligertune_kernels.ops.moe.experts import experts_reference
+from ligertune_kernels.ops.moe.kernels import GatedActivation
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -214,8 +216,8 @@ def _experts_spec(
         )
         if isinstance(given, Refusal):
             return given
-        projections = (ExpertProjection(weights[w], weights.get(b)) for w, b in zip(WEIGHTS, BIASES, strict=True))
-        arguments = x, index, router, *projections
+        gate_up, down = (ExpertProjection(weights[w], weights.get(b)) for w, b in zip(WEIGHTS, BIASES, strict=True))
+        arguments = (x, index, router, gate_up, down)
         found = [
             spec
             for spec in found
