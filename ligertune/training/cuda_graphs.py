@@ -110,6 +110,7 @@ class CudaGraphedStep:
 
     def _record(self, batch: dict[str, Any]) -> _Graph:
         """Record the step. Raises UserError if something in it synchronises, which a graph cannot."""
+        # A graph reads fixed addresses: each replay copies its batch to these.
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         graph = torch.cuda.CUDAGraph()
         try:

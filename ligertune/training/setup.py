@@ -36,14 +36,13 @@ from ligertune.progress import Display, Show
 from ligertune.training.callbacks import Callbacks
 from ligertune.training.checkpoint.checkpoint_files import Saver
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
-from ligertune.training.checkpoint.float8_scales import save_float8_scales
 from ligertune.training.checkpoint.load_checkpoint import (
     explain_unusable,
     load_states,
     restore_random_states,
     saved_progress,
 )
-from ligertune.training.checkpoint.trained_weights import save_only_what_trains
+from ligertune.training.checkpoint.weight_files import save_float8_scales, save_only_what_trains
 from ligertune.training.checks import FiniteLossCheck, check_context_parallel
 from ligertune.training.evaluate import EarlyStopping, EvaluationMetrics
 from ligertune.training.metrics.meter import Counts, Meter

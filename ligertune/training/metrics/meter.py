@@ -88,7 +88,7 @@ class Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude what happens inside (saving, evaluation) from the throughput."""
-        synchronize(self._device)
+        synchronize(self._device)  # steps that the host has launched belong to the time before
         start = time.perf_counter()
         yield
         synchronize(self._device)

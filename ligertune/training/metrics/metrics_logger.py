@@ -91,6 +91,7 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
 
         loss_sum (): this rank's losses in them. measured (2, M): what `Measures.take` returned.
         """
+        # one tensor, so that ranks exchange all numbers in one reduction
         sums = torch.cat([loss_sum[None], measured.flatten().to(loss_sum)])
         numbers = [reduce_sum(self.accelerator, sums)]
         numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)[None]]

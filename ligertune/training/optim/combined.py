@@ -39,7 +39,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let each part load its own states, so that quantised states are not cast by another part."""
         saved = iter(state_dict["param_groups"])
-        self.state = defaultdict(dict)
+        self.state = defaultdict(dict)  # states of parameters that the saved ones lack must not stay
         for part in self.parts:
             groups = [next(saved) for _ in part.param_groups]
             owned = {i for group in groups for i in group["params"]} & state_dict["state"].keys()

@@ -17,10 +17,10 @@ from support.quickstart_runs import RESUME, plan_run
 from ligertune.errors import UserError
 from ligertune.files.storage import newest_checkpoint, read_metrics
 from ligertune.planning.options import MethodOptions
-from ligertune.training.checkpoint.best_weights import damage_of_best, load_best, save_best
 from ligertune.training.checkpoint.checkpoint_files import complete, explain_failed_save
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished, saved_progress
+from ligertune.training.checkpoint.weight_files import damage_of_best, load_best, save_best
 from ligertune.training.evaluate import EarlyStopping
 
 
