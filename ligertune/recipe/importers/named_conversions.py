@@ -12,9 +12,6 @@ from ligertune.recipe.document import Place, split
 from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import OFF, Fate, Import, Left, is_off
 from ligertune.recipe.importers.import_tables import HARMLESS, REASONS, Reason, nested, split_names
-from ligertune.recipe.importers.peer_datasets import convert_datasets, hoist_template
-
-__all__ = ["convert_datasets", "hoist_template"]  # called by name, too
 
 GALORE_OPTIONS = {"rank", "update_proj_gap", "scale"}
 TOKENIZERS = ("tokenizer_default", "tokenizer", "default", "empty", "")  # names of the tokenizer's own template
