@@ -113,6 +113,7 @@ WORDS: dict[str, Callable[[Any], Any]] = {
     "off": lambda value: value is not None and not value,
     "share": lambda value: isinstance(value, float) and 0 < value < 1,
     "whole": lambda value: isinstance(value, int),
+    "list": lambda value: isinstance(value, list),
     "section": lambda value: isinstance(value, dict) and value,
     "a task of pairs": trains_on_pairs,
     "template file": lambda value: isinstance(value, str) and value.endswith((".jinja", ".jinja2", ".j2")),

@@ -25,7 +25,6 @@ KNOWN_FIELDS += [("from", content) for content in ("value", None)]
 # keys of Axolotl's custom formats that do not change a prompt which is the instruction alone
 PLAIN_FORMAT = {"format", "no_input_format", "field_instruction", "field_output", "system_prompt", "system_format"}
 OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
-UNCONVERTED = (*FIELD_KEYS, "roles", "type")
 
 
 def convert_described_datasets(work: Import) -> None:
@@ -82,7 +81,7 @@ def _key_of(at: KeyPath, item: Mapping[str, Any]) -> str | None:
     written = str(at[0])
     # fields of a custom format stay as "type.format"
     is_flattened = len(at) > 1 and ".".join(map(str, at)) in item
-    if is_flattened or (written in item and (written in UNCONVERTED or written not in OWN_KEYS)):
+    if is_flattened or (written in item and written not in OWN_KEYS):
         return None
     ours = KEYS["item_keys"]
     name = ours.get(str(at[-1]), ours.get(written, written))
@@ -99,8 +98,10 @@ def convert_axolotl_datasets(work: Import) -> None:
         given = work.data.pop(tool_name, None)
         if not given:
             continue
-        rows = {(tool_name, index): item for index, item in enumerate(given)} if isinstance(given, list) else {}
-        for source, item in (rows or {(tool_name,): given}).items():
+        rows: dict[KeyPath, Any] = {(tool_name,): given}
+        if isinstance(given, list):
+            rows = {(tool_name, index): item for index, item in enumerate(given)}
+        for source, item in rows.items():
             _add_items(work, which, source, item, _axolotl_items(item, work.data))
 
 
@@ -117,8 +118,8 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
             data.setdefault("chat_template", template)
         kind = None
     if isinstance(kind, Mapping):  # a custom format, described field by field
-        if plain := _without_a_prompt(kind):
-            return [_with_columns(one, plain) for one in _per_file({**item, "format": "prompt_completion"})]
+        if prompt_columns := _without_a_prompt(kind):
+            return [_with_columns(one, prompt_columns) for one in _per_file({**item, "format": "prompt_completion"})]
         # its fields are columns; its prompt cannot be kept, and is reported under "type.format"
         own_columns = KEYS["axolotl_columns"]
         item |= {name if name in own_columns else f"type.{name}": value for name, value in kind.items()}
@@ -135,7 +136,7 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
 
 def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the columns of a custom format whose prompt is the instruction alone, else None."""
-    formats = [kind.get(name) for name in ("format", "no_input_format") if kind.get(name)]
+    formats = [str(kind[name]) for name in ("format", "no_input_format") if kind.get(name)]
     # another prompt is Stanford's with other words, which a recipe writes as a Jinja file
     is_plain = formats and all(text.strip() == "{instruction}" for text in formats)
     if not is_plain or kind.keys() - PLAIN_FORMAT or kind.get("system_prompt"):
@@ -324,6 +325,5 @@ def hoist_template(work: Import) -> None:
         data["chat_template"] = named.pop()
         for index, item in enumerate(items):
             del item["chat_template"]
-            source = work.origins.get(("data", "datasets", index))
-            if source is not None:
-                work.trace((*source, "chat_template"), "model.tokenizer.chat_template")
+            source = work.source_of(("data", "datasets", index, "chat_template"))
+            work.trace(source, "model.tokenizer.chat_template")
