@@ -251,7 +251,7 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
     why = tables.BETTER_REASONS.get((key, str(value)), why)
     if path[:1] == ("data",) and len(path) == 3 and path[1] in ("datasets", "eval_datasets"):
         path = path[:2]  # the others would move up to the place of a data set that is removed
-    placeholder = dict(REQUIRED).get(path)
+    placeholder = next((value for required, value in REQUIRED.items() if required == path), None)
     if placeholder is None and not (key in OBJECTIVE_KEYS and not is_off(value)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)  # 0 is refused, not off
         harm = tables.SPEED if _importance(path) == 0 else TRAINING

@@ -10,11 +10,13 @@ from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import split
 from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers import import_tables as tables
-from ligertune.recipe.importers import named_conversions
+from ligertune.recipe.importers import named_conversions, peer_datasets
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.import_tables import each_name
 
 Conditions = dict[str, Any]
+# functions that a rule calls by their names
+CONVERTERS: dict[str, Callable[[Import], None]] = vars(named_conversions) | vars(peer_datasets)
 
 
 def apply_rules(work: Import, rules: list[dict[str, Any]]) -> None:
@@ -111,6 +113,7 @@ WORDS: dict[str, Callable[[Any], Any]] = {
     "off": lambda value: value is not None and not value,
     "share": lambda value: isinstance(value, float) and 0 < value < 1,
     "whole": lambda value: isinstance(value, int),
+    "list": lambda value: isinstance(value, list),
     "section": lambda value: isinstance(value, dict) and value,
     "a task of pairs": trains_on_pairs,
     "template file": lambda value: isinstance(value, str) and value.endswith((".jinja", ".jinja2", ".j2")),
@@ -120,7 +123,7 @@ WHOLE_EFFECTS: dict[str, Callable[[Import, Any], Any]] = {
     "then": apply_rules,
     "note": lambda work, text: work.notes.append(text),
     "drop": lambda work, name: work.document.remove(split(name)),
-    "call": lambda work, name: getattr(named_conversions, name)(work),
+    "call": lambda work, name: CONVERTERS[name](work),
 }
 # functions of the tool's key and the value in the rule
 EFFECTS: dict[str, Callable[[Import, str, Any], Any]] = {
