@@ -16,8 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.modalities.marks import MARK, marked_parts
-from ligertune.data.modalities.modality import ModalityReader, modality_of
+from ligertune.data.modalities.modality import MARK, ModalityReader, marked_parts, modality_of
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered

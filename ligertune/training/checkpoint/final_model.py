@@ -7,7 +7,7 @@ from functools import partial
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ligertune.data.templates.named_templates import read_template
+from ligertune.data.templates.bounded_jinja import read_template
 from ligertune.features.task import TrainedModel
 from ligertune.files.storage import writing
 from ligertune.models.save import write_model
