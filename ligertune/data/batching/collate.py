@@ -115,6 +115,7 @@ def static_shapes_of(plan: Plan, packs: Packs | None) -> StaticShapes | None:
     longest = min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of
     each = plan.rows.length // SHORT_DOCUMENT if packs is None else packs.most_documents * plan.rows.documents
+    # the padding of a row is split into documents, too, of at most `longest` tokens
     return StaticShapes(tokens, longest, documents=rows * each + -(-tokens // longest))
 
 
