@@ -29,7 +29,7 @@ from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.row_kind import row_code
 from ligertune.data.rows.sources import find_files, hub_rows
-from ligertune.data.templates.named_templates import template_path
+from ligertune.data.templates.bounded_jinja import template_path
 from ligertune.errors import UserError
 from ligertune.files.checked_files import open_regular, read_json_value
 from ligertune.files.storage import put_in_place, write_text

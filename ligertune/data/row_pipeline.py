@@ -311,6 +311,7 @@ def _work_in_processes(rows: RowPipeline, chunks: Iterator[list[Record]], proces
         try:
             for chunk in chunks:
                 pending.append(pool.submit(_work_in_worker, chunk))
+                # a chunk in work and one waiting for each worker: the reader is faster, and would fill the memory
                 if len(pending) > 2 * processes:
                     yield pending.popleft().result()
             while pending:

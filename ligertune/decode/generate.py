@@ -17,8 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ligertune.any_types import AnyModule
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.modalities.marks import MARK, marked_parts
-from ligertune.data.modalities.modality import ModalityReader, modality_of
+from ligertune.data.modalities.modality import MARK, ModalityReader, marked_parts, modality_of
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered

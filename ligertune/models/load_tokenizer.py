@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ligertune.data.modalities.modality import modality_of
-from ligertune.data.templates.named_templates import known_templates, template_path
+from ligertune.data.templates.bounded_jinja import known_templates, template_path
 from ligertune.data.templates.tokenizer_limits import check_tokenizer, check_tokenizer_file
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of

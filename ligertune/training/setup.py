@@ -14,13 +14,12 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ligertune.data.batching.collate import Batcher, rows_multiple_of, static_shapes_of
+from ligertune.data.batching.collate import Batcher, FilePrefetcher, rows_multiple_of, static_shapes_of
 from ligertune.data.batching.context_parallel import context_parallel_split
 from ligertune.data.batching.order import ByFileCount, DataOrder, StreamOrder, check_files_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import ModalityReader
-from ligertune.data.modalities.prefetch import FilePrefetcher
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers

@@ -3,18 +3,22 @@
 In this order: message trees, the columns of alpaca, sharegpt and messages, a list of turns under any name, one prompt
 name and one answer name, texts with role markers, and raw text. What could be meant in two ways is refused with the
 lines that choose. Rows of another kind than conversations are refused by that kind (rows/row_kind.py).
+
+Also recognition of the task that fits data: each kind of rows says whether the data are its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
+from ligertune.data.rows.conversation import ROLES
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, Format, RowShape, recognise_format
-from ligertune.data.rows.row_kind import FirstRows, RowKind, other_row_kinds
+from ligertune.data.rows.row_kind import CONVERSATIONS, DetectedTask, FirstRows, RowKind, other_row_kinds
+from ligertune.data.rows.sources import RecordStream, find_files
 from ligertune.data.shapes.column_names import (
     ANSWER_NAMES,
     OPTIONAL_NAMES,
@@ -25,6 +29,7 @@ from ligertune.data.shapes.column_names import (
     WEAK_PROMPT_NAMES,
     columns_line,
     is_weighty,
+    renamed_row,
 )
 from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.errors import UserError
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 _RAW_NAMES = ("text", "content", "document", "body", "article", "code")  # of raw text
 _MAX_LINES = 4  # of a refusal
+_FIRST_ROWS = 100  # rows by which a task is recognised
 _BY_NAME = {row.name: row for row in FORMATS}
 _ANSWERS = {"answer", "output", "completion"}
 _EXCHANGE = {"question", "instruction", "prompt", *_ANSWERS}
@@ -294,3 +300,45 @@ class _Recognition:
             return {"completion": answer}
         columns = self._exchange_columns(prompt, answer)
         return {ours: name for ours, name in columns.items() if ours != name} or columns
+
+
+# ---- the task that fits data
+
+
+def detect_task(spec: DatasetOptions) -> DetectedTask | None:
+    """Return the task that fits the first rows of local data; None for a hub data set, and for data of no rows.
+
+    Raises UserError for a file that cannot be read.
+    """
+    if not find_files(spec.path):
+        return None
+    first = list(islice(RecordStream(spec), _FIRST_ROWS))
+    first = [record for record in first if record.row]
+    if not first:
+        return None
+    sample = SampleColumns(first)
+    for kind in other_row_kinds():
+        if found := kind.detect(sample, first, spec):
+            return found
+    return DetectedTask("sft", "has rows to fine-tune on")
+
+
+def holds_answers(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions) -> bool:
+    """Return whether the rows hold answers, next to which a label is not what is learned."""
+    if "completions" in sample and "labels" in sample:
+        return True  # labels of steps: no task trains on them, and the reader says so
+    for name in ("messages", "conversations"):
+        roles = {ROLES.get(role) for role in sample.roles(name)}
+        if roles and "assistant" not in roles:
+            return False  # questions without answers
+    try:
+        return not recognise_shape(spec, CONVERSATIONS, first, spec.path).format.raw
+    except UserError:
+        return False
+
+
+def renamed_records(first: Sequence[Record], columns: dict[str, str]) -> list[Record]:
+    """Return the records with `columns` applied, a dict of {our name: the data set's name}."""
+    if not columns:
+        return list(first)
+    return [record._replace(row=renamed_row(record.row, columns)) for record in first]

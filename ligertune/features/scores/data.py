@@ -10,7 +10,7 @@ from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import Format
 from ligertune.data.rows.pairs import PAIR_FORMATS, PairTask, recognise_pairs
 from ligertune.data.rows.row_kind import DetectedTask, FirstRows, RowKind
-from ligertune.data.shapes.detect_task import holds_answers, renamed_records
+from ligertune.data.shapes.recognise_shape import holds_answers, renamed_records
 from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.data.templates.whole_texts import TextTemplate
 from ligertune.errors import UserError
