@@ -219,7 +219,7 @@ def _columns_override(index: int, columns: dict[str, str]) -> str:
 def _fit_task(recipe: Recipe, changes: list[str]) -> list[str]:
     """Append the overrides for the task that fits the data, unless the user names it; return the reasons."""
     from ligertune.data.rows.data_files import display_path
-    from ligertune.data.shapes.recognise_shape import detect_task
+    from ligertune.data.shapes.detect_task import detect_task
     from ligertune.errors import UserError
     from ligertune.recipe.feature import part_of_task
     from ligertune.recipe.importers.import_state import one_line

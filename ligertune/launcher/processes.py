@@ -5,8 +5,8 @@ and ends the others when one fails. torchrun's agent does not fit: it kills rank
 not they have saved, and replaces their exit codes by its own (torch 2.13: two ranks that save for 40 seconds after
 SIGTERM are gone after 34, and the exit code is 1).
 
-Also the variables of Slurm: each task of `srun` is a rank that joins the run as those of torchrun do. accelerate 1.15 reads
-those of MPI launchers only: under `srun` each task would be a run of one process.
+Also the variables of Slurm: each task of `srun` is a rank that joins the run as those of torchrun do. accelerate 1.15
+reads those of MPI launchers only: under `srun` each task would be a run of one process.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.conversation import ROLES
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, Format, RowShape, recognise_format
-from ligertune.data.rows.row_kind import CONVERSATIONS, DetectedTask, FirstRows, RowKind, other_row_kinds
-from ligertune.data.rows.sources import RecordStream, find_files
+from ligertune.data.rows.row_kind import CONVERSATIONS, FirstRows, RowKind, other_row_kinds
 from ligertune.data.shapes.column_names import (
     ANSWER_NAMES,
     OPTIONAL_NAMES,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 _RAW_NAMES = ("text", "content", "document", "body", "article", "code")  # of raw text
 _MAX_LINES = 4  # of a refusal
-_FIRST_ROWS = 100  # rows by which a task is recognised
 _BY_NAME = {row.name: row for row in FORMATS}
 _ANSWERS = {"answer", "output", "completion"}
 _EXCHANGE = {"question", "instruction", "prompt", *_ANSWERS}
@@ -302,25 +300,7 @@ class _Recognition:
         return {ours: name for ours, name in columns.items() if ours != name} or columns
 
 
-# ---- the task that fits data
-
-
-def detect_task(spec: DatasetOptions) -> DetectedTask | None:
-    """Return the task that fits the first rows of local data; None for a hub data set, and for data of no rows.
-
-    Raises UserError for a file that cannot be read.
-    """
-    if not find_files(spec.path):
-        return None
-    first = list(islice(RecordStream(spec), _FIRST_ROWS))
-    first = [record for record in first if record.row]
-    if not first:
-        return None
-    sample = SampleColumns(first)
-    for kind in other_row_kinds():
-        if found := kind.detect(sample, first, spec):
-            return found
-    return DetectedTask("sft", "has rows to fine-tune on")
+# ---- what features ask of the first rows
 
 
 def holds_answers(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions) -> bool:
