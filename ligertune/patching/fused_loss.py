@@ -70,6 +70,7 @@ class LossHead(ModulePatch):
         if loss is None:
             return super().forward(input, **kwargs)
         labels, options = loss
+        # layers spread over devices leave the labels on the device of the inputs
         return self.compute_loss(input.reshape(-1, input.shape[-1]), labels.reshape(-1).to(input.device), options)
 
     def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
@@ -187,6 +188,7 @@ def loss_in_head(
         "num_items_in_batch": _on(logits.device, num_items_in_batch),
         "labelled_rows": None,
     }
+    # rows are places in the labels, which the hidden states must have too
     if target.numel() == logits.hidden.shape[:-1].numel():
         known, shift = (labels, 1) if shift_labels is None else (shift_labels, 0)
         found = _found_rows(known, ignore_index, shift) if labelled_rows is None else None

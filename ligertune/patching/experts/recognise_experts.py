@@ -172,11 +172,7 @@ def unreadable(weight: Tensor) -> str | None:
 # (dtype, tolerance of a row's largest value, training). In fp32 the classes of transformers 5.24 need 6 % of the
 # tolerance, and the nearest other form 70 times as much. Half precision shows the dtype of the result only: models and
 # kernels round in other places.
-PROBES = (
-    (torch.float32, 2e-6, True),
-    (torch.float32, 2e-6, False),
-    (torch.bfloat16, 5e-2, True),
-)
+PROBES = ((torch.float32, 2e-6, True), (torch.float32, 2e-6, False), (torch.bfloat16, 5e-2, True))
 ON_GPU_ONLY = ("deepgemm", "sonicmoe")  # transformers' kernels that compute what the class's own loop does
 
 
@@ -215,7 +211,9 @@ def _experts_spec(
         index, router = _routes(len(x), small.experts)
         given = answer(
             lambda: stub(cls, settings, **members, **parameters, training=training).forward(  # noqa: B023  called at once
-                *(x.clone(), index.clone(), router.clone())  # noqa: B023
+                x.clone(),
+                index.clone(),
+                router.clone(),  # noqa: B023
             )
         )
         if isinstance(given, Refusal):
