@@ -209,16 +209,15 @@ def _experts_spec(
         parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
         x = (numbers(2 * len(MAGNITUDES), small.hidden) * _magnitudes()).to(dtype)
         index, router = _routes(len(x), small.experts)
+        routed = (x, index, router)
         given = answer(
             lambda: stub(cls, settings, **members, **parameters, training=training).forward(  # noqa: B023  called at once
-                x.clone(),
-                index.clone(),
-                router.clone(),  # noqa: B023
+                *(tensor.clone() for tensor in routed)  # noqa: B023
             )
         )
         if isinstance(given, Refusal):
             return given
-        arguments = x, index, router, *weights.values()
+        arguments = (*routed, *weights.values())
         found = [
             spec
             for spec in found
