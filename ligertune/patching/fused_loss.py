@@ -33,8 +33,7 @@ from ligertune.patching.deferred_logits import (
 from ligertune.patching.head_loss import loss_from_logits
 from ligertune.patching.host_copy import search_rows
 from ligertune.patching.lazy_output import without_deferred
-from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
-from ligertune.patching.observers import observer_of
+from ligertune.patching.module_patch import ModulePatch, names_in, observer_of, patch_module
 from ligertune.patching.probe import Refusal
 from ligertune.untraced_inputs import Untraced, reveal
 
