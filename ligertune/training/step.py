@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.features.task import Task
 from ligertune.models.float8.float8_linear import scales_of
 from ligertune.patching.host_copy import HostCopy

@@ -17,7 +17,7 @@ from support.models import tiny_models
 from transformers.models.llama import modeling_llama
 
 from ligertune.patching.deferred_logits import loss_counts
-from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import AutoModelForCausalLM, patch, unpatch
 
 ROOT = Path(__file__).resolve().parents[2]
