@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
 from ligertune.any_types import AnyModule
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.errors import UserError
 from ligertune.models.shape import text_layers
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.patching.deferred_logits import DeferredLogits
-from ligertune.patching.fused_loss import KernelLossModel
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import KernelLossModel, let_head_losses_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

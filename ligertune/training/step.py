@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.features.task import Task
 from ligertune.models.float8.float8_linear import scales_of
 from ligertune.planning.plan import Plan

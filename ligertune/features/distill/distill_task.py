@@ -11,7 +11,7 @@ from ligertune.features.distill.divergence import CHUNK_ROWS, DistillLoss, Diver
 from ligertune.features.distill.recipe import DistillSpec
 from ligertune.features.distill.teacher import Teacher, load_teacher
 from ligertune.features.task import Measures, Task
-from ligertune.patching.head_loss import head_loss
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
 

@@ -33,7 +33,7 @@ from ligertune.features.distill.recipe import DistillSpec
 from ligertune.features.distill.teacher_files import StoredTeacher
 from ligertune.features.output_head import LogitTransform
 from ligertune.features.task import Measures, Task
-from ligertune.patching.head_loss import head_loss
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
 

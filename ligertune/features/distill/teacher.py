@@ -21,7 +21,7 @@ from ligertune.models.load import build_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_frozen_shape
-from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan, TeacherPlan
 from ligertune.planning.precision import Precision

@@ -29,7 +29,7 @@ from ligertune.models.load import build_model, hide_loading_bars, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
-from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.packing_checks import prepare_masks
 from ligertune.planning.precision import choose_precision
 from ligertune.planning.preflight import check_run_files, check_trained_folder
 

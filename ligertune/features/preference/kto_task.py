@@ -28,7 +28,7 @@ from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.features.preference.reference import Reference, rank_batches
 from ligertune.features.task import Measures, Task
 from ligertune.patching.deferred_logits import loss_only
-from ligertune.patching.head_loss import head_loss
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
 

@@ -21,7 +21,7 @@ from ligertune.features.preference.preference_losses import CHOSEN, REJECTED, Pa
 from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.features.preference.reference import Reference
 from ligertune.features.task import Measures, Task
-from ligertune.patching.head_loss import head_loss
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from ligertune.features.preference.answers import answer_fields, answer_log_prob
 from ligertune.features.preference.reference import without_adapter
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import let_head_losses_run
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
 

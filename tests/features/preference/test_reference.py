@@ -35,7 +35,7 @@ from ligertune.features.preference.reference import (
 from ligertune.features.preference.stored_log_probs import FOLDER, StoredLogProbs, log_probs_key
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_only
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import let_head_losses_run
 from ligertune.planning.options import MethodOptions
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import Precision
