@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from torch import Tensor
 from ligertune.data.batching.context_parallel import ContextParallelSplit
 from ligertune.data.examples import Example
 from ligertune.data.templates.label_masking import IGNORE_INDEX
+from ligertune.hardware import usable_cores
 
 if TYPE_CHECKING:
     from ligertune.data.batching.packing import Packs
@@ -131,10 +131,8 @@ class FilePrefetcher:
     """Compute the model inputs of expected files in threads; release them when they are taken."""
 
     def __init__(self, reader: ModalityReader) -> None:
-        # the cores of this process, which a scheduler may have limited; macOS has no such call
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._reader = reader
-        self._threads = ThreadPoolExecutor(min(cores, MAX_THREADS), thread_name_prefix="files")
+        self._threads = ThreadPoolExecutor(min(usable_cores(), MAX_THREADS), thread_name_prefix="files")
         self._made: dict[str, Future[FileInputs]] = {}
         self._wanted: Counter[str] = Counter()
 
