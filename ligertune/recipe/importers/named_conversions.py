@@ -28,6 +28,7 @@ PREFERENCE_SIGNS = (
 
 def refuse_methods(work: Import) -> None:
     """Refuse keys whose presence alone means another objective or method; one that is off or 0 chooses nothing."""
+    # in the order of the file, so that reasons of one line stay in their order
     for name, value in work.data.items():
         for row in tables.UNSUPPORTED["refused"]:
             if re.fullmatch(row["keys"].replace(" ", "|"), name) and not is_off(value) and value != 0:
@@ -113,6 +114,7 @@ def convert_galore_options(work: Import) -> None:
     """Convert `optim_args` of GaLore, written as a mapping or as "rank=64, scale=0.25"."""
     given = work.data.get("optim_args")
     if isinstance(given, str):
+        # names in quotes make transformers' notation JSON
         given = _mapping_of("{" + re.sub(r"(\w+)\s*=", r'"\1":', given) + "}")
     options = nested(given)
     # options of other optimizers stay, and are reported
@@ -170,6 +172,7 @@ def choose_trackers(work: Import) -> None:
             data["report_to"] = known
             line = work.line_of(("report_to",))
             work.more_left.append(Left(line, "report_to", ", ".join(others), why, HARMLESS))
+    # wandb and mlflow of Axolotl are on where their project or address is given
     found = [tracker for tracker, names in signs.items() if any(data.get(name) for name in names)]
     if found and named is None:  # Axolotl has no report_to
         work.document.put(("logging", "report_to"), found, Place("", 0, work.document.file))
@@ -208,6 +211,7 @@ def convert_unfrozen(work: Import) -> None:
     for pattern in patterns:
         if re.search(r"\[[^\[]*:[^\[]*\]\s*$", pattern):  # rows [:32000] of a weight
             work.refuse("unfrozen_parameters", f": {pattern} trains some rows of a weight.", WRITE_IT)
+            # without the key no further reason follows from it
             work.take("unfrozen_parameters")
             return
     work.data["unfrozen_parameters"] = [text if text.startswith("^") else f"^(?:{text})" for text in patterns]
@@ -273,6 +277,7 @@ def convert_targets(work: Import) -> None:
     # a recipe has no key for the numbers: one expression names layers and modules
     if isinstance(numbers, list) and numbers:
         names = "|".join(re.escape(str(layer)) for layer in layers)
+        # (?:.*\.)? because attention and MLP lie between a layer and its projections
         data["lora_target_modules"] = rf".*\.({'|'.join(map(str, numbers))})\.(?:.*\.)?({names})"
         for name in ("layers_to_transform", "layers_pattern", "peft_layers_pattern"):
             work.take(name, "method.lora_target_modules")

@@ -42,6 +42,7 @@ def _described(given: Any, folder: Path) -> list[Any]:
     items = []
     for entry in map(nested, read_document(path).data.values()):
         item = _renamed(entry, KEYS["described_item"])
+        # pairs have another converter, and are recognised by their columns here
         if entry.get("converter") in ("alpaca", "sharegpt"):
             item["format"] = entry["converter"]
         items.append(item)
@@ -146,6 +147,7 @@ def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _per_file(item: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one data set per file of `data_files`, if the path is only the type of the files."""
+    # a hub id with data_files reads some files of a repository, which `path` cannot say: the key is reported
     if item.get("path") not in FILE_TYPES or not item.get("data_files"):
         return [item]
     files = item["data_files"]
@@ -169,6 +171,7 @@ def _conversation(item: dict[str, Any], columns: dict[str, str], messages: str |
     """Set the format of conversations: sharegpt if the role field is `from`, messages if it is `role`."""
     if role_key in ("from", "role"):
         item["format"] = "sharegpt" if role_key == "from" else "messages"
+    # without a format, the column of messages has transformers' name
     if messages:
         expected = "conversations" if item.get("format") == "sharegpt" else "messages"
         columns[expected] = messages
@@ -247,7 +250,9 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     else:
         item["format"] = "alpaca"
     if entry.get("ranking"):
+        # LLaMA-Factory marks pairs next to the format of their prompt
         item["format"] = f"{item.get('format', 'sharegpt')}_pairs"
+    # last, so that a recipe names the columns of the prompt first
     columns |= _renamed(given, KEYS["registered_pairs"])
     return _with_columns(item, columns)
 
@@ -294,6 +299,7 @@ def _convert_mixer(work: Import, mixer: Mapping[str, Any]) -> None:
     splits = work.take("dataset_splits", "data.datasets")
     configs = work.take("dataset_configs", "data.datasets")
     splits = [str(split) for split in splits] if isinstance(splits, list) else ["train", "test"]
+    # one configuration per data set, in the order of the mixer
     named = dict(zip(mixer, configs, strict=False)) if isinstance(configs, list) else {}
     for path, weight in mixer.items():
         for split in splits:
