@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.autocast import without_autocast
+from ligertune_kernels.autograd import without_autocast
 from ligertune_kernels.ops.losses.kernels import LossOptions
 from ligertune_kernels.ops.losses.labelled_rows import rows_to_take, scatter_rows
 from ligertune_kernels.ops.losses.linear_chunks import Head, Targets, check_linear, empty_loss
