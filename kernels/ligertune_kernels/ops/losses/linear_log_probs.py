@@ -126,8 +126,9 @@ def linear_log_probs(
     head = Head(weight, bias, *(lora or ()))
     options = LossOptions(ignore_index, 0.0, softcap, logit_scale)
     hidden, head = check_linear("linear_log_probs", hidden, head, labels)
-    search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
-    rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index, **search)
+    rows, flat, index = rows_to_take(
+        hidden, labels, labelled_rows, ignore_index, skip_ignored=skip_ignored, vocab_size=len(weight)
+    )
     chunks = ChunkOptions(chunk_bytes, skip_ignored and labelled_rows is None)
     job = LinearJob(Targets(flat, options), head.lora_scale, chunks)
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, *head.tensors)]

@@ -94,8 +94,9 @@ def multi_head_linear_cross_entropy(
 
     stacked = hiddens if isinstance(hiddens, torch.Tensor) else torch.stack(list(hiddens))  # (K, ..., E)
     stacked, head = check_linear(NAME, stacked, Head(weight), labels)
-    search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
-    rows, flat, index = rows_to_take(stacked, labels, labelled_rows, terms.ignore_index, **search)
+    rows, flat, index = rows_to_take(
+        stacked, labels, labelled_rows, terms.ignore_index, skip_ignored=skip_ignored, vocab_size=len(weight)
+    )
     if rows.numel() == 0:
         loss = empty_loss(rows, head)
         return MultiHeadLoss(loss, loss.detach().expand(n_heads))
