@@ -1,7 +1,8 @@
-"""Autograd: gradients of the ops raise an error when they are differentiated again (create_graph=True)."""
+"""Autograd and autocast: gradients that refuse to be differentiated again, and the dtype that products compute in."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -43,3 +44,18 @@ def no_double_backward(backward: Callable) -> Callable:
         return _RaiseInBackward.apply(anchor, found)[0]
 
     return call
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast computes in on this device, None where autocast is off."""
+    # The type is compared because torch.compile does not trace torch.amp.is_autocast_available.
+    if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context without autocast on this device."""
+    if autocast_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

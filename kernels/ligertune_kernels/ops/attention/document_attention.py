@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.autocast import autocast_dtype, without_autocast
-from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.autograd import autocast_dtype, no_double_backward, without_autocast
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention import hopper_attention, tiles

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ligertune_kernels.autocast import without_autocast
+from ligertune_kernels.autograd import without_autocast
 from ligertune_kernels.launcher import runs_triton
 from ligertune_kernels.ops.distill.jsd import check_beta, jsd_reference
 from ligertune_kernels.ops.distill.kernels import JSDOptions, jsd_row_pass

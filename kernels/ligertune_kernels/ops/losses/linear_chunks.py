@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ligertune_kernels.autocast import autocast_dtype
+from ligertune_kernels.autograd import autocast_dtype
 from ligertune_kernels.launcher import cached, chip_of, on_device, runs_triton
 from ligertune_kernels.ops.losses.kernels import (
     LossOptions,

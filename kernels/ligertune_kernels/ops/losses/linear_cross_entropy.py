@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ligertune_kernels.autocast import without_autocast
-from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.autograd import no_double_backward, without_autocast
 from ligertune_kernels.ops.losses.cross_entropy import (
     LossFunction,
     LossModule,

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.autocast import without_autocast
+from ligertune_kernels.autograd import without_autocast
 from ligertune_kernels.ops.losses.cross_entropy import LossFunction
 from ligertune_kernels.ops.losses.kernels import (
     LossOptions,
@@ -126,8 +126,9 @@ def linear_log_probs(
     head = Head(weight, bias, *(lora or ()))
     options = LossOptions(ignore_index, 0.0, softcap, logit_scale)
     hidden, head = check_linear("linear_log_probs", hidden, head, labels)
-    search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
-    rows, flat, index = rows_to_take(hidden, labels, labelled_rows, ignore_index, **search)
+    rows, flat, index = rows_to_take(
+        hidden, labels, labelled_rows, ignore_index, skip_ignored=skip_ignored, vocab_size=len(weight)
+    )
     chunks = ChunkOptions(chunk_bytes, skip_ignored and labelled_rows is None)
     job = LinearJob(Targets(flat, options), head.lora_scale, chunks)
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, *head.tensors)]
@@ -243,7 +244,6 @@ def linear_token_statistics(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenStatistics:
     """Return log-probability of the label, argmax, entropy and mean logit of each token, without gradients.
 
@@ -258,7 +258,7 @@ def linear_token_statistics(
     n_rows = len(rows)
     found = empty_statistics(rows)
     if n_rows:
-        slot = choose_schedule(rows, head.weight, chunk_bytes, needs=(False, False)).slot
+        slot = choose_schedule(rows, head.weight, CHUNK_BYTES, needs=(False, False)).slot
         buffer = rows.new_empty((slot, len(weight)))
         with without_autocast(rows.device):
             for start in range(0, n_rows, slot):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.autocast import without_autocast
+from ligertune_kernels.autograd import without_autocast
 from ligertune_kernels.ops.losses.kernels import LossOptions
 from ligertune_kernels.ops.losses.labelled_rows import rows_to_take, scatter_rows
 from ligertune_kernels.ops.losses.linear_chunks import Head, Targets, check_linear, empty_loss
@@ -94,8 +94,9 @@ def multi_head_linear_cross_entropy(
 
     stacked = hiddens if isinstance(hiddens, torch.Tensor) else torch.stack(list(hiddens))  # (K, ..., E)
     stacked, head = check_linear(NAME, stacked, Head(weight), labels)
-    search = {"skip_ignored": skip_ignored, "vocab_size": len(weight)}
-    rows, flat, index = rows_to_take(stacked, labels, labelled_rows, terms.ignore_index, **search)
+    rows, flat, index = rows_to_take(
+        stacked, labels, labelled_rows, terms.ignore_index, skip_ignored=skip_ignored, vocab_size=len(weight)
+    )
     if rows.numel() == 0:
         loss = empty_loss(rows, head)
         return MultiHeadLoss(loss, loss.detach().expand(n_heads))

@@ -22,8 +22,7 @@ from typing import get_args
 import torch
 from torch.nn import functional
 
-from ligertune_kernels.autocast import autocast_dtype, without_autocast
-from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.autograd import autocast_dtype, no_double_backward, without_autocast
 from ligertune_kernels.launcher import as_rows, runs_triton
 from ligertune_kernels.ops.moe.expert_passes import (
     ExpertLayout,

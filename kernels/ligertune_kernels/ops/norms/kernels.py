@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.jit.device_functions import fp32
 from ligertune_kernels.launcher import BoundLaunch, cached, chip_of, contiguous_like, rows_and_stride, tl, triton
 from ligertune_kernels.ops.norms import tiles
@@ -586,3 +587,21 @@ def _taken_over(dy: torch.Tensor) -> torch.Tensor:
     """Return the memory of dy, to be overwritten."""
     torch.autograd.graph.increment_version(dy)
     return dy.detach()
+
+
+class RowNorm(torch.autograd.Function):
+    """The norm of rows without a residual: `rms_norm` and, with options.centred, `layer_norm`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, options):
+        y, _, stats = norm_forward(x, None, weight, bias, options)
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.options = options
+        return y
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, dy):
+        x, weight, bias, stats = ctx.saved_tensors
+        grads = norm_backward(dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], ctx.options)
+        return *grads, None

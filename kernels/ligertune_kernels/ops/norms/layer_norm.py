@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
-from ligertune_kernels.ops.norms.kernels import NormOptions, norm_backward, norm_forward
+from ligertune_kernels.ops.norms.kernels import NormOptions, RowNorm, norm_forward
 
 
 def layer_norm_reference(
@@ -28,22 +27,6 @@ def layer_norm_reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, options):
-        y, _, stats = norm_forward(x, None, weight, bias, options)
-        ctx.save_for_backward(x, weight, bias, stats)
-        ctx.options = options
-        return y
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, dy):
-        x, weight, bias, stats = ctx.saved_tensors
-        grads = norm_backward(dy, None, x, weight, bias, stats, ctx.needs_input_grad[:3], ctx.options)
-        return *grads, None
 
 
 def layer_norm(
@@ -75,7 +58,7 @@ def layer_norm(
         return layer_norm_reference(x, weight, bias, eps)
     options = NormOptions(eps, centred=True, inplace=inplace)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _LayerNorm.apply(x, weight, bias, options)
+        return RowNorm.apply(x, weight, bias, options)
     return norm_forward(x, None, weight, bias, options)[0]
 
 

@@ -33,7 +33,7 @@ from torch import nn
 
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.launcher import runs_triton
-from ligertune_kernels.ops.norms.kernels import NormOptions, norm_backward, norm_forward
+from ligertune_kernels.ops.norms.kernels import NormOptions, RowNorm, norm_backward, norm_forward
 
 Cast = Literal["llama", "gemma", "deepseek", "none"]
 
@@ -54,23 +54,6 @@ def rms_norm_reference(
     if cast == "llama":
         return (weight if offset == 0 else offset + weight) * xhat.to(x.dtype)
     return (xhat * (weight.to(wide) if offset == 0 else offset + weight.to(wide))).to(x.dtype)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, options):
-        y, _, stats = norm_forward(x, None, weight, None, options)
-        ctx.save_for_backward(x, weight, stats)
-        ctx.options = options
-        return y
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx, dy):
-        x, weight, stats = ctx.saved_tensors
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
-        dx, dw, _ = norm_backward(dy, None, x, weight, None, stats, (needs_dx, needs_dw, False), ctx.options)
-        return dx, dw, None
 
 
 def _options(eps: float, offset: float, cast: Cast, inplace: bool) -> NormOptions:
@@ -117,7 +100,7 @@ def rms_norm(
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
     options = _options(eps, offset, cast, inplace)
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _RMSNorm.apply(x, weight, options)
+        return RowNorm.apply(x, weight, None, options)
     return norm_forward(x, None, weight, None, options)[0]
 
 

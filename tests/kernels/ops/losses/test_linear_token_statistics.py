@@ -8,6 +8,7 @@ from ligertune_kernels import (
     linear_token_statistics,
     linear_token_statistics_reference,
 )
+from ligertune_kernels.ops.losses import linear_log_probs
 from support.kernels.judge import assert_close
 
 HIDDEN = 24
@@ -25,7 +26,8 @@ def example(device: torch.device, vocab_size: int = 131, dtype: torch.dtype = to
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "plain")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [131, 9000], ids=["one block", "more columns than a block"])
-def test_agrees_with_float64(vocab_size, dtype, options, device) -> None:
+def test_agrees_with_float64(vocab_size, dtype, options, device, monkeypatch) -> None:
+    monkeypatch.setattr(linear_log_probs, "CHUNK_BYTES", 4 * vocab_size * dtype.itemsize)  # three chunks of the rows
     hidden, weight, labels = example(device, vocab_size, dtype)
     options = dict(options)
     if options.pop("lora", False):
@@ -35,7 +37,7 @@ def test_agrees_with_float64(vocab_size, dtype, options, device) -> None:
     wide = {**options, "lora": LinearLora(a.double(), b.double(), 0.5)} if "lora" in options else options
     truth = linear_token_statistics_reference(hidden.double(), weight.double(), labels, **wide)
     plain = linear_token_statistics_reference(hidden, weight, labels, **options)
-    ours = linear_token_statistics(hidden, weight, labels, chunk_bytes=4 * vocab_size * dtype.itemsize, **options)
+    ours = linear_token_statistics(hidden, weight, labels, **options)
     for name in ("logprob", "entropy"):
         assert_close(name, *(getattr(found, name) for found in (ours, plain, truth)), dtype)
     if dtype is torch.float32:
