@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ligertune.compare.side import Side
-from ligertune.errors import UserError, printable
+from ligertune.errors import UserError, message_of, printable
 from ligertune.files.checked_files import DamagedFileError, read_fields
 from ligertune.files.storage import open_to_append, read_metrics, write_json, write_text
 from ligertune.hardware import is_main_process
@@ -254,7 +254,7 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure("out of memory", f"host memory: {error}")
     # torch's CPU allocator raises a plain RuntimeError
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return Failure("out of memory", str(error).splitlines()[0])
+        return Failure("out of memory", message_of(error))
     return None
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from accelerate import load_checkpoint_in_model
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.models.carried_tensors import carried_note
@@ -306,7 +306,7 @@ def upload(folder: Path, repository: str, *, public: bool) -> str:
         )
     except (HTTPError, OSError) as problem:
         raise UserError(
-            f"--push: {repository} could not be uploaded: {str(problem).strip().splitlines()[0]}",
+            f"--push: {repository} could not be uploaded: {message_of(problem)}",
             hint=f"Check the network and the login (`hf auth login`), then: ligertune export {folder} --push"
             f" {repository}",
             exit_code=1,

@@ -1,5 +1,6 @@
 """Checkpoint folders: the newest by number, damage to all that a resumed run reads, and checkpoints of another run."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from ligertune.errors import UserError
 from ligertune.files.storage import newest_checkpoint, read_metrics
 from ligertune.planning.options import MethodOptions
 from ligertune.training.checkpoint.best_weights import damage_of_best, load_best, save_best
-from ligertune.training.checkpoint.checkpoint_files import complete
+from ligertune.training.checkpoint.checkpoint_files import complete, explain_failed_save
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished, saved_progress
 from ligertune.training.evaluate import EarlyStopping
@@ -52,6 +53,25 @@ def test_the_newest_has_the_highest_step_and_the_oldest_are_removed(saved):
     assert newest_checkpoint(plan.output_dir) == folder / "step-10"  # step-9 is the last by name
     assert {path.name for path in folder.iterdir()} == {"step-9", "step-10"}
     assert resume_folder(plan) == (folder / "step-10", ())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (RuntimeError("enforce fail at inline_container.cc\nframe 0"), "enforce fail at inline_container.cc"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+    ids=["system", "torch", "no message"],
+)
+def test_a_failed_save_is_one_sentence_and_leaves_the_checkpoint_before_it(error, reason, saved):
+    plan, folder = saved(8)
+    partial = folder / ".step-9.partial"
+    partial.mkdir()
+    with pytest.raises(UserError) as failed, explain_failed_save(plan, 9, partial):
+        raise error
+    assert f"({reason}). The newest complete one is {folder / 'step-8'}." in failed.value.message
+    assert failed.value.exit_code == 1 and [path.name for path in folder.iterdir()] == ["step-8"]
 
 
 def test_an_incomplete_folder_is_no_checkpoint(saved):
