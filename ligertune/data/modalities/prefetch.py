@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ligertune.data.modalities.modality import FileInputs, ModalityReader
+from ligertune.hardware import usable_cores
 
 MAX_THREADS = 16  # per process; each GPU has a process of its own
 
@@ -16,10 +16,8 @@ class FilePrefetcher:
     """Compute the model inputs of expected files in threads; release them when they are taken."""
 
     def __init__(self, reader: ModalityReader) -> None:
-        # the cores of this process, which a scheduler may have limited; macOS has no such call
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._reader = reader
-        self._threads = ThreadPoolExecutor(min(cores, MAX_THREADS), thread_name_prefix="files")
+        self._threads = ThreadPoolExecutor(min(usable_cores(), MAX_THREADS), thread_name_prefix="files")
         self._made: dict[str, Future[FileInputs]] = {}
         self._wanted: Counter[str] = Counter()
 
