@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 
 MAX_GRAPHS = 16  # each keeps its inputs and launches in memory; further shapes run without a graph
 # Entries of a batch that no device code reads: attention in one launch uses cu_seq_lens.
@@ -120,7 +120,7 @@ class CudaGraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = f"forward and backward cannot be recorded: {str(error).splitlines()[0]}."
+            reason = f"forward and backward cannot be recorded: {message_of(error)}."
             raise UserError(f"train.cuda_graphs: {reason}", hint=HINT, exit_code=1) from error
         self._pool = graph.pool()
         self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))

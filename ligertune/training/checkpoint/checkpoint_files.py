@@ -26,7 +26,7 @@ from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, recursively_appl
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ligertune.errors import UserError, format_bytes
+from ligertune.errors import UserError, format_bytes, message_of
 from ligertune.files.storage import (
     complete_checkpoints,
     newest_checkpoint,
@@ -84,7 +84,7 @@ def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
         newest = newest_checkpoint(plan.output_dir)
         left = f"The newest complete one is {newest}." if newest else "There is no earlier one."
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or message_of(error)
         raise UserError(
             f"The checkpoint of step {step} could not be written to {plan.output_dir} ({reason}). {left}",
             hint="Free disk space or repair the folder, and continue with --resume.",

@@ -15,7 +15,7 @@ from typing import Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.any_types import AnyModule
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
@@ -305,7 +305,7 @@ def upload(folder: Path, repository: str, *, public: bool) -> str:
         )
     except (HTTPError, OSError) as problem:
         raise UserError(
-            f"--push: {repository} could not be uploaded: {str(problem).strip().splitlines()[0]}",
+            f"--push: {repository} could not be uploaded: {message_of(problem)}",
             hint=f"Check the network and the login (`hf auth login`), then: ligertune export {folder} --push"
             f" {repository}",
             exit_code=1,

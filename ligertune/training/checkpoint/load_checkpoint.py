@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ligertune.errors import UserError, plural
+from ligertune.errors import UserError, message_of, plural
 from ligertune.files.storage import PROGRESS_FILE, read_object
 from ligertune.models.adapters.initial_lora import PREFIX
 from ligertune.planning.plan import Plan
@@ -176,7 +176,7 @@ def explain_unusable(folder: Path) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
             pickle.UnpicklingError, SafetensorError) as problem:  # fmt: skip
-        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        reason = message_of(problem)
         raise UserError(
             f"{folder} cannot be loaded, although its files are those that were written: {reason.rstrip('.')}.",
             hint="Remove it to continue from the checkpoint before it, or name another one in "

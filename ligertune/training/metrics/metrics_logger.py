@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.features.task import Measures
 from ligertune.files.storage import MetricsFile, check_replaceable, utc_now
 from ligertune.patching.host_copy import HostCopy
@@ -168,7 +168,7 @@ def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
     except Exception as problem:  # each tracker has its own, from a missing package to a refused login
         if not was_there:
             shutil.rmtree(folder, ignore_errors=True)
-        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        reason = message_of(problem)
         raise UserError(
             f"logging.report_to: {' or '.join(trackers)} could not be started: {reason.rstrip('.')}.",
             hint="Repair its installation or log in, or leave it out; metrics.jsonl holds the same numbers.",
