@@ -52,6 +52,7 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+        # torch does not annotate them
         self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._flush_seconds = 1.0
