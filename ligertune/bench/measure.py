@@ -25,6 +25,7 @@ from ligertune.report import versions
 # What torch, torch.compile and the ops raise where they do not support a case (out of memory is a RuntimeError).
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError)
 SEED = 0
+# By op; without arguments `ligertune bench` runs them in this order.
 BENCHMARKS: dict[str, OpBenchmark] = {
     benchmark.op: benchmark
     for benchmark in (
