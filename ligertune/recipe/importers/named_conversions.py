@@ -19,11 +19,9 @@ TOKENIZERS = ("tokenizer_default", "tokenizer", "default", "empty", "")  # names
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
 MAX_LAYERS = 4096  # as in the sizes of a configuration
 WRITE_IT = "Write a recipe with method.type: freeze and method.trainable, a list of regular expressions."
-# keys that only files of DPOConfig and KTOConfig have; the report names the first one as the reason for `task: dpo`
-PREFERENCE_SIGNS = (
-    "loss_type", "precompute_ref_log_probs", "ld_alpha", "beta", "sync_ref_model", "desirable_weight",
-    "undesirable_weight",
-)  # fmt: skip
+# the keys of this fact, in its order: the report names the first one as the reason for `task: dpo`
+PREFERENCE_FILE = tables.KEYS["facts"]["a preference file"]
+PREFERENCE_SIGNS = [name for row in PREFERENCE_FILE for names in row for name in names.split("|")]
 
 
 def refuse_methods(work: Import) -> None:
