@@ -142,7 +142,7 @@ class DistillLoss:
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
         """Return the loss of the student's logits (N, V); the teacher's are made a chunk of rows at a time."""
         size = self._shared_vocabulary(logits.shape[1])
-        total = 0.0
+        total = torch.zeros((), device=logits.device)
 
         def part(logits: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
             return self.divergence.sum_of_logits(logits[:, :size], self.head.logits(taught, size), labels)

@@ -60,7 +60,7 @@ class HeadsConfig:
     torch_dtype: str
     base_model_fingerprint: str | None = None
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the whole config.json. vLLM renames every key with "num" and "heads" or "layers": add no others."""
         fixed = {
             "model_type": "medusa",
