@@ -72,7 +72,7 @@ class TeacherHead:
     def has_kernel(self, student: LogitTransform) -> bool:
         """Return whether `linear_jsd` computes the divergence of a student with these logits exactly."""
         caps = student.softcap is not None or self.transform.softcap is not None
-        return not caps and math.frexp(self._ratio(student))[0] == 0.5
+        return not caps and math.frexp(self._ratio(student))[0] == 0.5  # the mantissa of a power of two
 
     def scaled(self, hidden: Tensor, student: LogitTransform) -> Tensor:
         """Return hidden states whose logits need the student's scale. The factor is a power of two, which is exact."""

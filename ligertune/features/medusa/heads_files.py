@@ -100,6 +100,7 @@ class HeadsConfig:
 def fingerprint_of(weight: Tensor) -> str:
     """Return a hash of an output head (V, E), the same for float32 and bfloat16 copies of it."""
     flat = weight.detach().reshape(-1)
+    # a sample, because a whole head on a GPU would be copied to the host
     sample = flat[:: max(1, flat.numel() // 4096)].to("cpu", torch.bfloat16)
     return hashlib.sha256(sample.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 

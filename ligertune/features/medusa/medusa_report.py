@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.features.medusa.medusa_model import MedusaModel
 
-RANKS = 10  # top tokens of a head that trees and reports use
-ROWS = 512  # rows whose logits are held at once
+RANKS = 10  # top tokens of a head that trees and reports use; published trees go as far
+ROWS = 512  # rows whose logits are held at once: 131 MB in bfloat16 with a vocabulary of 128,000
 
 
 @dataclass(frozen=True)

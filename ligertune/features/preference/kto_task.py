@@ -85,6 +85,7 @@ class KtoTask(Task):
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         self._model = model
+        # in a block of one example, its prompt would get its own answer
         block = max(self._plan.batching.global_batch_size, 2)
         longest = self._plan.data_options.max_length
         for batcher in batchers:
