@@ -58,6 +58,7 @@ def grow(model: PreTrainedModel, rows: int, *, seed: int, mean_resizing: bool = 
         torch.manual_seed(seed)
         verbosity = get_verbosity()
         set_verbosity(logging.ERROR)  # it explains the mean in a paragraph
+        # on the meta device there are no values whose mean could be taken
         model.resize_token_embeddings(rows, mean_resizing=mean_resizing and device.type != "meta")
         set_verbosity(verbosity)
 

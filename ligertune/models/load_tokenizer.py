@@ -22,6 +22,7 @@ from ligertune.planning.preflight import is_hub_id
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
 
+# The first that a vocabulary has: what families pad with, or keep for nothing (the reserved tokens of Llama 3).
 PAD_NAMES = (
     "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>", "<unk>",
 )  # fmt: skip

@@ -123,7 +123,7 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
     return lm_head_of(model) or score_head(base_of(model))
 
 
-def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], ...]:
+def parameter_kinds(model: AnyModule) -> tuple[tuple[ParameterKind, int], ...]:
     """Return (kind, number of parameters) for each kind of parameter. Tied parameters are counted once."""
     ends = [embedding_of(model), output_head(model)]
     outside = {id(p) for module in ends if module is not None for p in module.parameters()}

@@ -135,4 +135,5 @@ def answer_log_probs(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     loss = AnswerLogProbs({name: batch.pop(name) for name in FIELDS if name in batch})
     with torch.no_grad(), head_loss(loss):
         model(**batch, use_cache=False)
+    assert loss.sums is not None  # the forward has computed the loss
     return loss.sums.weighted

@@ -56,8 +56,9 @@ def _check(data: DataOptions) -> None:
         )
 
 
-def _text_template(prompt_template: str, format: LabelFormat) -> TextTemplate | None:
+def _text_template(prompt_template: str, format: Format) -> TextTemplate | None:
     """Return the template of texts to classify; None for conversations, and for texts in a chat template."""
+    assert isinstance(format, LabelFormat)  # of `LABEL_FORMATS`, as all formats of these rows
     if not format.texts:
         return None
     # the tokenizer joins two texts by its own special tokens; a chat template has no place for the second

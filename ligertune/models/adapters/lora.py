@@ -18,6 +18,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ModelOrigin, loading
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
@@ -119,8 +120,8 @@ def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:
         )
 
 
-def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
-    """Return the base model with the adapter added to its weights: s B A in float32, the sum rounded once."""
+def merged_model(adapted: AnyModule) -> PreTrainedModel:
+    """Return a PEFT model's base with the adapter added to its weights: s B A in float32, the sum rounded once."""
     merge_parameters(adapted)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")  # parameters, by the line above

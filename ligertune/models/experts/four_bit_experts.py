@@ -137,7 +137,7 @@ class _RandomWeight:
         self.skeleton = skeleton
         self.name = name
         self.device = device
-        self.seed = seed + zlib.crc32(name.encode())
+        self.seed = seed + zlib.crc32(name.encode())  # `hash` of a text differs between processes
 
     @torch.no_grad()
     def __getitem__(self, everything: object) -> torch.Tensor:
