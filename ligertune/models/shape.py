@@ -30,7 +30,7 @@ MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "Wi", "wi",
 MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
 
 
-def read_shape(model: PreTrainedModel, kind: type[ModelShape] = ModelShape) -> ModelShape:
+def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelShape:
     """Return the sizes of a model, with or without adapters, as a `kind`."""
     config = model.config.get_text_config()
     matmul = _matmul_sizes(model)

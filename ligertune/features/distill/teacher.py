@@ -25,7 +25,7 @@ from ligertune.models.shape import read_frozen_shape
 from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan, TeacherPlan
-from ligertune.planning.precision import Precision
+from ligertune.planning.precision import Dtype, Precision
 
 if TYPE_CHECKING:
     from ligertune.hardware import Machine
@@ -128,10 +128,11 @@ def teacher_options(options: BuildOptions, attention: str) -> ModelOptions:
     )
 
 
-def _dtype(wanted: str, machine: Machine, precision: Precision) -> str:
+def _dtype(wanted: Dtype | Literal["auto"], machine: Machine, precision: Precision) -> Dtype:
     """Return the dtype of the teacher's weights. auto: that in which the student computes."""
     if wanted == "auto":
-        return {"no": precision.weights, "fp16": "float16", "bf16": "bfloat16"}[precision.autocast]
+        by_autocast: dict[str, Dtype] = {"no": precision.weights, "fp16": "float16", "bf16": "bfloat16"}
+        return by_autocast[precision.autocast]
     if wanted == "bfloat16" and not machine.has_bfloat16:
         raise UserError(
             f"distill.teacher_dtype: bfloat16 is not supported by {machine.name} ({machine.arch}).",
