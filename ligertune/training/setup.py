@@ -346,11 +346,11 @@ def _resume(plan: Plan, accelerator: Accelerator, wrapped: Wrapped) -> Resumed:
             restore_random_states(folder, accelerator.process_index)
     metrics = MetricsFile(plan.output_dir / "metrics.jsonl", enabled=accelerator.is_main_process)
     metrics.begin(after=step)
-    losses, has_evaluation = _earlier_evaluations(accelerator, metrics, step)
+    losses, has_evaluation = _earlier_evaluations(metrics, step)
     return Resumed(step, notes, metrics, losses, has_evaluation)
 
 
-def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
+def _earlier_evaluations(metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
     """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank."""
     lines = [line for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else []
     losses = [line["eval_loss"] for line in lines if line["step"] > 0]  # without the one before the first step
