@@ -130,9 +130,9 @@ def teacher_options(options: BuildOptions, attention: str) -> ModelOptions:
 
 def _dtype(wanted: Dtype | Literal["auto"], machine: Machine, precision: Precision) -> Dtype:
     """Return the dtype of the teacher's weights. auto: that in which the student computes."""
+    computes: dict[str, Dtype] = {"no": precision.weights, "fp16": "float16", "bf16": "bfloat16"}
     if wanted == "auto":
-        by_autocast: dict[str, Dtype] = {"no": precision.weights, "fp16": "float16", "bf16": "bfloat16"}
-        return by_autocast[precision.autocast]
+        return computes[precision.autocast]
     if wanted == "bfloat16" and not machine.has_bfloat16:
         raise UserError(
             f"distill.teacher_dtype: bfloat16 is not supported by {machine.name} ({machine.arch}).",
