@@ -19,6 +19,7 @@ TOKENIZERS = ("tokenizer_default", "tokenizer", "default", "empty", "")  # names
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
 MAX_LAYERS = 4096  # as in the sizes of a configuration
 WRITE_IT = "Write a recipe with method.type: freeze and method.trainable, a list of regular expressions."
+PREFERENCE_RATE = 1e-6  # default learning rate of DPOConfig and KTOConfig
 # the keys of this fact, in its order: the report names the first one as the reason for `task: dpo`
 PREFERENCE_FILE = tables.KEYS["facts"]["a preference file"]
 PREFERENCE_SIGNS = [name for row in PREFERENCE_FILE for names in row for name in names.split("|")]
@@ -35,6 +36,10 @@ def refuse_methods(work: Import) -> None:
 
 def convert_preferences(work: Import) -> None:
     """Convert the loss of DPOConfig or KTOConfig."""
+    # a file of Axolotl says its objective in `rl`, of which an empty one is none
+    if "rl" in work.source:
+        return
+    work.data.setdefault("learning_rate", PREFERENCE_RATE)
     sign = next(name for name in PREFERENCE_SIGNS if name in work.data)
     named = next(name for name in ("pref_loss", *PREFERENCE_SIGNS) if name in work.source)
     default = "kto" if "desirable_weight" in work.data else "sigmoid"
