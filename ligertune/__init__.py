@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_public_api.p
     from ligertune.errors import UserError as UserError
     from ligertune.features.task import Measures as Measures
     from ligertune.features.task import Task as Task
-    from ligertune.patching.auto_classes import AutoModelForCausalLM as AutoModelForCausalLM
-    from ligertune.patching.auto_classes import AutoModelForImageTextToText as AutoModelForImageTextToText
-    from ligertune.patching.auto_classes import AutoModelForSequenceClassification as AutoModelForSequenceClassification
     from ligertune.patching.deferred_logits import loss_counts as loss_counts
     from ligertune.patching.experts.kernel_experts import register_experts as register_experts
+    from ligertune.patching.patch import AutoModelForCausalLM as AutoModelForCausalLM
+    from ligertune.patching.patch import AutoModelForImageTextToText as AutoModelForImageTextToText
+    from ligertune.patching.patch import AutoModelForSequenceClassification as AutoModelForSequenceClassification
     from ligertune.patching.patch import patch as patch
     from ligertune.patching.patch import unpatch as unpatch
     from ligertune.recipe.read import load_recipe as load_recipe
@@ -36,9 +36,9 @@ _WHERE = {
     "unpatch": "ligertune.patching.patch",
     "register_experts": "ligertune.patching.experts.kernel_experts",
     "loss_counts": "ligertune.patching.deferred_logits",
-    "AutoModelForCausalLM": "ligertune.patching.auto_classes",
-    "AutoModelForImageTextToText": "ligertune.patching.auto_classes",
-    "AutoModelForSequenceClassification": "ligertune.patching.auto_classes",
+    "AutoModelForCausalLM": "ligertune.patching.patch",
+    "AutoModelForImageTextToText": "ligertune.patching.patch",
+    "AutoModelForSequenceClassification": "ligertune.patching.patch",
     "load_recipe": "ligertune.recipe.read",
     "UserError": "ligertune.errors",
     "Trainer": "ligertune.trainer",

@@ -45,6 +45,11 @@ def pip_install(package: str) -> str:
     return f"pip install {shlex.quote(package + OPTIONAL.get(package, ''))}"
 
 
+def message_of(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type: libraries raise some without a message."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
     """Turn a panic in the Rust code of a library, which is no Exception, into a UserError: tokenizers has some."""

@@ -124,6 +124,12 @@ def _launcher_variable(name: str, default: int) -> int:
     return int(value)
 
 
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use, which a scheduler may have limited."""
+    # macOS and Windows have no such call
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def choose_processes(wanted: int | Literal["auto"], strategy: str) -> int:
     """Resolve `parallel.num_processes`: the launcher's processes, or one per visible GPU. Imports torch."""
     if is_launched():

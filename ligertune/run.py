@@ -55,7 +55,7 @@ def write_results(session: Session, fitted: TrainResult) -> Report:
         started=session.started,
         seconds=time.perf_counter() - session.began,
         seconds_to_first_step=session.phases.seconds,
-        notes=data.train.stream.account() if data.streamed else (),
+        notes=data.stream_notes,
     )
     if training.accelerator.is_main_process:
         write_run_report(plan, report)

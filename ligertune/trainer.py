@@ -34,6 +34,8 @@ from ligertune.training.step import StepFunction
 
 DEFAULT_TASK = Recipe.model_fields["task"].default
 RecipeLike = Recipe | str | os.PathLike[str] | Mapping[str, Any]
+Row = Mapping[str, Any]
+RowsLike = Iterable[Row] | Mapping[str, Iterable[Row]]
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
@@ -48,7 +50,7 @@ class Trainer:
         recipe: RecipeLike,
         overrides: Sequence[str] = (),
         *,
-        data: Iterable[Mapping[str, Any]] | None = None,
+        data: RowsLike | None = None,
         task: type[Task] | Callable[[Plan, nn.Module], Task] | None = None,
         loss: Loss | None = None,
         step: Callable[[Training], StepFunction] | None = None,
@@ -60,20 +62,21 @@ class Trainer:
         """Check the recipe; nothing is loaded before `plan`, `open` or `train`. Raises UserError.
 
         recipe: path of a file, sections as a mapping, or a `Recipe`. overrides: "section.key=value", as --set.
-        data: rows in any format of data.datasets, to train on instead of the first data set of the recipe.
+        data: rows in any format of data.datasets, to train on instead of the recipe's data sets, which a mapping may
+        then leave out; {"train": rows, "eval": rows} to evaluate on the others.
         task: a subclass of `Task`, or a function (plan, model) that returns one. loss: only its function
         (model, batch) -> this batch's part of the loss (). step: makes the function of a step from the training.
         callbacks: objects with methods of transformers' TrainerCallback (ligertune/training/callbacks.py).
         compute_metrics, preprocess_logits_for_metrics: as in transformers' Trainer; reported with each evaluation.
         show: receives each logged line.
         """
-        self.recipe = recipe_of(recipe, overrides)
+        self._rows = {} if data is None else _rows_of(data)
+        self.recipe = recipe_of(_with_places(recipe, self._rows), overrides)
         functions: dict[str, object] = {"task": task, "loss": loss, "step": step, "show": show}
         functions["compute_metrics"] = compute_metrics
         functions["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         given = {name: function for name, function in functions.items() if function is not None}
         _check_functions(given, self.recipe.task)
-        self._data = data
         self._show = show or (lambda line: None)
         metrics = None
         if compute_metrics is not None:
@@ -91,16 +94,10 @@ class Trainer:
     def job(self) -> Job:
         """Plan, configuration, tokenizer and prepared data. Raises UserError for what cannot be trained."""
         processes = None if is_launched() else 1
-        if self._data is None:
+        if not self._rows:
             return plan_for(self.recipe, processes=processes)
-        if isinstance(self._data, str | bytes | Mapping) or not isinstance(self._data, Iterable):
-            raise TypeError(
-                f"data: give rows, such as a list of dicts or a datasets.Dataset, and not {type(self._data).__name__}"
-            )
-        if isinstance(self._data, Iterator):
-            self._data = list(self._data)  # it can be read once, and an error below lets the user try again
-        with _as_file(self._data) as path:
-            return plan_for(_with_rows(self.recipe, path), processes=processes)
+        with _as_files(self._rows) as files:
+            return plan_for(_with_files(self.recipe, files), processes=processes)
 
     @property
     def plan(self) -> Plan:
@@ -189,23 +186,67 @@ def _task_maker(
     return task
 
 
+def _rows_of(data: RowsLike) -> dict[str, Iterable[Row]]:
+    """Return the rows to train on and those to evaluate on, by the names "train" and "eval"."""
+    given = dict(data) if isinstance(data, Mapping) else {"train": data}
+    if "train" not in given or given.keys() - {"train", "eval"}:
+        raise UserError(
+            f"data: the splits are {', '.join(map(str, given)) or 'none'}.", hint='Name them "train" and "eval".'
+        )
+    for name, rows in given.items():
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise TypeError(
+                f"data: give rows, such as a list of dicts or a datasets.Dataset, and not {type(rows).__name__}"
+            )
+        # an iterator can be read once, and an error while planning lets the user try again
+        given[name] = list(rows) if isinstance(rows, Iterator) else rows
+    return given
+
+
+def _with_places(recipe: RecipeLike, rows: Mapping[str, Iterable[Row]]) -> RecipeLike:
+    """Return the recipe with places for rows that a mapping names no data sets for."""
+    section = recipe.get("data", {}) if isinstance(recipe, Mapping) else None
+    if not rows or not isinstance(recipe, Mapping) or not isinstance(section, Mapping):
+        return recipe
+    places = {"datasets": [{"path": "data"}]} if "train" in rows else {}
+    if "eval" in rows and not section.get("val_split"):
+        places["eval_datasets"] = [{"path": "data"}]
+    return {**recipe, "data": {**places, **section}}
+
+
 @contextlib.contextmanager
-def _as_file(rows: Iterable[Mapping[str, Any]]) -> Iterator[Path]:
-    """Write rows as JSON lines, which the readers of data take. The file is removed when the data are prepared."""
+def _as_files(rows: Mapping[str, Iterable[Row]]) -> Iterator[dict[str, Path]]:
+    """Write rows as JSON lines, which the readers of data take. The files are removed when the data are prepared.
+
+    Messages name the rows as the user gave them.
+    """
     with tempfile.TemporaryDirectory(prefix="ligertune-rows-") as folder:
-        path = Path(folder) / "rows.jsonl"
-        with path.open("w", encoding="utf-8") as file:
-            for number, row in enumerate(rows, start=1):
-                if not isinstance(row, Mapping):
-                    raise UserError(
-                        f"data: row {number} is {type(row).__name__}.",
-                        hint='Give mappings such as {"instruction": "…", "output": "…"}.',
-                    )
-                file.write(_json_line(row, number))
-        yield path
+        files = {name: Path(folder) / f"{name}.jsonl" for name in rows}
+        names = {str(path): "data" if name == "train" else f"data[{name!r}]" for name, path in files.items()}
+        for name, path in files.items():
+            _write_rows(path, rows[name], names[str(path)])
+        try:
+            yield files
+        except UserError as error:
+            message = error.message
+            for written, place in names.items():
+                message = message.replace(written, place)
+            raise UserError(message, hint=error.hint, exit_code=error.exit_code) from None
 
 
-def _json_line(row: Mapping[str, Any], number: int) -> str:
+def _write_rows(path: Path, rows: Iterable[Row], place: str) -> None:
+    """Write rows to a file of JSON lines. place: what messages call them."""
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row, Mapping):
+                raise UserError(
+                    f"{place}: row {number} is {type(row).__name__}.",
+                    hint='Give mappings such as {"instruction": "…", "output": "…"}.',
+                )
+            file.write(_json_line(row, f"{place}: row {number}"))
+
+
+def _json_line(row: Row, place: str) -> str:
     """Return a row as a JSON line. Raises UserError that names the column which JSON cannot hold."""
     try:
         line = json.dumps(dict(row), ensure_ascii=False, default=_python_number)
@@ -213,7 +254,7 @@ def _json_line(row: Mapping[str, Any], number: int) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         columns = ", ".join(map(str, row))
         raise UserError(
-            f"data: row {number} ({columns}) holds a value that is no text, number, list or dict: {error}.",
+            f"{place} ({columns}) holds a value that is no text, number, list or dict: {error}.",
             hint="Convert it, or leave its column out.",
         ) from None
     return line + "\n"
@@ -226,10 +267,14 @@ def _python_number(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__}")
 
 
-def _with_rows(recipe: Recipe, path: Path) -> Recipe:
-    """Return the recipe with a file in place of its data sets."""
+def _with_files(recipe: Recipe, files: Mapping[str, Path]) -> Recipe:
+    """Return the recipe with files in place of its data sets."""
     # only format and columns: what else the data set says is about the rows that these replace
     first = recipe.data.datasets[0]
-    first = type(first)(path=str(path), format=first.format, columns=first.columns)
-    data = recipe.data.model_copy(update={"datasets": (first,)})
-    return recipe.model_copy(update={"data": data})
+    specs = {
+        name: type(first)(path=str(path), format=first.format, columns=first.columns) for name, path in files.items()
+    }
+    changes: dict[str, Any] = {"datasets": (specs["train"],)}
+    if "eval" in specs:
+        changes |= {"eval_datasets": (specs["eval"],), "val_split": 0.0}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})

@@ -1,4 +1,4 @@
-"""Imports on Windows and macOS, without triton, and from a checkout whose folder `kernels/` transformers might take."""
+"""Imports on Windows, macOS and Python 3.10, without triton, and from a checkout with its folder `kernels/`."""
 
 import ast
 import sys
@@ -37,6 +37,29 @@ def test_unix_modules_are_not_imported_at_module_level(folder):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert not UNIX_ONLY & set(names), path
+
+
+# names of the standard library that Python 3.10 does not have, as far as a reader of newer code would use them
+NEWER = {
+    "asyncio": {"Runner", "TaskGroup", "timeout"},
+    "contextlib": {"chdir"},
+    "datetime": {"UTC"},
+    "enum": {"EnumType", "ReprEnum", "StrEnum", "member", "nonmember", "verify"},
+    "itertools": {"batched"},
+    "typing": {"LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack", "assert_never",
+               "assert_type", "override", "reveal_type"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["ligertune", "kernels"])
+def test_only_names_of_python_3_10_are_imported(folder):
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))):
+            if isinstance(node, ast.ImportFrom):
+                newer = NEWER.get(node.module, set()) & {alias.name for alias in node.names}
+                assert not newer, path
+            if isinstance(node, ast.Import):
+                assert "tomllib" not in {alias.name for alias in node.names}, path
 
 
 FROM_THE_ROOT = """

@@ -87,6 +87,27 @@ def test_rows_are_trained_on_in_place_of_the_recipes_data(recipe):
         Trainer(recipe, data=["text"]).plan  # noqa: B018
 
 
+def test_rows_take_the_place_of_data_sets_that_a_recipe_leaves_out(recipe):
+    del recipe["data"]["datasets"], recipe["data"]["val_split"]
+    trainer = Trainer(recipe, data={"train": ROWS, "eval": ROWS[:3]})
+    assert (trainer.plan.data.examples, trainer.plan.data.eval_examples) == (len(ROWS), 3)
+    assert math.isfinite(trainer.train().eval_loss)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"train": ROWS, "test": ROWS}, "data: the splits are train, test. Name them"),
+        ([{"instruction": 3, "output": [None]}], r"^data: no row can be used: .*the first at data:1 "),
+        ({"train": ROWS, "eval": [{"instruction": "a"}]}, r"^data\['eval'\]: its columns"),
+    ],
+)
+def test_a_fault_of_rows_is_named_as_they_were_given(data, sentence, recipe):
+    recipe["data"]["val_split"] = 0.0
+    with pytest.raises(ligertune.UserError, match=sentence):
+        Trainer(recipe, data=data).plan  # noqa: B018
+
+
 def test_the_loss_can_be_replaced(recipe):
     _, expected = losses_of(recipe)
     recipe["train"]["max_steps"] = 1
@@ -219,7 +240,7 @@ def test_metrics_are_computed_from_all_predictions(recipe):
         ({"show": True}, TypeError, "Trainer: show must be a function"),
         ({"callbacks": Recorder}, TypeError, "callbacks: give a list of objects"),
         ({"callbacks": [Recorder]}, TypeError, "Recorder is a class. Give an object"),
-        ({"data": {"instruction": ["a"]}}, TypeError, "data: give rows, .* and not dict"),
+        ({"data": "rows.jsonl"}, TypeError, "data: give rows, .* and not str"),
         (
             {"data": [{"instruction": "a", "output": object()}]},
             ligertune.UserError,

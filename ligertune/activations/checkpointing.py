@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
 from ligertune.any_types import AnyModule
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.errors import UserError
 from ligertune.models.shape import text_layers
 
@@ -43,7 +43,7 @@ def checkpoint_layers(
     enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,
     # frozen layers before the first trained one, such as a tower, would run again for gradients nothing uses.
-    model.disable_input_require_grads()  # type: ignore[no-untyped-call]
+    model.disable_input_require_grads()
     modules: Iterable[AnyModule] = model.modules() if kind is not True else ()
     for module in modules:
         if hasattr(module, "_gradient_checkpointing_func"):

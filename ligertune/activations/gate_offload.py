@@ -86,9 +86,10 @@ class OffloadedGate(LinearPatch):
 
     def forward(self, input: Tensor) -> Tensor:
         layer = getattr(_thread, "layer", None)
+        # Under autocast the gradient of the product would have another dtype than x and the weight, its factors.
         if layer is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return super().forward(input)
-        return _Gate.apply(input, self.weight, self.bias, layer)  # type: ignore[no-untyped-call]
+        return _Gate.apply(input, self.weight, self.bias, layer)
 
 
 def require_gates(count: int, family: str, *, asked: str = "offload_gate") -> None:
@@ -109,7 +110,7 @@ def offload_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:
     gates = [gate_of(module) for module in model.modules() if id(module) not in others]
     plain = [gate for gate in gates if gate is not None and is_linear(gate) and "forward" not in vars(gate)]
     for gate in plain:
-        if isinstance(gate, RecomputingLinear):
+        if isinstance(gate, RecomputingLinear):  # a module takes one patch
             unpatch_module(gate)
         patch_module(gate, OffloadedGate)
     return len(plain)

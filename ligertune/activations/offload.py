@@ -86,13 +86,13 @@ def offloadable_share(layer: float, copy: float) -> float:
 
 def record_event() -> torch.cuda.Event:
     """Record a timing event on the current stream."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _have_ended(spans: list[Span]) -> bool:
-    return all(ended.query() for _, ended in spans)  # type: ignore[no-untyped-call]
+    return all(ended.query() for _, ended in spans)
 
 
 def _milliseconds(spans: list[Span]) -> float:
@@ -190,7 +190,7 @@ class ActivationOffloader:
         """Store `tensor`. It must not be written over before the next one is stored."""
         if tensor.is_cuda and self._stream is None:
             self.device = tensor.device
-            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(tensor.device)
         self._release_leaving()
         last = self._last()
         if self._stream is not None and last is not None and last.on_device:

@@ -79,7 +79,7 @@ class _Tiled(torch.autograd.Function):
             if dx is not None:
                 _rows_of(dx)[tile] = found.pop(0)[0]
             gradients = [_sum(*pair) for pair in zip(gradients, found, strict=True)]
-            del found, given
+            del found, given  # or they would exist next to those of the next tile
         sums = zip(gradients, ctx.parameters, strict=True)
         return dx, None, None, None, *(None if total is None else total.to(p.dtype) for total, p in sums)
 
@@ -119,8 +119,8 @@ def tiled(layer: Layer, x: Tensor, parameters: list[Tensor], tile: int) -> Tenso
         return tiled(lambda rows: layer(KernelNorm.forward(norm, rows)), normed.source, parameters, tile)
     if not (torch.is_grad_enabled() and (x.requires_grad or parameters)):
         return _each_tile(layer, x, tile)
-    given = _Input.apply(x, None if x.requires_grad else parameters[0])  # type: ignore[no-untyped-call]
-    return _Tiled.apply(given, given.grad_fn, layer, tile, *parameters)  # type: ignore[no-untyped-call]
+    given = _Input.apply(x, None if x.requires_grad else parameters[0])
+    return _Tiled.apply(given, given.grad_fn, layer, tile, *parameters)
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,13 @@ def tile_projections(model: PreTrainedModel, tile: int) -> int:
     """
     modules = _modules(model)
     inside = {id(part) for mlp in modules if isinstance(mlp, TiledMLP) for part in mlp.modules()}
+    # the parts of an adapter's layer run within the tiles of that layer
     inside |= {id(part) for m in modules if hasattr(m, "base_layer") for part in m.modules() if part is not m}
     linear = (m for m in modules if isinstance(getattr(m, "base_layer", m), nn.Linear) and id(m) not in inside)
     found = [module for module in linear if getattr(module, "patch_spec", None) is None]
     for module in found:
         mixin: type[ModulePatch] = TiledLinear
-        if isinstance(module, ModulePatch):  # `kernels.lora`
+        if isinstance(module, ModulePatch):  # `kernels.lora`; each tile would compute the outputs of all siblings
             leave_siblings(module)
             mixin = _tiled(module.patch_mixin)
             unpatch_module(module)

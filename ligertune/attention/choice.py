@@ -51,7 +51,7 @@ class Attention:
     multiple_of: int = 16  # tokens of a batch: matmuls gain 2 % tokens/s on an H100, padding included
 
 
-# FlashAttention, in torch (varlen) and in flash-attn, needs sm80 and takes heads of up to 256 columns. For wider heads
+# FlashAttention, in torch (varlen) and in flash-attn, needs sm80 and takes heads of at most 256 columns. On wider heads
 # document_attention would run its reference, which stores the scores. torch's flex kernel refuses heads below 16.
 ATTENTIONS = (
     Attention(FLASH_4, FA4_OR_DOCUMENT_ATTENTION, auto_on=("nvidia",), runs_on=("nvidia",), half_only=True,

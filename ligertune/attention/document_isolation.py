@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 from ligertune.data.modalities.modality import modality_of
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.models.score_head import gives_scores
 
 FIRST = 13  # tokens of the first document: small and odd
@@ -77,7 +77,7 @@ def check_document_isolation(model: PreTrainedModel, *, multiple_of: int) -> Non
         leak = document_leak(model, multiple_of=multiple_of)
     except (ValueError, TypeError) as error:  # models refuse packed rows, or keywords that they do not know, by these
         raise UserError(
-            f"data.packing: this {type(model).__name__} takes no packed rows: {str(error).partition(chr(10))[0]}",
+            f"data.packing: this {type(model).__name__} takes no packed rows: {message_of(error)}",
             hint="Write data.packing: false.",
         ) from error
     experts = any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS)

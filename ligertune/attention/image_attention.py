@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ligertune.attention.flash import flash_varlen
+from ligertune.attention.torch_attention import flash_varlen
 
 # Lengths of the images by the tensor of their bounds, which all layers share: they are copied from the GPU once.
 _LENGTHS = WeakIdKeyDictionary()

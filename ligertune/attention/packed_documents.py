@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from ligertune.attention import flash_4
-from ligertune.attention.flash import flash_varlen
+from ligertune.attention.torch_attention import flash_varlen
 from ligertune.data.batching.context_parallel import ContextParallelKeys
 from ligertune.errors import UserError
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION

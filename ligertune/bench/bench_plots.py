@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligertune.bench.case import Mode
-from ligertune.bench.cases.case_table import BENCHMARKS
-from ligertune.bench.measure import Row
+from ligertune.bench.measure import BENCHMARKS, Row
 from ligertune.errors import UserError, pip_install
 from ligertune.files.plots import has_matplotlib, new_figure, save_figure
 

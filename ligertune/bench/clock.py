@@ -52,8 +52,8 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
         self._flush_seconds = 1.0
         self._flush_seconds = min(self.time(self._cache.zero_)[0] for _ in range(3))
 

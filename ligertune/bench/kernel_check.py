@@ -15,8 +15,7 @@ import torch
 
 from ligertune.bench import accuracy
 from ligertune.bench.case import Case, OpBenchmark, Provider
-from ligertune.bench.cases.case_table import BENCHMARKS
-from ligertune.bench.measure import FAILURES, BoundProvider, first_line, seeded_inputs
+from ligertune.bench.measure import BENCHMARKS, FAILURES, BoundProvider, first_line, seeded_inputs
 from ligertune.hardware import Machine
 
 # A row that fits in registers and one that is looped over, partial last blocks; float64 of the largest fits in 1 GiB.

@@ -17,7 +17,7 @@ import torch
 
 from ligertune.bench import accuracy
 from ligertune.bench.case import Case, Mode, OpBenchmark, Provider, Rates, Tensors
-from ligertune.bench.cases.case_table import BENCHMARKS, cases_of
+from ligertune.bench.cases import attention_cases, expert_cases, loss_cases, norm_cases, pointwise_cases
 from ligertune.bench.clock import Clock, Timing, clock_for, measured_rates
 from ligertune.hardware import this_machine
 from ligertune.report import versions
@@ -25,6 +25,25 @@ from ligertune.report import versions
 # What torch, torch.compile and the ops raise where they do not support a case (out of memory is a RuntimeError).
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError)
 SEED = 0
+# By op; without arguments `ligertune bench` runs them in this order.
+BENCHMARKS: dict[str, OpBenchmark] = {
+    benchmark.op: benchmark
+    for benchmark in (
+        *loss_cases.LOSSES,
+        *norm_cases.NORMS,
+        pointwise_cases.ROPE,
+        attention_cases.ATTENTION,
+        *pointwise_cases.GATED,
+        expert_cases.EXPERTS,
+        pointwise_cases.EMBEDDING,
+        *loss_cases.DIVERGENCES,
+        pointwise_cases.DEQUANTIZE_NF4,
+        pointwise_cases.QUANTIZE_FLOAT8,
+        pointwise_cases.SWIGLU_FLOAT8,
+        pointwise_cases.INT2_MATMUL,
+        pointwise_cases.ADAMW_STEP,
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -167,6 +186,12 @@ def bench(
         gc.collect()
         if setup.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def cases_of(op: str, *, dtype: torch.dtype, small: bool) -> list[Case]:
+    """Return an op at all its sizes; small: those for a CPU."""
+    benchmark = BENCHMARKS[op]
+    return [Case(op, sizes, benchmark.dtype or dtype) for sizes in (benchmark.cpu_sizes if small else benchmark.sizes)]
 
 
 def bench_op(op: str, setup: BenchSetup, *, without: Sequence[str] = ()) -> list[Row]:

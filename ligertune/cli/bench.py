@@ -42,8 +42,7 @@ def bench(
     Example: ligertune bench rms_norm swiglu --plots plots
     """
     with importing():
-        from ligertune.bench.cases.case_table import BENCHMARKS
-        from ligertune.bench.measure import bench_op, default_setup, report_header
+        from ligertune.bench.measure import BENCHMARKS, bench_op, default_setup, report_header
 
     render.people_on_stderr(json)
     if plots is not None:

@@ -57,7 +57,7 @@ def plan(
     """
     from dataclasses import asdict
 
-    from ligertune.cli.render import memory_report, run_report
+    from ligertune.cli.render import run_report
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.planning.preflight import check_sources
     from ligertune.recipe.read import load_recipe
@@ -81,9 +81,9 @@ def plan(
     run_report.show_plan(made)
     fits = largest_fits(made) if fit is Fit.batch else None
     contexts = longest_contexts(made) if fit is Fit.context else None
-    memory_report.show_memory(made, fits)
+    run_report.show_memory(made, fits)
     if contexts is not None:
-        memory_report.show_contexts(made, contexts)
+        run_report.show_contexts(made, contexts)
     if json:
         found = contexts if fits is None else fits
         render.json_report({**made.as_dict(), "fit": found and [asdict(row) for row in found]})

@@ -99,16 +99,15 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
     from ligertune.cli.render import run_report
     from ligertune.cli.render.run_display import RunDisplay
     from ligertune.hardware import choose_processes, is_launched, is_main_process
-    from ligertune.launcher import slurm
     from ligertune.launcher.failures import is_started_rank
-    from ligertune.launcher.processes import Ranks, begin_rank
+    from ligertune.launcher.processes import Ranks, begin_rank, slurm_variables
     from ligertune.launcher.run_lock import check_not_in_use
     from ligertune.planning.preflight import check_output_dir, check_sources
     from ligertune.progress import COMMAND_GIVEN, Phases, taken_over
 
     check_sources(loaded)  # report missing files before torch is imported, which takes seconds
 
-    os.environ.update(slurm.variables(os.environ))
+    os.environ.update(slurm_variables(os.environ))
     started = is_started_rank()
     main = is_main_process()
     display = RunDisplay(enabled=main)

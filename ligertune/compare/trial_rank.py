@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligertune.compare.trial import RESULT, Failure
-from ligertune.errors import UserError, printable
+from ligertune.errors import UserError, message_of, printable
 from ligertune.files.storage import write_json
 from ligertune.hardware import is_main_process
 from ligertune.launcher.signals import handle_by_leaving
@@ -83,7 +83,7 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure("out of memory", f"host memory: {error}")
     # torch's CPU allocator raises a plain RuntimeError
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return Failure("out of memory", str(error).splitlines()[0])
+        return Failure("out of memory", message_of(error))
     return None
 
 

@@ -29,10 +29,10 @@ from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.row_kind import row_code
 from ligertune.data.rows.sources import find_files, hub_rows
-from ligertune.data.templates.named_templates import template_path
+from ligertune.data.templates.bounded_jinja import template_path
 from ligertune.errors import UserError
 from ligertune.files.checked_files import open_regular, read_json_value
-from ligertune.files.storage import put_in_place, write_text
+from ligertune.files.storage import flush, remove, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,7 +196,11 @@ def _memory_map(path: Path, dtype: str) -> np.ndarray:
 
 
 def _write(folder: Path, make: Callable[[CacheWriter], dict[str, Any]]) -> None:
-    """Write an entry to a temporary folder and rename that, replacing a damaged entry."""
+    """Write an entry to a temporary folder and rename that, replacing a damaged entry.
+
+    Some NFS mounts grant the lock to each host, so that two make an entry at once. The first one stays: its maker has
+    opened it, or is about to.
+    """
     for old in folder.parent.glob(_PARTIAL + "*"):
         if time.time() - old.stat().st_mtime > _MAX_AGE_OF_PARTIAL:
             shutil.rmtree(old, ignore_errors=True)
@@ -205,7 +209,15 @@ def _write(folder: Path, make: Callable[[CacheWriter], dict[str, Any]]) -> None:
         with ExitStack() as stack:
             writer = CacheWriter(partial, stack)
             writer.finish(make(writer))
-        put_in_place(partial, folder)
+        flush(partial)
+        if folder.exists() and _open_entry(folder) is None:
+            remove(folder)
+        try:
+            os.replace(partial, folder)
+        except OSError:  # the folder is not empty
+            if _open_entry(folder) is None:
+                raise
+        flush(folder.parent, files=False)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -97,6 +97,11 @@ class PreparedData:
         return None if isinstance(self.train, StreamedExamples) else self.train
 
     @property
+    def stream_notes(self) -> tuple[str, ...]:
+        """A sentence for each streamed data set about the rows that were read so far."""
+        return tuple(self.train.stream.account()) if isinstance(self.train, StreamedExamples) else ()
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Remarks on the labels of the examples, on the training data and on the evaluation data."""
         labels = (f"labels: {self.labels.about}",) if self.labels else ()

@@ -35,6 +35,7 @@ from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
 from ligertune.errors import UserError, panics_as_errors
+from ligertune.hardware import usable_cores
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
@@ -277,8 +278,7 @@ def count_processes(num_proc: int | Literal["auto"]) -> int:
     """Resolve `data.num_proc`: auto is one process per core that this process may use."""
     if num_proc != "auto":
         return num_proc
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _MAX_WORKERS))
+    return min(usable_cores(), _MAX_WORKERS)
 
 
 def build_blocks(rows: RowPipeline, records: Iterable[Record], *, processes: int) -> Iterator[BuiltBlock]:
@@ -311,6 +311,7 @@ def _work_in_processes(rows: RowPipeline, chunks: Iterator[list[Record]], proces
         try:
             for chunk in chunks:
                 pending.append(pool.submit(_work_in_worker, chunk))
+                # a chunk in work and one waiting for each worker: the reader is faster, and would fill the memory
                 if len(pending) > 2 * processes:
                     yield pending.popleft().result()
             while pending:

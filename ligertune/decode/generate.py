@@ -17,8 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ligertune.any_types import AnyModule
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.modalities.marks import MARK, marked_parts
-from ligertune.data.modalities.modality import ModalityReader, modality_of
+from ligertune.data.modalities.modality import MARK, ModalityReader, marked_parts, modality_of
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
@@ -163,7 +162,7 @@ def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Deco
         model.generate(
             **{name: value.to(model.device) for name, value in inputs.items()},
             max_new_tokens=decoding.max_new_tokens,
-            pad_token_id=pad if pad is not None else eos,
+            pad_token_id=pad if pad is not None else eos,  # transformers' own choice, of which it warns
             streamer=pieces,
             num_beams=1,  # beams have no text before they end
             logits_processor=LogitsProcessorList([FiniteLogits(loaded.name)]),
@@ -253,7 +252,8 @@ def encode_prompt(
     """Return the prompt in its template, after the (prompt, answer) pairs of `history`, and its token ids."""
     check_prompt(prompt)
     text, has_bos = format_prompt(tokenizer, prompt, template, history)
-    # verbose: transformers warns of a prompt beyond the context, which `chat` shortens
+    # A chat template writes BOS itself, and training saw one. verbose: transformers warns of a prompt beyond the
+    # context, which `chat` shortens.
     input_ids = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
     if not input_ids:
         where = f"{template_name(tokenizer)}: the chat template makes" if has_bos else "The tokenizer makes"
@@ -346,7 +346,7 @@ class SampleAnswers:
             text, has_bos = format_prompt(self.tokenizer, prompt, self.template)
             inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)
             ids = inputs["input_ids"].to(next(model.parameters()).device)
-            with run_eagerly():
+            with run_eagerly():  # each length of the answer would be another graph
                 output = model.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),

@@ -139,7 +139,7 @@ def communication(machine: Machine) -> Finding:
     # torch calls AMD's library by the name of NVIDIA's
     library = "RCCL" if machine.vendor == "amd" else "NCCL"
     if distributed.is_nccl_available():
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        version = torch.cuda.nccl.version()
         return Finding(what, f"{library} {'.'.join(map(str, version))}")
     advice = f"torch {machine.torch_version} is built without {library}, which training on several GPUs needs"
     return Finding.unless(machine.device_count == 1, what, f"no {library}", advice, "pip install torch")

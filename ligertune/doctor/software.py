@@ -16,6 +16,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
+from ligertune.errors import message_of
 from ligertune.progress import importing
 
 # torch -> triton versions that we tested together, for the CPU builds of torch, which require no triton.
@@ -84,7 +85,7 @@ def torch_that_fails() -> Finding | None:
         with importing():
             import torch  # noqa: F401
     except (ImportError, OSError) as problem:  # OSError: a CUDA or ROCm library is missing
-        reason = str(problem).splitlines()[0]
+        reason = message_of(problem)
         return Finding("torch imports", "no", reason, "pip install --force-reinstall torch")
     return None
 

@@ -8,16 +8,18 @@ the model on two tokens with a `DeferredLogits` in place of the logits, which re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligertune.any_types import AnyModule
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
+from ligertune.models.score_head import lm_head_of
+from ligertune.models.shape import base_of
 from ligertune.patching.deferred_logits import DeferredLogits
-from ligertune.patching.fused_loss import KernelLossModel
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import KernelLossModel, let_head_losses_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,19 +40,15 @@ class LogitTransform:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def adapted_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the transformers model inside a PEFT model; any other model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of the model that computes the last hidden state."""
-    return adapted_model(model).base_model
+    whole: AnyModule = base_of(model)
+    return whole.base_model
 
 
 def check_plain_head(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, hint: str = HINT) -> nn.Linear:
     """Return the output head. Raises UserError if it is not a linear layer without bias. Works on the meta device."""
-    head = model.get_output_embeddings()
+    head = lm_head_of(model)
     name = type(model).__name__
     if head is None or backbone_of(model) is model:
         problem = f"this {name} has no separate output head"
@@ -79,12 +77,12 @@ def logit_transform(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, 
     head = check_plain_head(model, origin, hint)
     seen = {}
 
-    def keep_hidden(module: nn.Module, args: tuple, output: tuple) -> None:
+    def keep_hidden(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         seen["backbone"] = output[0]
 
-    def defer(module: nn.Module, args: tuple, output: Tensor) -> DeferredLogits:
+    def defer(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> DeferredLogits:
         seen["head"] = args[0]
-        return DeferredLogits(_PlainHead(module), args[0])
+        return DeferredLogits(_PlainHead(head), args[0])
 
     hooks = [backbone_of(model).register_forward_hook(keep_hidden), head.register_forward_hook(defer)]
     was_training = model.training
@@ -105,6 +103,6 @@ def logit_transform(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, 
 
 def open_loss(model: nn.Module, task: str) -> None:
     """Let a model without our loss kernels compute the loss of a task. Raises UserError if it cannot."""
-    inner = adapted_model(model)
+    inner = base_of(model)
     if not isinstance(inner, KernelLossModel):
         let_head_losses_run(inner, task)

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from ligertune.errors import message_of
 from ligertune.files.checked_files import DamagedFileError, open_regular
 
 CHECKED_ROWS = 1 << 14  # rows of a check of all values: 16 MB of log-probabilities at K = 256
@@ -47,7 +48,7 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     except OSError:
         raise
     except Exception as error:  # numpy tokenizes the header and evaluates it as a Python literal
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:80]
+        reason = message_of(error)[:80]
         raise DamagedFileError(f"is not a .npy file: {reason}") from None
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ligertune.data.examples import Examples
 from ligertune.errors import UserError
 from ligertune.planning.memory.model_shape import ModelShape
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from ligertune.data.batching.collate import Batcher
-    from ligertune.data.examples import Examples
     from ligertune.data.prepare import PreparedData
     from ligertune.data.stream import StreamedExamples
     from ligertune.planning.plan import Plan
@@ -34,6 +34,8 @@ RESERVED_NAMES = (
     "padded_tokens", "trained_tokens", "tokens_per_second", "seconds", "peak_memory", "remaining_seconds", "note",
     "samples", "time",
 )  # fmt: skip
+# Examples; StreamedExamples, too, for a task whose rules allow data.streaming.
+TaskExamples: TypeAlias = Any
 AUX_LOSS = "aux_loss"  # the load-balancing loss of a mixture's routers, in TRL's name
 
 
@@ -120,18 +122,14 @@ class Task:
         communicate by torch.distributed.
         """
 
-    def inputs(
-        self, examples: Examples | StreamedExamples, indices: np.ndarray, *, step: int | None = None
-    ) -> dict[str, Any]:
+    def inputs(self, examples: TaskExamples, indices: np.ndarray, *, step: int | None = None) -> dict[str, Any]:
         """Return keywords of `loss` for any part of the global batch, which are the examples at `indices`.
 
         num_items_in_batch divides the loss: the number of trained tokens. Evaluation passes no step.
         """
         return {"num_items_in_batch": max(int(examples.trained[indices].sum()), 1)}
 
-    def batch_fields(
-        self, examples: Examples | StreamedExamples, indices: Sequence[int], batch: dict[str, Any]
-    ) -> dict[str, Any]:
+    def batch_fields(self, examples: TaskExamples, indices: Sequence[int], batch: dict[str, Any]) -> dict[str, Any]:
         """Return what a batch of the examples at `indices` has besides the collator's fields; `loss` removes it again.
 
         Tensors among it are moved to the device.
@@ -153,3 +151,9 @@ class Task:
         if AUX_LOSS in self.measures.names and aux_loss is not None:
             self.measures.add(AUX_LOSS, aux_loss)
         return outputs.loss
+
+
+def examples_in_memory(examples: Examples | StreamedExamples) -> Examples:
+    """Return the examples of a task whose rules refuse data.streaming, which are no stream."""
+    assert isinstance(examples, Examples)
+    return examples

@@ -4,6 +4,9 @@ It uses `torch.distributed.elastic.multiprocessing`, which starts processes, red
 and ends the others when one fails. torchrun's agent does not fit: it kills ranks 30 seconds after a signal, whether or
 not they have saved, and replaces their exit codes by its own (torch 2.13: two ranks that save for 40 seconds after
 SIGTERM are gone after 34, and the exit code is 1).
+
+Also the variables of Slurm: each task of `srun` is a rank that joins the run as those of torchrun do. accelerate 1.15
+reads those of MPI launchers only: under `srun` each task would be a run of one process.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ligertune.errors import UserError
 from ligertune.files.storage import newest_checkpoint, read_object, write_json
 from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_traceback
 from ligertune.launcher.signals import (
@@ -39,7 +44,6 @@ from ligertune.launcher.signals import (
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
-    from ligertune.errors import UserError
     from ligertune.planning.plan import Plan
 
 READY = "ready"  # each waiting rank writes the file READY-RANK into FOLDER
@@ -275,3 +279,54 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+# ---- Slurm
+
+
+def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torch and accelerate read, for one of several srun tasks; {} for other processes.
+
+    Only srun sets SLURM_STEP_NUM_TASKS; batch scripts have SLURM_PROCID and SLURM_NTASKS, too. Raises UserError if
+    Slurm shows each task its own GPU only.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == "1" or "SLURM_PROCID" not in environ or "WORLD_SIZE" in environ:
+        return {}
+    node = int(environ.get("SLURM_NODEID", "0"))
+    on_node = tasks_of_nodes(environ["SLURM_STEP_TASKS_PER_NODE"])[node]
+    visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES") or ""
+    if on_node > 1 and visible and visible.count(",") + 1 < on_node:
+        raise UserError(
+            f"Slurm shows this task the GPUs {visible}, and {on_node} tasks share the node: each task takes the GPU "
+            "whose index is its local rank.",
+            hint="Give srun --gpus-per-node instead of --gpus-per-task, or --gpu-bind=none.",
+        )
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(on_node),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"]),
+        # two jobs that share a node must not share a port
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20_000 + int(environ["SLURM_JOB_ID"]) % 20_000),
+    }
+
+
+def tasks_of_nodes(tasks_per_node: str) -> list[int]:
+    """Return the number of tasks of each node: "4(x2),3" -> [4, 4, 3]."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def first_node(nodes: str) -> str:
+    """Return the first host name of a node list: "gpu[007-009,012],cpu3" -> "gpu007"."""
+    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    if found is None:
+        raise UserError(
+            f"The environment variable SLURM_STEP_NODELIST is {nodes!r}, which names no node.",
+            hint="Set MASTER_ADDR to the name of the first node.",
+        )
+    return "".join(part or "" for part in found.groups())

@@ -58,6 +58,7 @@ def grow(model: PreTrainedModel, rows: int, *, seed: int, mean_resizing: bool = 
         torch.manual_seed(seed)
         verbosity = get_verbosity()
         set_verbosity(logging.ERROR)  # it explains the mean in a paragraph
+        # on the meta device there are no values whose mean could be taken
         model.resize_token_embeddings(rows, mean_resizing=mean_resizing and device.type != "meta")
         set_verbosity(verbosity)
 
@@ -72,7 +73,7 @@ def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
     needed = max([rows, *(int(token) + 1 for ids in lists for token in ids)])
     path = folder / ADAPTER_WEIGHTS[0]
     if config.get("modules_to_save") and path.is_file():
-        ends = (embedding, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+        ends = (embedding, model.get_output_embeddings())
         names = tuple(f".{name}.weight" for name, module in model.named_modules() if module in ends)
         with safe_open(path, framework="pt") as file:
             whole = [name for name in file.keys() if name.endswith(names)]  # noqa: SIM118

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ligertune.data.modalities.modality import modality_of
-from ligertune.data.templates.named_templates import known_templates, template_path
+from ligertune.data.templates.bounded_jinja import known_templates, template_path
 from ligertune.data.templates.tokenizer_limits import check_tokenizer, check_tokenizer_file
 from ligertune.errors import UserError
 from ligertune.files.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
@@ -22,6 +22,7 @@ from ligertune.planning.preflight import is_hub_id
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
 
+# The first that a vocabulary has: what families pad with, or keep for nothing (the reserved tokens of Llama 3).
 PAD_NAMES = (
     "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>", "<unk>",
 )  # fmt: skip

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligertune.any_types import AnyModule
-from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import (
@@ -40,7 +39,7 @@ from ligertune.models.shape import base_of
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, trained_base
-from ligertune.recipe.section import path_fault
+from ligertune.recipe.section import RESERVED_VARIABLES, path_fault
 
 if TYPE_CHECKING:
     from torch import nn
@@ -241,7 +240,7 @@ def load_saved(
         from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
         model = base_of(load_adapter(model, name, SAVED_MODEL))  # with the adapter in its layers
-    return model.eval(), loaded  # type: ignore[no-untyped-call]
+    return model.eval(), loaded
 
 
 def base_as_trained(spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None) -> PreTrainedModel:

@@ -46,7 +46,7 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 def lm_head_of(model: PreTrainedModel) -> AnyModule:
     """Return the output head; None for a model without one."""
-    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return model.get_output_embeddings()
 
 
 def is_tied(model: PreTrainedModel) -> bool:

@@ -30,7 +30,7 @@ MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "Wi", "wi",
 MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
 
 
-def read_shape(model: PreTrainedModel, kind: type[ModelShape] = ModelShape) -> ModelShape:
+def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelShape:
     """Return the sizes of a model, with or without adapters, as a `kind`."""
     config = model.config.get_text_config()
     matmul = _matmul_sizes(model)
@@ -123,7 +123,7 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
     return lm_head_of(model) or score_head(base_of(model))
 
 
-def parameter_kinds(model: PreTrainedModel) -> tuple[tuple[ParameterKind, int], ...]:
+def parameter_kinds(model: AnyModule) -> tuple[tuple[ParameterKind, int], ...]:
     """Return (kind, number of parameters) for each kind of parameter. Tied parameters are counted once."""
     ends = [embedding_of(model), output_head(model)]
     outside = {id(p) for module in ends if module is not None for p in module.parameters()}

@@ -8,7 +8,7 @@
 
 Any other operation on a DeferredLogits computes the logits: same numbers, more memory, one warning, and a count in
 `loss_counts`. After the forward, an output in training computes its logits when they are read (`lazy_output`). A head
-with hooks (`observers`) returns its logits at once. Calls without labels, and so `generate()`, are not affected.
+with hooks (`observer_of`) returns its logits at once. Calls without labels, and so `generate()`, are not affected.
 """
 
 from __future__ import annotations

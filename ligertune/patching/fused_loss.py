@@ -3,14 +3,24 @@
 `DeferredLossModel` patches the model and `LossHead` its output head: together they compute the loss from deferred
 logits (`deferred_logits`). `KernelLossModel` alone lets the model make its logits and computes their cross-entropy with
 our kernel. `ChunkedHead` is the baseline without a kernel that `ligertune compare` measures.
+
+Tasks compute other losses inside the output head of any model:
+
+    with head_loss(loss_of_this_batch):
+        model(**batch, labels=labels).loss
+
+While the context is open, the patched head passes hidden states and its weight to `HeadLoss.fused`. Where the logits
+are made, because kernels are off or a hook sees them, `HeadLoss.dense` receives them. Labels are those that a position
+predicts, as for the cross-entropy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +40,43 @@ from ligertune.patching.deferred_logits import (
     count_materialised,
     targets_of,
 )
-from ligertune.patching.head_loss import loss_from_logits
 from ligertune.patching.host_copy import search_rows
 from ligertune.patching.lazy_output import without_deferred
-from ligertune.patching.module_patch import ModulePatch, names_in, patch_module
-from ligertune.patching.observers import observer_of
+from ligertune.patching.module_patch import ModulePatch, names_in, observer_of, patch_module
 from ligertune.patching.probe import Refusal
 from ligertune.untraced_inputs import Untraced, reveal
 
 # Rows whose logits `ChunkedHead` makes at a time. The product runs at 763 TFLOP/s with 1,024 rows and at 623 with 256,
 # which read the weight four times as often; 2,048 gain 2 % and take twice the memory (H100, E = 4,096, V = 128,256).
 CHUNK_ROWS = 1024
+
+
+class HeadLoss(Protocol):
+    """A loss () of N positions."""
+
+    def fused(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Return the loss of hidden states (N, E), the head's weight (V, E) and bias (V,), and labels (N,).
+
+        options: logit_scale, softcap, ignore_index and labelled_rows of `linear_log_probs`, and num_items_in_batch.
+        """
+        ...
+
+    def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
+        """Return the loss of logits (N, V), scaled and capped, and labels (N,)."""
+        ...
+
+
+@contextlib.contextmanager
+def head_loss(loss: HeadLoss) -> Iterator[None]:
+    """Let forwards with labels in this thread compute `loss` instead of the cross-entropy."""
+    before = STATE.head_loss
+    STATE.head_loss = loss
+    try:
+        yield
+    finally:
+        STATE.head_loss = before
 
 
 class LossHead(ModulePatch):
@@ -70,6 +106,7 @@ class LossHead(ModulePatch):
         if loss is None:
             return super().forward(input, **kwargs)
         labels, options = loss
+        # layers spread over devices leave the labels on the device of the inputs
         return self.compute_loss(input.reshape(-1, input.shape[-1]), labels.reshape(-1).to(input.device), options)
 
     def compute_loss(self, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
@@ -149,6 +186,36 @@ def dense_loss(
     return total / ((labels != ignore_index).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 
+def loss_from_logits(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute ForCausalLMLoss, or the loss of an open `head_loss`."""
+    if STATE.head_loss is None:
+        loss: Any = ForCausalLMLoss  # it takes an int for num_items_in_batch, too, which its annotation leaves out
+        return loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs)
+    target = targets_of(labels, shift_labels, ignore_index).reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1])
+    return STATE.head_loss.dense(flat, target.to(flat.device), num_items_in_batch)
+
+
+def let_head_losses_run(model: PreTrainedModel, task: str) -> None:
+    """Make `head_loss` work on a model whose loss our kernels do not compute. Raises UserError if it cannot."""
+    if model.loss_function is ForCausalLMLoss:
+        model.loss_function = loss_from_logits
+        return
+    chosen = getattr(model.loss_function, "__name__", "another one")
+    raise UserError(
+        f"task: {task} needs a causal language model's loss, and that of this {type(model).__name__} is {chosen}.",
+        hint="Choose a model that transformers lists for causal language modelling.",
+    )
+
+
 def _on(device: torch.device, count: int | Tensor | None) -> int | Tensor | None:
     return count.to(device) if isinstance(count, Tensor) else count
 
@@ -187,6 +254,7 @@ def loss_in_head(
         "num_items_in_batch": _on(logits.device, num_items_in_batch),
         "labelled_rows": None,
     }
+    # rows are places in the labels, which the hidden states must have too
     if target.numel() == logits.hidden.shape[:-1].numel():
         known, shift = (labels, 1) if shift_labels is None else (shift_labels, 0)
         found = _found_rows(known, ignore_index, shift) if labelled_rows is None else None
@@ -283,7 +351,7 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     """Return the output head of a transformers model; None for a model without one, and other modules."""
     if not isinstance(model, PreTrainedModel):
         return None
-    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return model.get_output_embeddings()
 
 
 def refuse_loss(model: nn.Module) -> Refusal | None:

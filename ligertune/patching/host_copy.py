@@ -32,12 +32,12 @@ class HostCopy:
             return
         self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         self._host.copy_(values.detach(), non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(values.device))
 
     def has_arrived(self) -> bool:
         """Return whether `read` would not wait."""
-        return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
+        return self._event is None or self._event.query()
 
     def read(self) -> Tensor:
         """Return the values on the CPU."""

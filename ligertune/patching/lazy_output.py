@@ -26,13 +26,13 @@ class LazyOutput(ModelOutput):
             return tuple(self[name] for name in list(self)[key])
         if isinstance(key, int):
             return self[list(self)[key]]  # not through to_tuple, which would compute the logits for outputs[0]
-        value = super().__getitem__(key)  # type: ignore[no-untyped-call]
+        value = super().__getitem__(key)
         if isinstance(value, DeferredLogits):
             value = self[key] = value.materialise(f"outputs[{key!r}] is read")
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = super().get(key, default)  # type: ignore[no-untyped-call]
+        value = super().get(key, default)
         return self[key] if isinstance(value, DeferredLogits) else value
 
     def __reduce__(self) -> Any:

@@ -4,7 +4,8 @@ The subclass keeps `__name__`, `__qualname__` and `__module__`: transformers wri
 the class's source through its module, and looks classes up by `str(cls)`. What a patch has to know is stored on the
 class (`patch_spec`) and nothing on the instance, so the state dict, hooks, `__dict__` and pickles stay as they were.
 
-`rebuild_function` makes a function call other functions without touching the module that defines it.
+`observer_of` tells whether others see what goes in and out of a module. `rebuild_function` makes a function call other
+functions without touching the module that defines it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -91,7 +92,7 @@ def unpatch_module(module: nn.Module) -> None:
     if wrapper is not None:
         raise ValueError(f"{type(module).__name__} was wrapped after it was patched ({wrapper}): take the wrapper off")
     assert isinstance(module, ModulePatch)  # or something would have wrapped it
-    if is_own_forward(module):
+    if _is_own(module, vars(module).get("forward")):
         del module.forward
     module.__class__ = type(module).patch_original
 
@@ -100,22 +101,84 @@ def wrapper_of(module: nn.Module) -> str | None:
     """Return what has wrapped a patched module since, so that its class cannot be restored; None if nothing has."""
     if "patch_original" not in vars(type(module)):
         return f"its class is {type(module).__name__} of {type(module).__module__}"
-    replaced = "forward" in vars(module) and not is_own_forward(module)
+    replaced = "forward" in vars(module) and not _is_own(module, vars(module)["forward"])
     return "its forward was replaced on the instance" if replaced else None
 
 
-def is_own_forward(module: nn.Module) -> bool:
-    """Return whether the instance holds its class's own forward: accelerate leaves it there when its hooks go."""
-    forward = vars(module).get("forward")
+def _is_own(module: nn.Module, forward: Any) -> bool:
+    """Return whether `forward` is the class's own, which accelerate leaves on the instance when its hooks go."""
     if not isinstance(forward, types.MethodType):
         return False
     return forward.__self__ is module and forward.__func__ is type(module).forward
+
+
+# ---- observers of a module: hooks, or a forward set on the instance, that see its inputs and outputs
+
+# Modules of wrappers that only provide a weight, and pass inputs and outputs on as they are: no observers.
+WEIGHT_PROVIDERS = (
+    "accelerate.",
+    "deepspeed.",
+    "torch.distributed.fsdp.",
+    "torch.distributed._composable.",  # `replicate`, which is DDP by hooks
+    "torch.nn.utils.",
+    "torch.utils.module_tracker",  # FLOP counters: it notes when a module begins and ends
+)
+HOOK_KINDS = {
+    "forward hook": "_forward_hooks",
+    "forward pre-hook": "_forward_pre_hooks",
+    "backward hook": "_backward_hooks",
+    "backward pre-hook": "_backward_pre_hooks",
+}
 
 
 def has_own_hooks(module: nn.Module) -> bool:
     """Return whether hooks of `module`, or a forward set on the instance, see its inputs or outputs."""
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
+def observer_of(module: nn.Module) -> str | None:
+    """Return what observes `module`, in words, or None."""
+    for name in ("forward", "_old_forward"):  # accelerate's hooks keep the forward that they replace as the second
+        forward = vars(module).get(name)
+        if forward is not None and not _is_own(module, forward) and not _provides_weight(forward):
+            return f"its forward was replaced by {_name(forward)}"
+    for kind, hook in _hooks(module):
+        if not _provides_weight(hook):
+            return f"it has a {kind} ({_name(hook)})"
+    return None
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for kind, name in HOOK_KINDS.items():
+        for hook in getattr(module, name).values():
+            yield kind, hook
+        for hook in getattr(nn.modules.module, f"_global{name}").values():
+            yield f"global {kind}", hook
+    added = getattr(module, "_hf_hook", None)  # accelerate's; several are combined in one `SequentialHook`
+    for hook in getattr(added, "hooks", (added,) if added is not None else ()):
+        yield "hook of accelerate", hook
+
+
+def _provides_weight(function: Any) -> bool:
+    return _origin(function).startswith(WEIGHT_PROVIDERS)
+
+
+def _origin(function: Any) -> str:
+    """Return the module that defines a function, the function of a partial or method, or an object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+# ---- functions rebuilt on other globals
 
 
 def decorator_chain(function: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+import transformers
 from ligertune_kernels import backend
 from torch import nn
 from transformers import PreTrainedModel
@@ -197,13 +198,13 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.get_default_device())
 
 
-def check_model(function: str, model: object) -> None:
+def _check_model(function: str, model: object) -> None:
     """Raise TypeError, which names the function, unless `model` is a module of PyTorch."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: the model must be a torch.nn.Module, and is a {type(model).__name__}")
 
 
-def check_switches(function: str, switches: dict[str, object]) -> None:
+def _check_switches(function: str, switches: dict[str, object]) -> None:
     """Raise TypeError, which names the function, for a switch that is neither True nor False."""
     for name, value in switches.items():
         if type(value) is not bool:
@@ -212,8 +213,8 @@ def check_switches(function: str, switches: dict[str, object]) -> None:
 
 def _check_arguments(model: nn.Module, switches: dict[str, object], loss: object, recompute: object) -> None:
     """Raise TypeError or ValueError for arguments that `patch` cannot use."""
-    check_model("patch", model)
-    check_switches("patch", switches)
+    _check_model("patch", model)
+    _check_switches("patch", switches)
     if loss not in get_args(Loss):
         raise ValueError(f"patch: loss must be one of {', '.join(get_args(Loss))}, and is {loss!r}")
     if recompute not in (True, False, "norms"):
@@ -264,7 +265,7 @@ def _patch_layer(module: AnyModule, kind: LayerKind, tallies: dict[str, _Tally],
 def _patch_readers(model: nn.Module, owner: nn.Module) -> KernelLine:
     """Let linear layers recompute their inputs; the row counts the modules whose outputs are recomputable."""
     # not the output head: the loss reads its input
-    head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+    head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None
     recompute_inputs(model, but=head)
     makers = sum(isinstance(module, RecomputableOutput) for module in model.modules())
     return KernelLine("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
@@ -297,7 +298,7 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
     forward was replaced on the instance. Take the wrapper off and call `unpatch` again. Raises TypeError unless `model`
     is a module.
     """
-    check_model("unpatch", model)
+    _check_model("unpatch", model)
     stay = {}
     for name, module in model.named_modules():
         if isinstance(module, ModulePatch):
@@ -315,3 +316,47 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
             stacklevel=2,
         )
     return tuple(stay)
+
+
+# ---- transformers' auto classes of language models, which load and patch
+
+
+class _PatchedAuto:
+    """Load a model of one of transformers' auto classes, and patch it. keep_logits: as in `patch`."""
+
+    auto_class: type[Any]  # a class of transformers' auto classes, which have no public base
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
+        _check_switches(cls.__name__, {"keep_logits": keep_logits})
+        register_experts()  # before the arguments or the configuration name it
+        kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal
+        model = cls.auto_class.from_pretrained(*args, **kwargs)
+        patch(model, keep_logits=keep_logits)
+        return model
+
+    @classmethod
+    def from_config(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
+        _check_switches(cls.__name__, {"keep_logits": keep_logits})
+        register_experts()
+        model = cls.auto_class.from_config(*args, **kwargs)
+        patch(model, keep_logits=keep_logits)
+        return model
+
+
+class AutoModelForCausalLM(_PatchedAuto):
+    """Load with the arguments of `transformers.AutoModelForCausalLM`, then patch."""
+
+    auto_class = transformers.AutoModelForCausalLM
+
+
+class AutoModelForImageTextToText(_PatchedAuto):
+    """Load with the arguments of `transformers.AutoModelForImageTextToText`, then patch."""
+
+    auto_class = transformers.AutoModelForImageTextToText
+
+
+class AutoModelForSequenceClassification(_PatchedAuto):
+    """Load with the arguments of `transformers.AutoModelForSequenceClassification`, then patch."""
+
+    auto_class = transformers.AutoModelForSequenceClassification

@@ -91,6 +91,7 @@ Settings = tuple[tuple[str, Any], ...]
 
 def settings_of(module: nn.Module) -> Settings:
     """Return the plain values a module was built with (widths, switches, factors), which a stub gets too."""
+    # not `training`: a probe chooses the mode
     plain = (bool, int, float, str, type(None))
     return tuple(
         sorted(

@@ -140,6 +140,7 @@ def recomputation_of(input: Any) -> Recomputation | None:
     if torch.compiler.is_compiling() or type(input) is not Tensor or not torch.is_grad_enabled():
         return None
     recomputation = getattr(input, "recomputation", None)
+    # the address of every meta tensor is 0, and `replacing` knows the input by its address
     if recomputation is None or input.is_meta or not recomputation.still_computes(input):
         return None
     autograd: Any = torch._C._autograd

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 
 # A hub in reach answers within 1 s, also from another continent. DNS servers that are out of reach take 10 s and more.
 ANSWER_SECONDS = 4.0
@@ -66,7 +66,7 @@ def check_hub_model(
         if any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
             return
     except HFValidationError as problem:
-        reason = str(problem).splitlines()[0].rstrip(".")
+        reason = message_of(problem).rstrip(".")
     raise UserError(
         f"{key}: {name} is not a folder here, and the hub could not be reached ({reason}). The cache of this machine"
         f" does not hold {'it' if revision in (None, 'main') else f'its revision {revision}'}.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.files.base_model import TrainedBase
 from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
 from ligertune.planning.hub import MODEL_FILES, check_hub_model
@@ -178,7 +178,7 @@ def _check_hub_id(name: str, *, key: str) -> None:
     except (HTTPError, OSError, HFValidationError) as problem:
         raise UserError(
             f"{key}: {name} is not a folder here, and the hub could not be reached or has no such model"
-            f" ({str(problem).strip().splitlines()[0].rstrip('.')}).",
+            f" ({message_of(problem).rstrip('.')}).",
             hint=hint,
         ) from problem
 

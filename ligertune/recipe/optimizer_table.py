@@ -12,7 +12,8 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 Bytes = Callable[[Shape, int, int], float]
 
-SMALL = 4096  # elements; quantising optimizers keep the states of smaller parameters in 32 bits
+# Elements; quantising optimizers keep the states of smaller parameters in 32 bits: `min_8bit_size` of bitsandbytes.
+SMALL = 4096
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ def _projected(shape: Shape, itemsize: int, rank: int) -> float:
 
 OPTIMIZERS = {
     "adamw_torch_fused": OptimizerStates(_states(2)),
+    # the square roots of all second moments exist at once: torch steps all parameters together (foreach)
     "adamw_torch": OptimizerStates(_states(2), copies=1),
+    # six temporaries of a piece are in fp32, each as large as two copies of it in bfloat16
     "adamw_bf16": OptimizerStates(lambda shape, itemsize, rank: 4 * math.prod(shape), pieces=12),
     "adamw_8bit": OptimizerStates(_quantised(8, block=256), needs="bitsandbytes", takes_parts=False),
     "paged_adamw_8bit": OptimizerStates(
@@ -83,6 +86,7 @@ OPTIMIZERS = {
     "adafactor": OptimizerStates(_row_and_column_means, copies=2, takes_parts=False),
     "muon": OptimizerStates(_states(1), matrices_only=True, pieces=4),
     "galore_adamw": OptimizerStates(_projected, matrices_only=True, takes_parts=False, pieces=3),
+    # the update, before its sign is added to the weight
     "lion": OptimizerStates(_states(1), pieces=1),
     "sgd": OptimizerStates(_states(0)),
 }

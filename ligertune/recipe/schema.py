@@ -212,6 +212,7 @@ class DataSpec(Section):
     """Remove the reasoning of answers before the last question, before the template is rendered."""
     chat_template_kwargs: TemplateVariables = Field({})
     """Variables for the chat template, such as {enable_thinking: false}; the column of this name wins."""
+    # from 2 on, because the first token of an example is never predicted
     max_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
     """Maximum length of an example, in tokens."""
     on_overlength: Literal["drop", "truncate", "error"] = "drop"

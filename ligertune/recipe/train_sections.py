@@ -204,6 +204,7 @@ class TrainSpec(Section):
     """Replay forward and backward as a CUDA graph: on one GPU, for steps so small that kernel launches limit them."""
     fp8: Literal["torchao"] | Switch = False
     """Multiply in float8 in linear layers, with our kernels or torchao's; trained weights keep their dtype."""
+    # `set_seed` also seeds numpy's global generator, which takes 32 bits
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of weight initialisation, data order and validation split."""
 

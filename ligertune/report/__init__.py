@@ -1,7 +1,6 @@
 """The report of a run: report.json, and report.html, a page for people. Importing it does not import torch."""
 
-from ligertune.report.make_report import Report, Throughput, make_report, throughput
-from ligertune.report.provenance import versions
+from ligertune.report.make_report import Report, Throughput, make_report, throughput, versions
 from ligertune.report.run_page import batch_words, loss_unit, model_title, write_run_report
 
 __all__ = [

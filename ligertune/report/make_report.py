@@ -1,21 +1,31 @@
-"""Run report: losses, throughput, MFU, peak memory, and where the model was saved."""
+"""Run report: losses, throughput, MFU, peak memory, where the model was saved, and where the result comes from."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ligertune.errors import format_bytes, format_duration
 from ligertune.files.storage import mask_secrets, read_metrics, utc_now
 from ligertune.recipe.feature import feature_parts
 from ligertune.recipe.plain_yaml import dump
-from ligertune.report.provenance import provenance
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
     from ligertune.training.metrics.meter import Counts
     from ligertune.training.metrics.train_result import TrainResult
+
+PACKAGES = ("torch", "triton", "triton-rocm", "transformers", "accelerate", "peft", "datasets", "torchao", "ligertune")
 
 
 @dataclass(frozen=True)
@@ -71,12 +81,12 @@ class Report:
     seconds: float
     output_dir: str
     model_path: str | None
-    started: str
+    started: str  # of this process, in UTC; a resumed run has the dates of its earlier parts in metrics.jsonl
     ended: str
     host: str
     command: str
-    git_commit: str | None
-    recipe_sha256: str
+    git_commit: str | None  # of the working directory; None if it is in no git checkout
+    recipe_sha256: str  # of resolved_recipe.yaml
     versions: dict[str, str]
     notes: tuple[str, ...]
     measured: dict[str, Any] | None = None  # by the feature, on what it trained; report.json names it by its feature
@@ -123,26 +133,20 @@ def make_report(
     seconds_to_first_step: dict[str, float],
     notes: tuple[str, ...],
 ) -> Report:
-    """Return the report of a run.
-
-    measured: by the feature, on what it trained. notes: added to those of plan and training.
-    """
+    """Return the report of a run. measured: by the feature. notes: added to those of plan and training."""
     lines = read_metrics(plan.output_dir / "metrics.jsonl")
-    losses = [line["loss"] for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval_loss" in line]
-    before_training = [line["eval_loss"] for line in evaluations if line["step"] == 0]
-    before = [line["loss_before_training"] for line in lines if "loss_before_training" in line]
     return Report(
         status="interrupted" if fitted.stopped_by else "completed",
         stopped_by=fitted.stopped_by,
         steps=fitted.step,
         total_steps=plan.schedule.total_steps,
         resumed_from=fitted.resumed_from,
-        loss_before_training=before[0] if before else None,
-        loss_first=losses[0] if losses else None,
-        loss_last=losses[-1] if losses else None,
+        loss_before_training=_first_value(lines, "loss_before_training"),
+        loss_first=_first_value(lines, "loss"),
+        loss_last=_first_value(reversed(lines), "loss"),
         eval_loss=fitted.last_eval_loss,
-        eval_loss_before_training=before_training[0] if before_training else None,
+        eval_loss_before_training=next((line["eval_loss"] for line in evaluations if line["step"] == 0), None),
         eval_measures=_eval_measures(evaluations),
         tokens=fitted.work.tokens,
         trained_tokens=fitted.work.trained_tokens,
@@ -162,7 +166,13 @@ def make_report(
         seconds=seconds,
         output_dir=str(plan.output_dir),
         model_path=model_path,
-        **dataclasses.asdict(provenance(mask_secrets(dump(plan.settings)), started=started, ended=utc_now())),
+        started=started,
+        ended=utc_now(),
+        host=platform.node(),
+        command=command_line(),
+        git_commit=git_commit(),
+        recipe_sha256=hashlib.sha256(mask_secrets(dump(plan.settings)).encode()).hexdigest(),
+        versions=versions(),
         notes=(*plan.notes, *fitted.notes, *notes),
         measured=measured,
         task=plan.build.task,
@@ -171,6 +181,10 @@ def make_report(
         carried=dataclasses.asdict(plan.carried) if plan.carried is not None and plan.carried.names else None,
         experts=fitted.experts,
     )
+
+
+def _first_value(lines: Iterable[dict[str, Any]], name: str) -> float | None:
+    return next((line[name] for line in lines if name in line), None)
 
 
 def _eval_measures(evaluations: list[dict[str, Any]]) -> dict[str, float]:
@@ -204,3 +218,32 @@ def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) 
         image_tokens_per_second=work.image_tokens / seconds if has_images else None,
         mfu=work.flops / seconds / (peak * plan.batching.world_size) if mfu_known and peak is not None else None,
     )
+
+
+# ---- where a result comes from
+
+
+def command_line() -> str:
+    """Return the command, quoted for a shell. Ranks are started with the arguments of the user's command."""
+    name, *arguments = sys.argv
+    if Path(name).parts[-1:] == ("ligertune",) or Path(name).parts[-2:] == ("ligertune", "__main__.py"):
+        name = "ligertune"
+    return shlex.join([name, *arguments])
+
+
+def git_commit() -> str | None:
+    """Return the commit of the git checkout that the working directory is in, or None."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
+        return done.stdout.strip() or None
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of packages that affect a result."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

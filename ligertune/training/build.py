@@ -35,7 +35,7 @@ from ligertune.models.load import build_model, carried_by, quantization_of
 from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
-from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import BuildOptions

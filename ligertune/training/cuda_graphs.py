@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 
 MAX_GRAPHS = 16  # each keeps its inputs and launches in memory; further shapes run without a graph
 # Entries of a batch that no device code reads: attention in one launch uses cu_seq_lens.
@@ -110,6 +110,7 @@ class CudaGraphedStep:
 
     def _record(self, batch: dict[str, Any]) -> _Graph:
         """Record the step. Raises UserError if something in it synchronises, which a graph cannot."""
+        # A graph reads fixed addresses: each replay copies its batch to these.
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         graph = torch.cuda.CUDAGraph()
         try:
@@ -119,7 +120,7 @@ class CudaGraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = f"forward and backward cannot be recorded: {str(error).splitlines()[0]}."
+            reason = f"forward and backward cannot be recorded: {message_of(error)}."
             raise UserError(f"train.cuda_graphs: {reason}", hint=HINT, exit_code=1) from error
         self._pool = graph.pool()
         self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))

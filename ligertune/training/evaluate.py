@@ -54,6 +54,7 @@ class EvaluationMetrics:
         """Return predictions and labels of a batch, in host memory."""
         logits, labels = task.predictions(model, batch)
         kept = self.preprocess(logits, labels)
+        # numpy has no bfloat16
         return kept.float().cpu().numpy() if kept.is_floating_point() else kept.cpu().numpy(), labels.cpu().numpy()
 
     def of_all(self, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
@@ -132,6 +133,7 @@ def evaluate(
                 break
             mine = range(start + rank * size, min(start + (rank + 1) * size, len(rows)))
             batcher.prefetch([[rows[i] for i in mine]])
+            # Without rows it is a blank batch: all ranks must make the same collective calls.
             batch = batcher([rows[i] for i in mine])
             loss_sum += task.loss(model, {**batch, **loss_inputs}).float()
             if metrics is not None and mine:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ligertune.launcher.signals import WRITING, StopRequest
 from ligertune.patching.deferred_logits import loss_counts
 from ligertune.progress import Phases
-from ligertune.training.checkpoint.best_weights import load_best, save_best
+from ligertune.training.checkpoint.weight_files import load_best, save_best
 from ligertune.training.checks import kernels_as_run, why_not_fused
 from ligertune.training.evaluate import EarlyStopping, Evaluation, evaluate
 from ligertune.training.metrics.meter import synchronize

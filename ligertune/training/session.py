@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ligertune.attention.sdpa import prefer_flash
+from ligertune.attention.torch_attention import prefer_flash
 from ligertune.files.storage import utc_now, write_json
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import hide_loading_bars

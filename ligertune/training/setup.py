@@ -14,13 +14,12 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ligertune.data.batching.collate import Batcher, rows_multiple_of, static_shapes_of
+from ligertune.data.batching.collate import Batcher, FilePrefetcher, rows_multiple_of, static_shapes_of
 from ligertune.data.batching.context_parallel import context_parallel_split
 from ligertune.data.batching.order import ByFileCount, DataOrder, StreamOrder, check_files_on_all_rows
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import ModalityReader
-from ligertune.data.modalities.prefetch import FilePrefetcher
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import SampleAnswers
@@ -36,14 +35,13 @@ from ligertune.progress import Display, Show
 from ligertune.training.callbacks import Callbacks
 from ligertune.training.checkpoint.checkpoint_files import Saver
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
-from ligertune.training.checkpoint.float8_scales import save_float8_scales
 from ligertune.training.checkpoint.load_checkpoint import (
     explain_unusable,
     load_states,
     restore_random_states,
     saved_progress,
 )
-from ligertune.training.checkpoint.trained_weights import save_only_what_trains
+from ligertune.training.checkpoint.weight_files import save_float8_scales, save_only_what_trains
 from ligertune.training.checks import FiniteLossCheck, check_context_parallel
 from ligertune.training.evaluate import EarlyStopping, EvaluationMetrics
 from ligertune.training.metrics.meter import Counts, Meter
@@ -348,11 +346,11 @@ def _resume(plan: Plan, accelerator: Accelerator, wrapped: Wrapped) -> Resumed:
             restore_random_states(folder, accelerator.process_index)
     metrics = MetricsFile(plan.output_dir / "metrics.jsonl", enabled=accelerator.is_main_process)
     metrics.begin(after=step)
-    losses, has_evaluation = _earlier_evaluations(accelerator, metrics, step)
+    losses, has_evaluation = _earlier_evaluations(metrics, step)
     return Resumed(step, notes, metrics, losses, has_evaluation)
 
 
-def _earlier_evaluations(accelerator: Accelerator, metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
+def _earlier_evaluations(metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
     """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank."""
     lines = [line for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else []
     losses = [line["eval_loss"] for line in lines if line["step"] > 0]  # without the one before the first step

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.features.task import Task
 from ligertune.models.float8.float8_linear import scales_of
 from ligertune.planning.plan import Plan
@@ -69,6 +69,7 @@ class TrainStep:
     def _launch(self, batch: dict[str, Any]) -> Tensor:
         attention = self._plan.attn_implementation
         noise = contextlib.nullcontext() if self._noise is None else self._noise.of_batch(batch)
+        # Only compiled layers, whose backward is compiled in the forward, need the mode here: `deterministic_backward`.
         with noise, deterministic_backward(self._deterministic and self._plan.build.execution.torch_compile, attention):
             loss = self._task.loss(self._model, batch)
         with deterministic_backward(self._deterministic, attention):

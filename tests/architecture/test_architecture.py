@@ -24,7 +24,7 @@ MAX_FILES, MAX_TOP_LEVEL_MODULES = 12, 9
 MAX_LINES, MAX_KERNEL_LINES = 60, 90
 # number of the structure -> (budget, goal); structure.py says what is counted
 BUDGETS = {
-    "tuple assignments": (23, 25),
+    "tuple assignments": (22, 25),
     "constructions by **": (0, 0),
     "functions with more than 8 arguments": (10, 12),
     "functions of a complexity over 15": (3, 3),

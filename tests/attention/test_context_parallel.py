@@ -18,7 +18,7 @@ from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.batching.context_parallel import ContextParallelSplit, document_runs, rank_pieces
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
-from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.training import checks
 from ligertune.training.checks import EXACT, ROUNDED, context_parallel_error

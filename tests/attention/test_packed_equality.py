@@ -6,7 +6,7 @@ from support.models import tiny_models
 from support.tasks.packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
 
 from ligertune.attention import packed_documents
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 
 # transformers' eager attention finds documents by position_ids

@@ -9,8 +9,8 @@ from support.models import tiny_models
 from support.tasks.packed_rows import CAPPED, FAMILIES, UNCAPPED, history, make, packed, separate
 
 from ligertune.attention.document_isolation import document_leak
-from ligertune.attention.sdpa import deterministic_backward, prefer_flash
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.attention.torch_attention import deterministic_backward, prefer_flash
+from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 
 pytestmark = [

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from ligertune.attention.document_isolation import check_document_isolation, document_leak
 from ligertune.data.batching.collate import collate_packed
 from ligertune.errors import UserError
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks
 
 
 def logits_of(model, batch) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from support.tasks.packed_rows import make, packed
 from transformers import masking_utils
 
-from ligertune.patching.packed.packing_checks import install_packing_checks, prepare_masks
+from ligertune.patching.packing_checks import install_packing_checks, prepare_masks
 
 
 @pytest.fixture

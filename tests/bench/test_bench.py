@@ -21,9 +21,8 @@ from typer.testing import CliRunner
 
 from ligertune.bench import accuracy
 from ligertune.bench.case import Case, Provider, Rates, function
-from ligertune.bench.cases.case_table import BENCHMARKS, cases_of
 from ligertune.bench.clock import Timing, measured_rates
-from ligertune.bench.measure import BenchSetup, Repetitions, Row, bench, bench_setup
+from ligertune.bench.measure import BENCHMARKS, BenchSetup, Repetitions, Row, bench, bench_setup, cases_of
 from ligertune.cli.app import app
 from ligertune.errors import UserError
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -13,7 +14,7 @@ import pytest
 from support.data.row_files import flip_a_bit, write_rows
 from transformers import AutoTokenizer
 
-from ligertune.data.cache import cache_home
+from ligertune.data.cache import CacheWriter, cache_home, load_or_make
 from ligertune.errors import UserError
 
 ROWS = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9 + 1)} for n in range(60)]
@@ -145,6 +146,18 @@ def test_a_damaged_entry_is_replaced(damage, home, rows, prepared):
     again = prepared(rows)
     assert (is_cached(again), again.train.fingerprint) == (False, before)
     assert is_cached(prepared(rows)) and entries(home) == [entry]
+
+
+def test_an_entry_that_another_host_made_meanwhile_stays(home, monkeypatch):
+    """Some NFS mounts grant the lock to each host: two make an entry at once, and neither removes the other's."""
+    monkeypatch.setattr("ligertune.data.cache.FileLock", lambda path: nullcontext())
+
+    def make(writer: CacheWriter) -> dict:
+        load_or_make("key", lambda writer: {"made": "there"})
+        return {"made": "here"}
+
+    assert load_or_make("key", make).about == {"made": "there"}
+    assert [path.name for path in home.iterdir()] == ["key"]
 
 
 def test_an_error_leaves_no_entry_and_an_unwritable_folder_is_named(home, rows, prepared):

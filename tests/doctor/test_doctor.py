@@ -10,8 +10,8 @@ from support.command_line import ROOT
 from typer.testing import CliRunner
 
 from ligertune.bench.case import function
-from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.kernel_check import check_ops
+from ligertune.bench.measure import BENCHMARKS
 from ligertune.cli.app import app
 from ligertune.doctor import gpu, host, software
 from ligertune.errors import OPTIONAL, pip_install

@@ -3,7 +3,7 @@
 import pytest
 
 from ligertune.errors import UserError
-from ligertune.launcher.slurm import first_node, tasks_of_nodes, variables
+from ligertune.launcher.processes import first_node, slurm_variables, tasks_of_nodes
 
 TASK = {
     "SLURM_JOB_ID": "123456", "SLURM_STEP_NUM_TASKS": "12", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
@@ -12,7 +12,7 @@ TASK = {
 
 
 def test_a_task_becomes_a_rank():
-    assert variables(TASK) == {
+    assert slurm_variables(TASK) == {
         "RANK": "9", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "gpu007", "MASTER_PORT": "23456",
     }  # fmt: skip
@@ -27,13 +27,13 @@ def test_a_task_becomes_a_rank():
     ],
 )
 def test_other_processes_become_no_rank(environ):
-    assert variables(environ) == {}
+    assert slurm_variables(environ) == {}
 
 
 def test_a_task_that_sees_only_its_own_gpu_is_refused():
-    assert variables({**TASK, "CUDA_VISIBLE_DEVICES": "0,1"})["LOCAL_RANK"] == "1"
+    assert slurm_variables({**TASK, "CUDA_VISIBLE_DEVICES": "0,1"})["LOCAL_RANK"] == "1"
     with pytest.raises(UserError, match="2 tasks share the node"):
-        variables({**TASK, "CUDA_VISIBLE_DEVICES": "1"})
+        slurm_variables({**TASK, "CUDA_VISIBLE_DEVICES": "1"})
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from support.models import tiny_models
 from transformers.models.llama import modeling_llama
 
-from ligertune.patching.auto_classes import AutoModelForCausalLM
 from ligertune.patching.deferred_logits import loss_counts
-from ligertune.patching.packed.packing_checks import prepare_masks
-from ligertune.patching.patch import patch, unpatch
+from ligertune.patching.packing_checks import prepare_masks
+from ligertune.patching.patch import AutoModelForCausalLM, patch, unpatch
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from support.storages import MadeStorages
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.models.trainable import apply_method
 from ligertune.patching.mlps.kernel_mlps import gives_new_unseen_output
 from ligertune.patching.patch import patch, unpatch

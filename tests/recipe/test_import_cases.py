@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from ligertune.cli.app import app
-from ligertune.data.templates.named_templates import NAMES
+from ligertune.data.templates.bounded_jinja import BUILT_IN
 from ligertune.errors import UserError
 from ligertune.recipe import Recipe, load_recipe
 from ligertune.recipe.aliases import ALIASES
@@ -212,7 +212,7 @@ def test_json_holds_every_key_with_its_fate(tmp_path, monkeypatch):
 
 
 def test_every_template_of_another_tool_is_a_built_in_one():
-    assert set(TEMPLATES.values()) <= set(NAMES)
+    assert set(TEMPLATES.values()) <= set(BUILT_IN)
 
 
 def test_no_key_that_has_a_counterpart_has_a_reason_why_it_has_none():

@@ -19,7 +19,7 @@ from ligertune.cli.render.run_report import show_report
 from ligertune.data.batching.order import DataOrder
 from ligertune.errors import format_bytes, format_count, format_rate
 from ligertune.report import loss_unit, model_title
-from ligertune.report.provenance import command_line, git_commit
+from ligertune.report.make_report import command_line, git_commit
 from ligertune.report.svg_chart import tick_labels, ticks
 from ligertune.run import run
 

@@ -3,7 +3,7 @@
 #
 #   sbatch slurm.sh recipe.yaml
 #
-# ligertune reads the variables that srun sets (ligertune/launcher/slurm.py): no torchrun and no host file is needed.
+# ligertune reads the variables that srun sets (ligertune/launcher/processes.py): no torchrun and no host file is needed.
 # checkpoint.output_dir, the recipe and the data must be on a file system that all nodes share.
 # On one node, one task is enough, because `ligertune train` starts one process per visible GPU:
 #

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ligertune.attention.flash import flash_varlen
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import deterministic_backward, flash_varlen
 from ligertune.bench.case import Case, OpBenchmark, Provider, Tensors, Work, function
 
 # those of Llama-3-8B

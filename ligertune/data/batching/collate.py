@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,12 @@ from torch import Tensor
 from ligertune.data.batching.context_parallel import ContextParallelSplit
 from ligertune.data.examples import Example
 from ligertune.data.templates.label_masking import IGNORE_INDEX
+from ligertune.hardware import usable_cores
 
 if TYPE_CHECKING:
     from ligertune.data.batching.packing import Packs
     from ligertune.data.examples import Examples
     from ligertune.data.modalities.modality import FileInputs, ModalityReader
-    from ligertune.data.modalities.prefetch import FilePrefetcher
     from ligertune.data.stream import StreamedExamples
     from ligertune.planning.plan import Plan
 
@@ -30,6 +32,7 @@ MoreFields = Callable[["Examples | StreamedExamples", list[int], dict[str, Any]]
 ROWS_MULTIPLE_OF = 128
 HEAD_SIZES_PER_BATCH = 4  # sizes of the head's products where each one is recorded as a CUDA graph
 MAX_PINNED_BYTES = 16 << 20  # of one tensor
+MAX_THREADS = 16  # that read files, per process; each GPU has a process of its own
 SHORT_DOCUMENT = 16  # tokens; the rows of a stream are not known ahead, so they get room for documents this short
 
 
@@ -112,6 +115,7 @@ def static_shapes_of(plan: Plan, packs: Packs | None) -> StaticShapes | None:
     longest = min(plan.rows.length, plan.data.longest)
     tokens = rows * plan.rows.multiple_of
     each = plan.rows.length // SHORT_DOCUMENT if packs is None else packs.most_documents * plan.rows.documents
+    # the padding of a row is split into documents, too, of at most `longest` tokens
     return StaticShapes(tokens, longest, documents=rows * each + -(-tokens // longest))
 
 
@@ -121,6 +125,32 @@ def rows_multiple_of(plan: Plan) -> int:
         return ROWS_MULTIPLE_OF
     share = plan.batching.micro_batch_size * plan.rows.length // HEAD_SIZES_PER_BATCH
     return padded_length(max(share, 1), ROWS_MULTIPLE_OF)
+
+
+class FilePrefetcher:
+    """Compute the model inputs of expected files in threads; release them when they are taken."""
+
+    def __init__(self, reader: ModalityReader) -> None:
+        self._reader = reader
+        self._threads = ThreadPoolExecutor(min(usable_cores(), MAX_THREADS), thread_name_prefix="files")
+        self._made: dict[str, Future[FileInputs]] = {}
+        self._wanted: Counter[str] = Counter()
+
+    def expect(self, paths: Iterable[str]) -> None:
+        """Start computing these; a path is listed as often as it will be taken."""
+        for path in paths:
+            self._wanted[path] += 1
+            if path not in self._made:
+                self._made[path] = self._threads.submit(self._reader.read, path)
+
+    def take(self, path: str) -> FileInputs:
+        """Return the inputs of a file, expected or not."""
+        if path not in self._made:
+            return self._reader.read(path)
+        self._wanted[path] -= 1
+        # the last use releases the inputs, which are large
+        made = self._made[path] if self._wanted[path] > 0 else self._made.pop(path)
+        return made.result()
 
 
 @dataclass(frozen=True)

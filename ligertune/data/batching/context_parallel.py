@@ -43,7 +43,7 @@ class ContextParallelKeys:
 
         key_rows: (keys,) int64, their places among the tokens of all ranks, concatenated in rank order.
         """
-        gathered = _Gather.apply(own.squeeze(0).transpose(0, 1), self.group)  # type: ignore[no-untyped-call]  # (C * T, K, D)
+        gathered = _Gather.apply(own.squeeze(0).transpose(0, 1), self.group)  # (C * T, K, D)
         return gathered.index_select(0, key_rows).transpose(0, 1)[None]
 
 
@@ -107,7 +107,7 @@ def context_parallel_split(plan: Plan) -> ContextParallelSplit | None:
     """Create this rank's group; None without context parallelism. All ranks call it."""
     if plan.batching.cp_size == 1:
         return None
-    group, _ = dist.new_subgroups(plan.batching.cp_size)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(plan.batching.cp_size)
     return ContextParallelSplit(group)
 
 

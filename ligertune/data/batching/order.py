@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -153,6 +153,12 @@ class StreamOrder(DataOrder):
         self._made, self._rows = self._made + 1, self._rows + len(rows)
 
 
+class NumberOfEach(Protocol):
+    """A number of each example, by an array of indices. That of a stream is known once its examples are read."""
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
+
+
 class ByFileCount:
     """Splits the micro-batches of a DataOrder by the number of their files, for models that need equal numbers.
 
@@ -162,7 +168,7 @@ class ByFileCount:
 
     packs = None  # rows of such models are not packed
 
-    def __init__(self, order: DataOrder, n_files: np.ndarray) -> None:
+    def __init__(self, order: DataOrder | StreamOrder, n_files: NumberOfEach) -> None:
         self.batching = order.batching
         self._order = order
         self._n_files = n_files

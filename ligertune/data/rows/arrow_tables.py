@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.data_files import MAX_PASSED, CompressionError, DataFile, Record, n_bytes_of
+from ligertune.errors import message_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -111,7 +112,7 @@ def _errors_of(file: DataFile, kind: str) -> Iterator[None]:
         raise
     # ValueError: also text that is not UTF-8, and dates that Python does not have
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise file.error(f"not a valid {kind} file: {str(error).partition(chr(10))[0].rstrip('.')}") from error
+        raise file.error(f"not a valid {kind} file: {message_of(error).rstrip('.')}") from error
 
 
 def _records(rows: TableRows, batch: pyarrow.RecordBatch, file: DataFile) -> Iterator[Record]:

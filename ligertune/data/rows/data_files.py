@@ -12,7 +12,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ligertune.errors import UserError
 
@@ -132,7 +132,7 @@ class DataFile:
 
 
 @contextmanager
-def _zstandard(raw: BinaryIO) -> Iterator[BinaryIO]:
+def _zstandard(raw: BinaryIO) -> Iterator[io.BufferedReader]:
     """Decompress a Zstandard file with pyarrow, in bounded memory. Raises CompressionError while it is read."""
     import pyarrow
 

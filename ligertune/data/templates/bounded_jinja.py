@@ -5,12 +5,15 @@ from running for ever or from filling the memory. This environment is transforme
 template_limits.py. They need no signals and no processes, so they hold in threads and in worker processes. A signal
 is too late: `{{ '%0999999999d' % 1 }}` in transformers 5.24 answered a SIGALRM after 20 s only at its end, after 43 s.
 A usual rendering takes 126 µs, and 151 µs there.
+
+Also the files of templates: the built-in ones in `chat/`, those that a recipe names, and a tokenizer's.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from functools import lru_cache, wraps
 from itertools import islice
 from pathlib import Path
@@ -236,6 +239,30 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:120]
+
+
+# ---- files of templates
+
+# Templates by name, such as `data.prompt_template: chatml`: written for ligertune after the published formats, with its
+# licence (Apache-2.0). They have no place for tools, and refuse rows with tools.
+_FOLDER = Path(__file__).parent / "chat"
+BUILT_IN = tuple(sorted(path.name.removesuffix(".jinja") for path in _FOLDER.glob("*.jinja")))
+
+
+def read_template(name: str) -> str:
+    """Return the text of a built-in template or, for any other name, of a file. Raises OSError or UnicodeError."""
+    return read_template_file(template_path(name))
+
+
+def template_path(name: str) -> Path:
+    """Return the file of a built-in template, or `name` as a path. The recipe has made paths of files absolute."""
+    return _FOLDER / f"{name}.jinja" if name in BUILT_IN else Path(name)
+
+
+def known_templates(name: str) -> str:
+    """Return a sentence that names the built-in templates, or the one that `name` is a misspelling of."""
+    close = get_close_matches(name.lower(), BUILT_IN, n=1)
+    return f"Did you mean {close[0]}?" if close else f"The built-in ones are {', '.join(BUILT_IN)}."
 
 
 def read_template_file(path: Path) -> str:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.modalities.marks import marked_parts
+from ligertune.data.modalities.modality import marked_parts
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template
 from ligertune.data.templates.control_tokens import Span
 from ligertune.data.templates.template_messages import check_calls

@@ -26,10 +26,9 @@ from ligertune.data.answers.reasoning import ReasoningMask, drop_history_reasoni
 from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.formats import Format
-from ligertune.data.templates.bounded_jinja import template_name
+from ligertune.data.templates.bounded_jinja import known_templates, read_template, template_name, template_path
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
 from ligertune.data.templates.jinja_renderer import JinjaRenderer, has
-from ligertune.data.templates.named_templates import known_templates, read_template, template_path
 from ligertune.data.templates.template_messages import REASONING_FIELDS, forms_of, split_calls, template_messages
 from ligertune.errors import UserError
 

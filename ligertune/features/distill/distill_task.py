@@ -11,7 +11,7 @@ from ligertune.features.distill.divergence import CHUNK_ROWS, DistillLoss, Diver
 from ligertune.features.distill.recipe import DistillSpec
 from ligertune.features.distill.teacher import Teacher, load_teacher
 from ligertune.features.task import Measures, Task
-from ligertune.patching.head_loss import head_loss
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
 
@@ -39,8 +39,10 @@ class DistillTask(Task):
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Return this batch's part of the loss: the teacher's forward first, then the student's."""
-        hidden = self._teacher.hidden_states(batch)
-        of_batch = DistillLoss(self._divergence, self._teacher.head, hidden, self.measures)
+        teacher = self._teacher
+        assert teacher is not None  # `prepare` has loaded it
+        hidden = teacher.hidden_states(batch)
+        of_batch = DistillLoss(self._divergence, teacher.head, hidden, self.measures)
         with head_loss(of_batch):
             loss = super().loss(model, batch)
         if not of_batch.ran:

@@ -72,7 +72,7 @@ class TeacherHead:
     def has_kernel(self, student: LogitTransform) -> bool:
         """Return whether `linear_jsd` computes the divergence of a student with these logits exactly."""
         caps = student.softcap is not None or self.transform.softcap is not None
-        return not caps and math.frexp(self._ratio(student))[0] == 0.5
+        return not caps and math.frexp(self._ratio(student))[0] == 0.5  # the mantissa of a power of two
 
     def scaled(self, hidden: Tensor, student: LogitTransform) -> Tensor:
         """Return hidden states whose logits need the student's scale. The factor is a power of two, which is exact."""
@@ -142,7 +142,7 @@ class DistillLoss:
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
         """Return the loss of the student's logits (N, V); the teacher's are made a chunk of rows at a time."""
         size = self._shared_vocabulary(logits.shape[1])
-        total = 0.0
+        total = torch.zeros((), device=logits.device)
 
         def part(logits: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
             return self.divergence.sum_of_logits(logits[:, :size], self.head.logits(taught, size), labels)

@@ -32,8 +32,8 @@ from ligertune.features.distill.divergence import (
 from ligertune.features.distill.recipe import DistillSpec
 from ligertune.features.distill.teacher_files import StoredTeacher
 from ligertune.features.output_head import LogitTransform
-from ligertune.features.task import Measures, Task
-from ligertune.patching.head_loss import head_loss
+from ligertune.features.task import Measures, Task, examples_in_memory
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
 
@@ -122,18 +122,20 @@ class OfflineDistillTask(Task):
 
     def __init__(self, shape: ModelShape, plan: Plan) -> None:
         super().__init__(shape)
-        self._folder = Path(plan.build.section(DistillSpec).teacher_file)
-        self._divergence = Divergence.of(plan.build.section(DistillSpec))
+        options = plan.build.section(DistillSpec)
+        assert options.teacher_file is not None  # without it the task is a `DistillTask`
+        self._folder = Path(options.teacher_file)
+        self._divergence = Divergence.of(options)
         self.measures = Measures(self._divergence.measures)
         self._stored: list[tuple[Examples, StoredTeacher]] = []
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         """Open the files of the examples."""
         self.measures = Measures(self._divergence.measures, batchers[0].device)
-        self._stored = [
-            (batcher.examples, StoredTeacher(self._folder, name, batcher.examples))
-            for name, batcher in zip(("train", "eval"), batchers, strict=False)
-        ]
+        self._stored = []
+        for name, batcher in zip(("train", "eval"), batchers, strict=False):
+            examples = examples_in_memory(batcher.examples)
+            self._stored.append((examples, StoredTeacher(self._folder, name, examples)))
 
     def batch_fields(self, examples: Examples, indices: Sequence[int], batch: dict[str, Any]) -> dict[str, Any]:
         """Return the stored token ids and log-probabilities (M, K) of the batch's trained tokens."""
@@ -142,8 +144,8 @@ class OfflineDistillTask(Task):
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Return this batch's part of the loss."""
-        fields = [batch[name] for name in FIELDS]
-        of_batch = StoredLoss(self._divergence, *fields, self.measures)
+        ids, log_probs = (batch[name] for name in FIELDS)
+        of_batch = StoredLoss(self._divergence, ids, log_probs, self.measures)
         with head_loss(of_batch):
             loss = super().loss(model, {name: value for name, value in batch.items() if name not in FIELDS})
         if not of_batch.ran:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
+from ligertune.any_types import AnyModule
 from ligertune.data.prepare import PreparedData
 from ligertune.features.distill.distill_task import DistillTask
 from ligertune.features.distill.offline_task import OfflineDistillTask
@@ -23,7 +22,7 @@ from ligertune.planning.plan import Plan
 from ligertune.recipe.feature import TaskOptions
 
 
-def _make_task(plan: Plan, model: nn.Module) -> DistillTask | OfflineDistillTask:
+def _make_task(plan: Plan, model: AnyModule) -> DistillTask | OfflineDistillTask:
     """Return the task: with a teacher, or with its written log-probabilities."""
     open_loss(model, plan.build.task)
     kind = OfflineDistillTask if plan.build.section(DistillSpec).teacher_file else DistillTask

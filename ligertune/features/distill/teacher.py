@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from ligertune.files.model_files import ModelOrigin
 from ligertune.models.load import build_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
+from ligertune.models.score_head import lm_head_of
 from ligertune.models.shape import read_frozen_shape
-from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan, TeacherPlan
-from ligertune.planning.precision import Precision
+from ligertune.planning.precision import Dtype, Precision
 
 if TYPE_CHECKING:
     from ligertune.hardware import Machine
@@ -92,7 +93,7 @@ def with_attention(
     if teacher is None or not packed:
         return teacher
     half = teacher.dtype != "float32"
-    allowed = "auto" if options.layout.document_attention else False
+    allowed: Literal["auto"] | bool = "auto" if options.layout.document_attention else False
     try:
         attention = choose_attention(
             AttentionDemands("auto", packing=True, own_kernel=allowed),
@@ -127,10 +128,11 @@ def teacher_options(options: BuildOptions, attention: str) -> ModelOptions:
     )
 
 
-def _dtype(wanted: str, machine: Machine, precision: Precision) -> str:
+def _dtype(wanted: Dtype | Literal["auto"], machine: Machine, precision: Precision) -> Dtype:
     """Return the dtype of the teacher's weights. auto: that in which the student computes."""
+    computes: dict[str, Dtype] = {"no": precision.weights, "fp16": "float16", "bf16": "bfloat16"}
     if wanted == "auto":
-        return {"no": precision.weights, "fp16": "float16", "bf16": "bfloat16"}[precision.autocast]
+        return computes[precision.autocast]
     if wanted == "bfloat16" and not machine.has_bfloat16:
         raise UserError(
             f"distill.teacher_dtype: bfloat16 is not supported by {machine.name} ({machine.arch}).",
@@ -180,7 +182,7 @@ class Teacher:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._backbone = backbone_of(model)
-        self.head = TeacherHead(model.get_output_embeddings().weight, logit_transform(model, TEACHER, HINT))
+        self.head = TeacherHead(lm_head_of(model).weight, logit_transform(model, TEACHER, HINT))
 
     @torch.no_grad()
     def hidden_states(self, batch: dict[str, Any]) -> Tensor:
@@ -192,6 +194,7 @@ class Teacher:
 def load_teacher(plan: Plan, device: torch.device) -> Teacher:
     """Load the teacher of a plan: frozen, in evaluation mode, with our kernels if the plan uses them."""
     teacher = plan.teacher
+    assert teacher is not None  # `plan_teacher` leaves it out only where its file is read
     kernels = plan.build.kernels
     attention = teacher.attn_implementation if plan.rows.is_padding_free else None
     spec = teacher_options(plan.build, attention or "auto")
@@ -208,7 +211,8 @@ def load_teacher(plan: Plan, device: torch.device) -> Teacher:
     )
     if kernels.enabled is not False:
         patch(model, rope=kernels.rope, norm=kernels.norm, mlp=kernels.mlp, loss="torch")
-    model.requires_grad_(False).eval()
+    model.requires_grad_(False)
+    model.eval()
     if distill.teacher_offload:
         offload_layers(model, device)
     found = Teacher(model)
@@ -246,11 +250,11 @@ def _offload(layer: nn.Module, device: torch.device) -> None:
     tensors = [*layer.parameters(), *layer.buffers()]
     held = [tensor.data.pin_memory() if device.type == "cuda" else tensor.data for tensor in tensors]
 
-    def copy_in(module: nn.Module, args: tuple) -> None:
+    def copy_in(module: nn.Module, args: tuple[Any, ...]) -> None:
         for tensor, host in zip(tensors, held, strict=True):
             tensor.data = host.to(device, non_blocking=True)
 
-    def drop(module: nn.Module, args: tuple, output: Any) -> None:
+    def drop(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor, host in zip(tensors, held, strict=True):
             tensor.data = host
 

@@ -24,6 +24,7 @@ from ligertune.features.distill.divergence import CHUNK_ROWS, IGNORE_INDEX
 from ligertune.features.distill.recipe import DistillSpec
 from ligertune.features.distill.teacher import Teacher, load_teacher
 from ligertune.features.stored_arrays import CHECKED_ROWS, RowWriter, map_array
+from ligertune.features.task import examples_in_memory
 from ligertune.files.checked_files import DamagedFileError, read_fields
 from ligertune.files.storage import new_folder, write_text, writing
 from ligertune.hardware import is_main_process
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
 DESCRIPTION = "teacher.json"
-STORED = {"ids": np.int32, "log_probs": np.float32}
+STORED: dict[str, type[np.int32] | type[np.float32]] = {"ids": np.int32, "log_probs": np.float32}
+WriteRows = Callable[[np.ndarray, np.ndarray], None]  # places, rows
 BATCH_TOKENS = 8192  # of a forward, at least one example
 MAX_VOCABULARY = 2**24  # as in the sizes of a configuration
 # The sum of probabilities rounded to float32 and summed over 100,000 tokens stays far closer to 1.
@@ -100,7 +102,7 @@ def teacher_file_notes(options: DistillSpec, data: PreparedData, vocab_size: int
     folder = Path(options.teacher_file)
     found = TeacherFile.read(folder)
     found.check(folder, options, data, vocab_size)
-    for name, examples in (("train", data.train), ("eval", data.eval)):
+    for name, examples in (("train", examples_in_memory(data.train)), ("eval", data.eval)):
         # The other ranks of a launcher would read the same files, and end with this one.
         if examples and is_main_process():
             StoredTeacher(folder, name, examples).check_values(found.vocab_size)
@@ -157,8 +159,13 @@ def explain_damage(path: Path) -> Iterator[None]:
 
 
 def check_space_for(folder: Path, plan: Plan, data: PreparedData, vocab_size: int) -> None:
-    """Raise UserError if the disk of `folder` has no space for the arrays. vocab_size: the student's."""
-    tokens = int(data.train.trained.sum()) + (int(data.eval.trained.sum()) if data.eval else 0)
+    """Raise UserError if the disk of `folder` has no space for the arrays, or if their size is not known.
+
+    vocab_size: the student's.
+    """
+    if data.streamed:
+        raise UserError("--write: data.streaming does not know its tokens before.", hint="Write data.streaming: false.")
+    tokens = int(examples_in_memory(data.train).trained.sum()) + (int(data.eval.trained.sum()) if data.eval else 0)
     row_bytes = min(plan.build.section(DistillSpec).top_k, vocab_size) * sum(
         np.dtype(dtype).itemsize for dtype in STORED.values()
     )
@@ -186,7 +193,7 @@ def write_teacher_file(
     size = min(vocab_size, len(teacher.head.weight))
     top_k = min(options.top_k, size)
     with new_folder(folder) as partial:
-        for name, examples in (("train", data.train), ("eval", data.eval)):
+        for name, examples in (("train", examples_in_memory(data.train)), ("eval", data.eval)):
             if not examples:
                 continue
             batcher = Batcher(
@@ -219,7 +226,7 @@ def write_teacher_file(
 
 
 @contextmanager
-def _writers(folder: Path, name: str, count: int, top_k: int) -> Iterator[list[Callable]]:
+def _writers(folder: Path, name: str, count: int, top_k: int) -> Iterator[list[WriteRows]]:
     """Yield `RowWriter.write` of the files of ids and of log-probabilities."""
     with ExitStack() as stack:
         files = [stack.enter_context((folder / f"{name}_{part}.npy").open("xb")) for part in STORED]
@@ -228,9 +235,10 @@ def _writers(folder: Path, name: str, count: int, top_k: int) -> Iterator[list[C
 
 def _logits(teacher: Teacher, batcher: Batcher, size: int) -> Iterator[tuple[np.ndarray, Tensor]]:
     """Yield (places, logits (M, size)) of all trained tokens, at most CHUNK_ROWS at a time, longest examples first."""
-    trained = batcher.examples.trained
+    examples = examples_in_memory(batcher.examples)
+    trained = examples.trained
     begins = np.cumsum(trained, dtype=np.int64) - trained
-    for indices in _batches(batcher.examples.lengths):
+    for indices in _batches(examples.lengths):
         batch = batcher([np.array([index]) for index in indices])
         predicts = next_tokens(batch["labels"], IGNORE_INDEX).flatten() != IGNORE_INDEX
         hidden = teacher.hidden_states(batch)[predicts]

@@ -9,9 +9,13 @@ model's output head, shared by all heads, or a trainable copy for each. Modules 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ligertune.any_types import AnyModule
 
 # what to say about a model with another output head
 NEEDS_PLAIN_HEAD = "Medusa needs a linear output head without a bias on the last hidden state, as in Llama."
@@ -54,8 +58,16 @@ class MedusaHeads(nn.ModuleList):
 
     def hidden(self, hidden: Tensor) -> list[Tensor]:
         """Return each head's blocks applied to the model's last hidden state (..., E): K tensors (..., E)."""
-        return [head[: self.num_layers](hidden) for head in self]
+        return [self.blocks(k)(hidden) for k in range(len(self))]
+
+    def blocks(self, k: int) -> nn.Module:
+        """Return the residual blocks of head k + 1, without its own projection."""
+        head: AnyModule = self[k]
+        return head[: self.num_layers]
 
     def projections(self, weight: Tensor) -> list[Tensor]:
         """Return each head's W (V, E): its own, or the shared `weight`."""
-        return [head[self.num_layers].weight if self.own_lm_head else weight for head in self]
+        if not self.own_lm_head:
+            return [weight] * len(self)
+        heads: Iterable[AnyModule] = self
+        return [head[self.num_layers].weight for head in heads]

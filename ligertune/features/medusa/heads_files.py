@@ -61,7 +61,7 @@ class HeadsConfig:
     torch_dtype: str
     base_model_fingerprint: str | None = None
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the whole config.json. vLLM renames every key with "num" and "heads" or "layers": add no others."""
         fixed = {
             "model_type": "medusa",
@@ -101,6 +101,7 @@ class HeadsConfig:
 def fingerprint_of(weight: Tensor) -> str:
     """Return a hash of an output head (V, E), the same for float32 and bfloat16 copies of it."""
     flat = weight.detach().reshape(-1)
+    # a sample, because a whole head on a GPU would be copied to the host
     sample = flat[:: max(1, flat.numel() // 4096)].to("cpu", torch.bfloat16)
     return hashlib.sha256(sample.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 

@@ -133,17 +133,18 @@ def fused_loss(inputs: LossInputs) -> Losses:
         taught = inputs.teacher.hidden.flatten(0, -2)
         taught = taught if rows is None else taught.index_select(0, rows)
         teacher = TeacherOutput(taught, inputs.teacher.weight)
+        own_count = None if counts is None else counts[0]
         own = teacher_divergence(
-            hidden, weight, teacher, targets[0], counts and counts[0], inputs.transform, skip_ignored=skip_ignored
+            hidden, weight, teacher, targets[0], own_count, inputs.transform, skip_ignored=skip_ignored
         )
         with_model = False
         targets = targets[1:]
         weights = weights[1:]
         counts = counts and counts[1:]
-    hiddens: list[Tensor] | Tensor = [hidden] * with_model + heads.hidden(hidden)
+    single = [hidden] * with_model + heads.hidden(hidden)
     shared = not heads.own_lm_head
-    if shared:
-        hiddens = torch.stack(hiddens)  # frees the single tensors now, not after the loss
+    hiddens = torch.stack(single) if shared else single
+    del single  # frees the stacked tensors now, not after the loss
     found = multi_head_linear_cross_entropy(
         hiddens,
         weight if shared else [weight] * with_model + heads.projections(weight),
@@ -203,5 +204,6 @@ def naive_loss(inputs: LossInputs) -> Losses:
         parts.append(total / count.clamp(min=1))
     if inputs.teacher is not None:
         teacher_logits = inputs.transform.logits(F.linear(*inputs.teacher))
-        parts[0] = _kl(logits[0], teacher_logits, inputs.targets[0], counts and counts[0])
-    return Losses(sum(w * part for w, part in zip(inputs.weights, parts, strict=True)), torch.stack(parts).detach())
+        parts[0] = _kl(logits[0], teacher_logits, inputs.targets[0], None if counts is None else counts[0])
+    weighted = [w * part for w, part in zip(inputs.weights, parts, strict=True)]
+    return Losses(sum(weighted, start=torch.zeros_like(parts[0])), torch.stack(parts).detach())

@@ -22,6 +22,7 @@ from ligertune.features.medusa.heads_loss import (
     target_shifts,
 )
 from ligertune.features.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
+from ligertune.models.score_head import lm_head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -99,7 +100,7 @@ class MedusaModel(nn.Module):
         self.transform = transform
         self.fused = fused
         self._no_split_modules = base_model._no_split_modules  # the layer classes that FSDP wraps
-        self.teacher = None
+        self.teacher: PreTrainedModel | None = None
         if spec.stage == 2 and spec.self_distillation:
             self.teacher = copy.deepcopy(base_model).requires_grad_(False).eval()
         if spec.stage == 1:
@@ -113,7 +114,7 @@ class MedusaModel(nn.Module):
         return self.base_model.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.base_model.get_output_embeddings()
+        return lm_head_of(self.base_model)
 
     @property
     def trains_model(self) -> bool:
@@ -142,7 +143,7 @@ class MedusaModel(nn.Module):
             return None
         with torch.no_grad():
             hidden = backbone_of(self.teacher)(**inputs)[0]
-        return TeacherOutput(hidden, self.teacher.get_output_embeddings().weight)
+        return TeacherOutput(hidden, lm_head_of(self.teacher).weight)
 
     def forward(
         self,
@@ -168,7 +169,7 @@ class MedusaModel(nn.Module):
         loss_inputs = LossInputs(
             hidden=self.last_hidden_state(**inputs),
             heads=self.medusa_head,
-            weight=self.get_output_embeddings().weight,
+            weight=lm_head_of(self.base_model).weight,
             targets=shifted_targets(labels, position_ids, self.shifts),
             weights=part_weights(
                 len(self.medusa_head), spec.decay_coefficient, coefficient, with_model=self.trains_model

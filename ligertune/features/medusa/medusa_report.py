@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import format_rate
 from ligertune.features.medusa.decode.candidate_tree import CandidateTree, best_paths
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
@@ -18,15 +19,16 @@ from ligertune.features.medusa.heads_loss import IGNORE_INDEX, shifted_targets, 
 from ligertune.files.plots import has_matplotlib, new_figure, save_figure
 from ligertune.files.storage import write_json
 from ligertune.models.compile import run_eagerly
+from ligertune.models.score_head import lm_head_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import numpy as np
 
     from ligertune.data.examples import Examples
     from ligertune.features.medusa.medusa_model import MedusaModel
 
-RANKS = 10  # top tokens of a head that trees and reports use
-ROWS = 512  # rows whose logits are held at once
+RANKS = 10  # top tokens of a head that trees and reports use; published trees go as far
+ROWS = 512  # rows whose logits are held at once: 131 MB in bfloat16 with a vocabulary of 128,000
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class MedusaReport:
     tree_depth: int
     decoding: DecodingSpeed | None
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
@@ -64,7 +66,7 @@ def head_accuracy(model: MedusaModel, examples: Examples) -> list[list[float]]:
     Column 0 is top-1 accuracy, the sum of the first five columns top-5. A head without targets has zeros.
     """
     heads = model.medusa_head
-    weight = model.get_output_embeddings().weight
+    weight = lm_head_of(model.base_model).weight
     shifts = target_shifts(len(heads), with_model=False)
     n_ranks = min(RANKS, len(weight))
     right = torch.zeros(len(heads), n_ranks, dtype=torch.float64, device=weight.device)
@@ -80,8 +82,8 @@ def head_accuracy(model: MedusaModel, examples: Examples) -> list[list[float]]:
             targets = shifted_targets(labels, None, shifts).flatten(1)  # (K, N)
             hidden = model.last_hidden_state(input_ids, use_cache=False).flatten(0, 1)  # (N, E)
             for k, projection in enumerate(heads.projections(weight)):
-                for rows in (targets[k] != IGNORE_INDEX).nonzero().squeeze(1).split(ROWS):
-                    logits = heads[k][: heads.num_layers](hidden[rows]) @ projection.t()
+                for rows in torch.split((targets[k] != IGNORE_INDEX).nonzero().squeeze(1), ROWS):
+                    logits = heads.blocks(k)(hidden[rows]) @ projection.t()
                     hits = logits.topk(n_ranks, dim=-1).indices == targets[k, rows, None]
                     right[k] += hits.sum(0)
                     count[k] += len(rows)
@@ -95,9 +97,7 @@ def measure_heads(
     """Measure decoding with the best tree for `accuracy`. Afterwards `model` uses an attention that takes any mask."""
     spec = model.spec
     base = model.base_model
-    tree = CandidateTree.from_paths(
-        best_paths(accuracy, spec.tree_nodes), device=model.get_output_embeddings().weight.device
-    )
+    tree = CandidateTree.from_paths(best_paths(accuracy, spec.tree_nodes), device=lm_head_of(base).weight.device)
     decoding = None
     if spec.eval_prompts:
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
@@ -115,7 +115,7 @@ def measure_heads(
     )
 
 
-def prompt_token_ids(input_ids: Sequence[int], labels: Sequence[int]) -> list[int]:
+def prompt_token_ids(input_ids: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray) -> list[int]:
     """Return the tokens before the first trained one; the first quarter (at most 32) if the text is trained whole."""
     trained = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
     length = trained if trained > 1 else max(1, min(32, len(input_ids) // 4))
@@ -127,7 +127,8 @@ def measure_decoding(
     model: MedusaModel, prompts: Sequence[Sequence[int]], tree: CandidateTree, *, max_new_tokens: int
 ) -> DecodingSpeed:
     """Decode each prompt with heads and by `model.generate`. The first prompt is decoded once more, as a warm-up."""
-    base = model.base_model.eval()
+    base = model.base_model
+    base.eval()
     options = {"max_new_tokens": max_new_tokens, "stop_at": eos_token_ids(base)}
     runs = []
     for prompt in [prompts[0], *prompts]:
@@ -151,14 +152,14 @@ def measure_decoding(
     )
 
 
-def _plain_decode(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+def _plain_decode(model: AnyModule, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     ids = torch.tensor([list(prompt)], device=model.device)
     pad = {"pad_token_id": eos_token_ids(model)[0]} if eos_token_ids(model) else {}
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **pad}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-def _timed(device: torch.device, decode: Callable, *args: Any, **options: Any) -> tuple[Any, float]:
+def _timed(device: torch.device, decode: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
     """Return (result, seconds), measured between synchronisations of the device."""
     _synchronize(device)
     start = time.perf_counter()

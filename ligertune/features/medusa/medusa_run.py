@@ -23,13 +23,16 @@ from ligertune.features.medusa.heads_files import (
 from ligertune.features.medusa.medusa_model import MedusaModel, attach_heads
 from ligertune.features.medusa.medusa_report import MedusaReport, head_accuracy, measure_heads, write_report
 from ligertune.features.medusa.recipe import HEADS_FOLDER, MedusaSpec
-from ligertune.features.output_head import adapted_model, backbone_of, check_plain_head, logit_transform
+from ligertune.features.output_head import backbone_of, check_plain_head, logit_transform
+from ligertune.features.task import examples_in_memory
 from ligertune.hardware import this_machine
 from ligertune.models.load import build_model, hide_loading_bars, whole_model
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.read_config import read_config
+from ligertune.models.score_head import lm_head_of
+from ligertune.models.shape import base_of
 from ligertune.models.trainable import apply_method
-from ligertune.patching.packed.packing_checks import prepare_masks
+from ligertune.patching.packing_checks import prepare_masks
 from ligertune.planning.precision import choose_precision
 from ligertune.planning.preflight import check_run_files, check_trained_folder
 
@@ -52,9 +55,9 @@ def with_heads(options: BuildOptions, model: PreTrainedModel) -> MedusaModel:
     return attach_heads(model, options.section(MedusaSpec), fused=options.kernels.fuses_heads_loss)
 
 
-def of_base(weights: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+def of_base(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the base model's weights from those of a MedusaModel."""
-    return weights and {name.removeprefix(BASE): t for name, t in weights.items() if name.startswith(BASE)}
+    return {name.removeprefix(BASE): t for name, t in weights.items() if name.startswith(BASE)}
 
 
 def merge_adapter(
@@ -91,15 +94,17 @@ def finish_heads(
     prompt: {prompt_template, system_prompt} of training. weights: the gathered weights of a sharded model, which is not
     measured: its tree is a chain, until `ligertune medusa --report` measures the heads.
     """
-    spec, (examples, measured_on) = plan.build.section(MedusaSpec), held_out(data)
-    can_measure = plan.strategy != "fsdp" and examples is not None
-    accuracy = head_accuracy(model, examples) if can_measure else None
-    paths = best_paths(accuracy, spec.tree_nodes) if can_measure else chain(spec.num_heads)
+    spec = plan.build.section(MedusaSpec)
+    examples, measured_on = held_out(data)
+    accuracy = None
+    if examples is not None and plan.strategy != "fsdp":
+        accuracy = head_accuracy(model, examples)
+    paths = chain(spec.num_heads) if accuracy is None else best_paths(accuracy, spec.tree_nodes)
     base = plan.output_dir.resolve() / "model" if spec.stage == 2 else plan.build.model.model_name_or_path
     if weights is None:
         weights = model.state_dict()
-    head = model.get_output_embeddings()
-    name = next(name for name, module in adapted_model(model.base_model).named_modules() if module is head)
+    head = lm_head_of(model.base_model)
+    name = next(name for name, module in base_of(model.base_model).named_modules() if module is head)
     weight = weights[f"{BASE}{name}.weight"]  # `head` itself may be sharded
     write_heads(
         {
@@ -113,7 +118,7 @@ def finish_heads(
         paths=paths,
         expand=spec.expand_lm_head,
     )
-    if not can_measure:
+    if examples is None or accuracy is None:
         return None
     report = measure_heads(model, examples, measured_on, accuracy)
     write_report(report, plan.output_dir)
@@ -127,11 +132,12 @@ def save_heads(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
     """
     plan = trained.plan
     model = trained.model
+    assert isinstance(model, MedusaModel)  # of `with_heads`
     weights = trained.weights
     if plan.build.method.type == "lora" and (weights is None or trained.is_main):
         weights = merge_adapter(plan, trained.config, model, weights)
     if plan.build.section(MedusaSpec).stage == 2:
-        trained.write(adapted_model(model.base_model), of_base(weights))
+        trained.write(base_of(model.base_model), None if weights is None else of_base(weights))
     report = None
     if trained.is_main:
         with trained.autocast():
@@ -149,7 +155,7 @@ def held_out(data: PreparedData) -> tuple[Examples | None, str]:
     elif data.streamed:
         return None, "nothing: streamed data holds nothing out"
     else:
-        examples = data.train
+        examples = examples_in_memory(data.train)
         words = "training examples (data.val_split: 0 holds none out)"
     chosen = examples.select(range(min(MAX_EXAMPLES, len(examples))))
     return chosen, f"{len(chosen)} {words}"

@@ -16,6 +16,7 @@ class MedusaShape(ModelShape):
     def of_heads(model: MedusaModel) -> MedusaShape:
         """Read the sizes of a built model, which may be on the meta device."""
         base = read_shape(model.base_model, MedusaShape)
+        assert isinstance(base, MedusaShape)  # as asked for
         heads = model.medusa_head
         n_heads = sum(p.numel() for p in heads.parameters())
         n_teacher = 0 if model.teacher is None else base.n_parameters
@@ -39,6 +40,7 @@ class MedusaShape(ModelShape):
         attention runs forward only, and the first blocks give no gradient to their input.
         """
         heads = self.heads
+        assert heads is not None and self.head is not None  # of every model with heads: see `of_heads`
         block = self.hidden_size**2
         projection = self.hidden_size * self.vocab_size
         trains_projection = heads.own_projection or self.head.head_trains

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import format_rate, plural
-from ligertune.features.medusa.medusa_model import MedusaModel
 from ligertune.features.medusa.medusa_run import save_heads, with_heads
 from ligertune.features.medusa.medusa_shape import MedusaShape
 from ligertune.features.medusa.medusa_task import MedusaTask
@@ -23,8 +23,8 @@ from ligertune.recipe.feature import TaskOptions
 LOSS_KERNEL = "multi_head_linear_cross_entropy"
 
 
-def _make_task(plan: Plan, model: MedusaModel) -> MedusaTask:
-    """Return the task of a model with heads."""
+def _make_task(plan: Plan, model: AnyModule) -> MedusaTask:
+    """Return the task of a `MedusaModel`."""
     options = plan.build.section(MedusaSpec)
     return MedusaTask(
         MedusaShape.of_heads(model),
@@ -78,13 +78,13 @@ def _result_tables(found: Mapping[str, Any]) -> Sequence[ResultTable]:
     with_heads_rate = format_rate(decoding["tokens_per_second"])
     plain_rate = format_rate(decoding["plain_tokens_per_second"])
     speed = f"{with_heads_rate} with heads, {plain_rate} with plain decoding: {decoding['speed_up']:.2f}x"
-    rows = [
+    decoded = [
         ("tree", f"{plural(found['tree_nodes'], 'node')}, depth {found['tree_depth']}"),
         ("accepted length", f"{decoding['accepted_length']:.2f} tokens per forward pass ({tokens})"),
         ("text", f"equal to plain decoding's for {decoding['identical']} of {prompts}"),
         ("tokens/s", f"{speed} (one prompt at a time)"),
     ]
-    return (accuracy, ResultTable("Decoding", rows))
+    return (accuracy, ResultTable("Decoding", decoded))
 
 
 def _next_step(folder: Path, command: str) -> str:

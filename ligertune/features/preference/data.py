@@ -22,7 +22,7 @@ from ligertune.data.rows.pairs import (
 )
 from ligertune.data.rows.row_kind import DetectedTask, FirstRows, RowKind
 from ligertune.data.shapes.column_names import PROMPT_NAMES
-from ligertune.data.shapes.detect_task import renamed_records
+from ligertune.data.shapes.recognise_shape import renamed_records
 from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.errors import UserError
 from ligertune.features.preference.refuse_preferences import PAIR_NAMES, YES_NO, refuse_labels, refuse_pairs

@@ -26,9 +26,9 @@ from ligertune.features.preference.answers import FIELDS, AnswerLogProbs, Answer
 from ligertune.features.preference.preference_losses import kto_losses
 from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.features.preference.reference import Reference, rank_batches
-from ligertune.features.task import Measures, Task
+from ligertune.features.task import Measures, Task, examples_in_memory
 from ligertune.patching.deferred_logits import loss_only
-from ligertune.patching.head_loss import head_loss
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
 
@@ -85,10 +85,11 @@ class KtoTask(Task):
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         self._model = model
+        # in a block of one example, its prompt would get its own answer
         block = max(self._plan.batching.global_batch_size, 2)
         longest = self._plan.data_options.max_length
         for batcher in batchers:
-            made = Examples(mismatched_examples(batcher.examples, block=block, max_length=longest))
+            made = Examples(mismatched_examples(examples_in_memory(batcher.examples), block=block, max_length=longest))
             self._mismatched[id(batcher.examples)] = replace(batcher, examples=made)
         self._reference.prepare(model, [*batchers, *self._mismatched.values()], resumed=self.resumed, say=self.say)
 
@@ -99,14 +100,16 @@ class KtoTask(Task):
     def _kl(self, examples: Examples, indices: np.ndarray, *, trains: bool) -> Tensor:
         """Return the estimate of kl over the mismatched answers of the examples at `indices`."""
         model = self._model
+        assert model is not None  # `prepare` came first
         batcher = self._mismatched[id(examples)]
+        lengths = examples_in_memory(batcher.examples).lengths
         batching = self._plan.batching
         size = batching.micro_batch_size if trains else batching.eval_batch_size
         total = torch.zeros((), device=batcher.device)
         was_training = model.training
         model.train(trains and was_training)
         with torch.no_grad(), loss_only():
-            for rows in rank_batches(self._plan, batcher.examples.lengths, indices, size=size):
+            for rows in rank_batches(self._plan, lengths, indices, size=size):
                 batch = batcher(rows)
                 del batch["desirable"]
                 difference = -self._reference.log_probs(model, batch) + answer_log_probs(model, batch)
@@ -163,5 +166,6 @@ class KtoHeadLoss(AnswerLogProbs):
         scores = sums.plain - self._reference
         losses = kto_losses(scores, self._desirable, self._kl, options).masked_fill(~counts, 0.0)
         self._task.measure(sums, options.beta * scores.detach(), self._desirable, counts, self._kl)
+        assert sums.entropy is not None  # of `statistics`
         self._task.measures.add("entropy", sums.entropy, tokens.sum())
         return losses.sum() / self._divisor

@@ -79,7 +79,8 @@ def _simpo(scores: Tensor, options: PreferenceSpec) -> Tensor:
 
 
 def _orpo(scores: Tensor, options: PreferenceSpec) -> Tensor:
-    log_odds = scores - torch.log(-torch.expm1(scores))  # log p - log(1 - p)
+    # log p - log(1 - p). For p near 1, 1 - exp(log p) rounds to 0, and expm1 does not.
+    log_odds = scores - torch.log(-torch.expm1(scores))
     return -options.orpo_alpha * logsigmoid(_margin(log_odds))
 
 

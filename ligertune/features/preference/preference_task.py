@@ -21,7 +21,7 @@ from ligertune.features.preference.preference_losses import CHOSEN, REJECTED, Pa
 from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.features.preference.reference import Reference
 from ligertune.features.task import Measures, Task
-from ligertune.patching.head_loss import head_loss
+from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class PreferenceTask(Task):
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         batch = dict(batch)
-        divisors = {name: batch.pop(name) for name in ("num_items_in_batch", "chosen_tokens") if name in batch}
+        divisors: dict[str, int] = {
+            name: batch.pop(name) for name in ("num_items_in_batch", "chosen_tokens") if name in batch
+        }
         reference = None if self._reference is None else self._reference.log_probs(model, batch)
         fields = {name: batch.pop(name) for name in FIELDS if name in batch}
         with head_loss(PairHeadLoss(self, fields, reference, divisors)):
@@ -111,6 +113,7 @@ class PreferenceTask(Task):
         }
         for name, values in of_pairs.items():
             self.measures.add(name, values.masked_fill(~counts, 0.0), pairs)
+        assert sums.entropy is not None and sums.correct is not None  # `PairHeadLoss` asks for statistics
         self.measures.add("entropy", sums.entropy, tokens.sum())
         correct = sums.correct.view(-1, 2)[:, CHOSEN]
         self.measures.add("mean_token_accuracy", correct, tokens[:, CHOSEN].sum())

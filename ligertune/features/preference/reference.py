@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ligertune.any_types import AnyModule
 from ligertune.data.batching.packing import pack
 from ligertune.errors import UserError
 from ligertune.features.preference.answers import answer_log_probs
 from ligertune.features.preference.recipe import PreferenceSpec, reference_of
 from ligertune.features.preference.stored_log_probs import StoredLogProbs
+from ligertune.features.task import examples_in_memory
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.planning.plan import Plan
 
@@ -72,7 +74,7 @@ def choose_reference(plan: Plan, model: nn.Module) -> Reference | None:
 @contextlib.contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Switch the LoRA adapter of a model off, if it has one."""
-    adapted = getattr(model, "module", model)  # inside DDP's wrapper
+    adapted: AnyModule = getattr(model, "module", model)  # inside DDP's wrapper
     if not hasattr(adapted, "disable_adapter"):
         yield
         return
@@ -128,7 +130,7 @@ class PrecomputedReference:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._of = {}
+        self._of: dict[int, np.ndarray] = {}  # by the id of the examples
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool, say: Say) -> None:
         for batcher in batchers:
@@ -143,7 +145,7 @@ class PrecomputedReference:
 
     def _found(self, model: nn.Module, batcher: Batcher, resumed: bool, say: Say) -> np.ndarray:
         """Return the log-probabilities (N, answers of an example), stored or computed. All ranks call it."""
-        stored = StoredLogProbs(self._plan, batcher.examples)
+        stored = StoredLogProbs(self._plan, examples_in_memory(batcher.examples))
         found = stored.load()
         if found is None:
             has_base = hasattr(getattr(model, "module", model), "disable_adapter")
@@ -177,7 +179,7 @@ def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.n
 
     All ranks call it, and each computes its share. Rows are packed as in an evaluation. say: shows progress.
     """
-    lengths = batcher.examples.lengths
+    lengths = examples_in_memory(batcher.examples).lengths
     found = None
     shown = time.monotonic()
     batches = list(rank_batches(plan, lengths, np.arange(len(lengths)), size=plan.batching.eval_batch_size))
@@ -195,8 +197,10 @@ def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.n
                 found = torch.zeros(len(lengths), answers, device=log_probs.device)
             if chosen:
                 found[torch.from_numpy(indices).to(found.device)] = log_probs.float().view(len(indices), -1)
-    if hasattr(model, "reshard"):  # FSDP2 keeps the last layers gathered after a forward without backward
-        model.reshard()
+    reshard = getattr(model, "reshard", None)
+    if reshard is not None:  # FSDP2 keeps the last layers gathered after a forward without backward
+        reshard()
+    assert found is not None  # there are examples, and each rank computes a batch for each of another rank's
     if dist.is_initialized():
         dist.all_reduce(found)  # each example is zero on all ranks but one
     return found.cpu().numpy()

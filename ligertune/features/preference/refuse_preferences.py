@@ -40,8 +40,8 @@ def refuse_pairs(sample: SampleColumns, path: str) -> None:
         if set(names) <= sample.names:
             _refuse_pair(sample, path, *names)
     for first, second in combinations(sorted(sample.names), 2):
-        sides = [_SIDE.match(name) for name in (first, second)]
-        if all(sides) and sides[0][1] == sides[1][1]:
+        sides = [side[1] for name in (first, second) if (side := _SIDE.match(name))]
+        if len(sides) == 2 and sides[0] == sides[1]:
             line = _fine_tuning_columns(sample, first)
             hint = f" To fine-tune on one of them, write {columns_line(line)}." if line else ""
             raise UserError(

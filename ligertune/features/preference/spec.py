@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
+from ligertune.any_types import AnyModule
 from ligertune.features.output_head import open_loss
 from ligertune.features.preference.kto_task import KtoTask
 from ligertune.features.preference.preference_task import PreferenceTask
@@ -27,7 +26,7 @@ REFERENCE_WORDS = {
 }
 
 
-def _make_task(plan: Plan, model: nn.Module) -> PreferenceTask | KtoTask:
+def _make_task(plan: Plan, model: AnyModule) -> PreferenceTask | KtoTask:
     """Return the task for pairs, or for single answers that are good or bad (KTO)."""
     open_loss(model, plan.build.task)
     options = plan.build.section(PreferenceSpec)
@@ -35,6 +34,7 @@ def _make_task(plan: Plan, model: nn.Module) -> PreferenceTask | KtoTask:
     reference = choose_reference(plan, model)
     device = next(model.parameters()).device
     if options.loss_type == "kto":
+        assert reference is not None  # only simpo and orpo have none
         return KtoTask(shape, plan, reference, device)
     return PreferenceTask(shape, options, reference, device)
 

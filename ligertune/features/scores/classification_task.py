@@ -61,13 +61,13 @@ class ClassificationTask(ScoreTask):
 
     def __init__(self, shape: ModelShape, options: ClassificationSpec, device: torch.device) -> None:
         super().__init__(shape)
+        assert options.num_labels is not None and options.problem_type is not None  # the data have completed both
         self._num_labels = options.num_labels
         self._problem_type = options.problem_type
-        self.measures = (
-            Measures(("mean_absolute_error",), device)
-            if options.problem_type == REGRESSION
-            else F1Measures(options.num_labels, options.problem_type, device)
-        )
+        self._f1 = None
+        if options.problem_type != REGRESSION:
+            self._f1 = F1Measures(options.num_labels, options.problem_type, device)
+        self.measures = self._f1 or Measures(("mean_absolute_error",), device)
 
     def target_tensor(self, targets: Sequence[tuple[float, ...]]) -> Tensor:
         """Return ids (D,) int64, or (D, labels) float32: 1 for the labels of each text, or its numbers."""
@@ -93,7 +93,7 @@ class ClassificationTask(ScoreTask):
     def _measure(self, scores: Tensor, targets: Tensor, counts: Tensor) -> None:
         """Add to the measures."""
         texts = counts.sum()
-        if self._problem_type == REGRESSION:
+        if self._f1 is None:
             self.measures.add("mean_absolute_error", (scores - targets).abs().mean(1) * counts, texts)
             return
         if self._problem_type == SINGLE:
@@ -104,4 +104,4 @@ class ClassificationTask(ScoreTask):
             predicted = scores > 0
             true = targets > 0
         self.measures.add("accuracy", (predicted == true).all(1) & counts, texts)
-        self.measures.add_counts(predicted & counts[:, None], true & counts[:, None])
+        self._f1.add_counts(predicted & counts[:, None], true & counts[:, None])

@@ -10,7 +10,7 @@ from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.formats import Format
 from ligertune.data.rows.pairs import PAIR_FORMATS, PairTask, recognise_pairs
 from ligertune.data.rows.row_kind import DetectedTask, FirstRows, RowKind
-from ligertune.data.shapes.detect_task import holds_answers, renamed_records
+from ligertune.data.shapes.recognise_shape import holds_answers, renamed_records
 from ligertune.data.shapes.sample_columns import SampleColumns
 from ligertune.data.templates.whole_texts import TextTemplate
 from ligertune.errors import UserError
@@ -56,8 +56,9 @@ def _check(data: DataOptions) -> None:
         )
 
 
-def _text_template(prompt_template: str, format: LabelFormat) -> TextTemplate | None:
+def _text_template(prompt_template: str, format: Format) -> TextTemplate | None:
     """Return the template of texts to classify; None for conversations, and for texts in a chat template."""
+    assert isinstance(format, LabelFormat)  # of `LABEL_FORMATS`, as all formats of these rows
     if not format.texts:
         return None
     # the tokenizer joins two texts by its own special tokens; a chat template has no place for the second

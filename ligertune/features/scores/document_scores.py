@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from ligertune.any_types import AnyModule
 from ligertune.data.batching.collate import collate, collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
@@ -35,12 +36,13 @@ ROUNDED = 3e-2  # in half precision
 class DocumentScores(ModulePatch):
     """Mixin of a *ForSequenceClassification model: with `score_rows` its logits are (1, D, labels)."""
 
-    def forward(self, *args: Any, score_rows: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self: AnyModule, *args: Any, score_rows: Tensor | None = None, **kwargs: Any) -> Any:
         if score_rows is None:
             return super().forward(*args, **kwargs)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, score_rows)
-        return SequenceClassifierOutputWithPast(logits=score_module(self)(chosen)[None])
+        head: AnyModule = score_module(self)
+        return SequenceClassifierOutputWithPast(logits=head(chosen)[None])
 
 
 def check_score_head(model: PreTrainedModel) -> None:
@@ -55,7 +57,7 @@ def check_score_head(model: PreTrainedModel) -> None:
         raise _refusal(model, "has no linear score head on its hidden states")
 
 
-def patch_scores(model: PreTrainedModel) -> None:
+def patch_scores(model: AnyModule) -> None:
     """Let a model score the documents of packed and padded batches."""
     check_score_head(model)
     patch_module(model, DocumentScores)

@@ -23,7 +23,7 @@ MULTI = "multi_label_classification"
 REGRESSION = "regression"
 # ids: whole numbers from 0; values: other numbers; indicators: lists of 0 and 1, one for each label
 LabelKind = Literal["names", "ids", "booleans", "values", "indicators"]
-KIND_WORDS: dict[LabelKind, str] = {
+KIND_WORDS: dict[str, str] = {
     "names": "names", "ids": "whole numbers", "booleans": "booleans", "values": "numbers", "indicators": "0 and 1",
 }  # fmt: skip
 # Labels of another kind up to this share are bad rows. Above, and up to a half, either reading loses many rows.
@@ -72,11 +72,12 @@ def decide_labels(first: Sequence[Record], column: str, path: str, problem_type:
             hint="A label is a text, a whole number from 0 or another number, one per row or a list.",
         )
     broad = [(kind if kind in ("names", "booleans") else "numbers", source) for kind, source in usable]
-    kind = _majority(broad, column, path, "Make all labels names, or all labels numbers.")
+    common = _majority(broad, column, path, "Make all labels names, or all labels numbers.")
     width = 0
-    if kind == "numbers" and many and problem_type != REGRESSION:
+    kind: LabelKind = "names" if common == "names" else "booleans"
+    if common == "numbers" and many and problem_type != REGRESSION:
         width = _indicator_width([values for values, _ in rows])
-    if kind == "numbers":
+    if common == "numbers":
         missing = len(first) - len(filled)
         kind = "indicators" if width else _number_kind(found, missing, column, path, problem_type)
     count = sum(_fits(one, kind) for one, _ in usable)

@@ -15,12 +15,12 @@ import numpy as np
 
 from ligertune.errors import UserError, plural
 from ligertune.features.scores.label_kinds import KIND_WORDS, MAX_LABELS, MULTI, REGRESSION, SINGLE
+from ligertune.features.scores.recipe import ClassificationSpec
 
 if TYPE_CHECKING:
     from ligertune.data.dataset_report import DatasetReport
     from ligertune.data.examples import Block
-    from ligertune.features.scores.label_kinds import LabelKind
-    from ligertune.features.scores.recipe import ClassificationSpec
+    from ligertune.recipe.section import Section
 
 _SHOWN = 10  # labels that a note lists
 # Without classification.num_labels, ids from _FREE_IDS on need this share of all ids below them in the data: the score
@@ -69,9 +69,9 @@ class LabelSet:
         return options.model_copy(update=values)
 
 
-def wanted_problem(options: ClassificationSpec | None) -> str | None:
+def wanted_problem(options: Section | None) -> str | None:
     """Return the problem that the recipe asks for: one score is a regression, as in transformers. None: not said."""
-    if options is None:
+    if not isinstance(options, ClassificationSpec):
         return None
     if options.problem_type is None and options.num_labels == 1:
         return REGRESSION
@@ -91,24 +91,25 @@ def resolve_labels(
     why = _why(reports, options)
     if problem == REGRESSION:
         return list(blocks), replace(_regression(blocks, options), inferred_from=why)
+    found = list(blocks)
     if kind in ("values", "indicators") and many:
-        blocks = [_ids_of_indicators(block, report.path) for block, report in zip(blocks, reports, strict=True)]
+        found = [_ids_of_indicators(block, report.path) for block, report in zip(blocks, reports, strict=True)]
     declared = next((report.class_names for report in reports if report.class_names), ())
     names = tuple(options.labels or ()) or (() if kind == "names" else tuple(declared))
     if kind == "names":
-        names = names or tuple(sorted({name for block in blocks for name in block.label_names}))
-        blocks = [_ids_of_names(block, names) for block in blocks]
+        names = names or tuple(sorted({name for block in found for name in block.label_names}))
+        found = [_ids_of_names(block, names) for block in found]
     width = next((report.label_width for report in reports if kind == "indicators"), 0)
-    count = _count(blocks, names, width, options)
+    count = _count(found, names, width, options)
     if problem == SINGLE and count < 2:
         raise UserError(
             f"classification: all rows have the same label, so there is nothing to tell apart{_dropped(reports)}.",
             hint="Give data with at least 2 labels, or write classification.problem_type: regression.",
         )
-    return blocks, LabelSet(count, problem, names, (_note(blocks, names, count),), why)
+    return found, LabelSet(count, problem, names, (_note(found, names, count),), why)
 
 
-def _common_kind(reports: Sequence[DatasetReport]) -> tuple[LabelKind, bool]:
+def _common_kind(reports: Sequence[DatasetReport]) -> tuple[str, bool]:
     """Return the kind of the labels of all data sets, and whether rows have lists. Raises UserError for several."""
     kinds = {(report.label_kind, report.many_labels) for report in reports}
     if len(kinds) > 1:
@@ -120,7 +121,7 @@ def _common_kind(reports: Sequence[DatasetReport]) -> tuple[LabelKind, bool]:
     return next(iter(kinds))
 
 
-def _kind(kind: LabelKind, many: bool) -> str:
+def _kind(kind: str, many: bool) -> str:
     return f"{'lists of ' if many else ''}{KIND_WORDS[kind]}"
 
 
@@ -145,14 +146,14 @@ def _dropped(reports: Sequence[DatasetReport]) -> str:
     return f" ({plural(sum(count for count, _, _ in found), 'row')} dropped: {found[0][2]}, first {found[0][1]})"
 
 
-def _problem_of(kind: LabelKind, many: bool, options: ClassificationSpec) -> str:
+def _problem_of(kind: str, many: bool, options: ClassificationSpec) -> str:
     """Return the problem that labels of this kind pose, as transformers decides: one score is a regression."""
     if kind == "values" or (options.num_labels == 1 and kind != "names"):
         return REGRESSION
     return MULTI if many else SINGLE
 
 
-def _check_problem(problem: str, kind: LabelKind, many: bool) -> None:
+def _check_problem(problem: str, kind: str, many: bool) -> None:
     found = _kind(kind, many)
     if problem == REGRESSION and kind == "names":
         raise UserError(
@@ -276,7 +277,7 @@ def _check_ids_are_used(blocks: Sequence[Block], highest: int) -> None:
 
 def _note(blocks: Sequence[Block], names: tuple[str, ...], count: int) -> str:
     """Return how many texts have each label."""
-    found = sum(np.bincount(block.targets.astype(np.int64), minlength=count) for block in blocks)
+    found = np.sum([np.bincount(block.targets.astype(np.int64), minlength=count) for block in blocks], axis=0)
     shown = [f"{names[i] if names else i} {number:,}" for i, number in enumerate(found[:_SHOWN].tolist())]
     more = [f"and {count - _SHOWN} more"] if count > _SHOWN else []
     unused = int((found == 0).sum())

@@ -40,11 +40,11 @@ class RewardSpec(Section):
 
 def _counts_other_names(recipe: Recipe) -> bool:
     options = recipe.section(ClassificationSpec)
-    return options.num_labels != len(options.labels)
+    return options.num_labels != len(options.labels or ())
 
 
 def _names_a_label_twice(recipe: Recipe) -> bool:
-    labels = recipe.section(ClassificationSpec).labels
+    labels = recipe.section(ClassificationSpec).labels or ()
     return len(set(labels)) < len(labels)
 
 

@@ -48,7 +48,7 @@ class ScoreTask(Task):
             batch["input_ids"], lengths[: self.documents * len(indices)], pad_token_id=self._pad_token_id
         )
         counts = torch.full((len(indices),), bool((batch["labels"] != IGNORE_INDEX).any()))
-        targets = [examples[index].targets for index in indices]
+        targets = [tuple(map(float, examples[index].targets)) for index in indices]  # ids stand for names by now
         return {ROWS: rows, "counts": counts, "targets": self.target_tensor(targets)}
 
     def target_tensor(self, targets: Sequence[tuple[float, ...]]) -> Tensor:

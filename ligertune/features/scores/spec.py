@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
 from transformers import PreTrainedConfig
 
+from ligertune.any_types import AnyModule
 from ligertune.data.prepare import PreparedData
 from ligertune.features.scores.classification_task import ClassificationTask
 from ligertune.features.scores.document_scores import check_scores, patch_scores
+from ligertune.features.scores.labels import LabelSet
 from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
 from ligertune.features.scores.reward_task import RewardTask
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
@@ -23,13 +24,13 @@ from ligertune.planning.plan import Plan
 from ligertune.recipe.feature import TaskOptions
 
 
-def _make_classification(plan: Plan, model: nn.Module) -> ClassificationTask:
+def _make_classification(plan: Plan, model: AnyModule) -> ClassificationTask:
     """Return the task: each text has one label, several, or numbers."""
     device = next(model.parameters()).device
     return ClassificationTask(read_shape(model), plan.build.section(ClassificationSpec), device)
 
 
-def _make_reward(plan: Plan, model: nn.Module) -> RewardTask:
+def _make_reward(plan: Plan, model: AnyModule) -> RewardTask:
     """Return the task: the chosen answer of each pair scores higher."""
     device = next(model.parameters()).device
     return RewardTask(read_shape(model), plan.build.section(RewardSpec), device)
@@ -37,7 +38,7 @@ def _make_reward(plan: Plan, model: nn.Module) -> RewardTask:
 
 def _resolve_labels(options: TaskOptions, data: PreparedData) -> Mapping[str, ClassificationSpec]:
     """Return the section `classification` with the labels of the data."""
-    if data.labels is None:
+    if not isinstance(data.labels, LabelSet):
         return {}
     return {"classification": data.labels.resolved(options.section(ClassificationSpec))}
 
@@ -45,6 +46,7 @@ def _resolve_labels(options: TaskOptions, data: PreparedData) -> Mapping[str, Cl
 def _prepare_classifier(config: PreTrainedConfig, options: BuildOptions, origin: ModelOrigin = RECIPE_MODEL) -> None:
     """Make the configuration that of a classifier, in place. Its labels are known once the data are prepared."""
     values = options.section(ClassificationSpec)
+    assert values.num_labels is not None  # `_resolve_labels` has completed the section
     make_scored(
         config,
         num_labels=values.num_labels,
@@ -66,7 +68,7 @@ def _head_notes(options: BuildOptions, config: PreTrainedConfig) -> tuple[str, .
     return ("the model writes text: its output head is left out, and a new score head starts random (train.seed)",)
 
 
-def _check_model(model: nn.Module, plan: Plan) -> None:
+def _check_model(model: AnyModule, plan: Plan) -> None:
     """Check the scores of a few texts. Raises UserError if they depend on the rows around them."""
     check_scores(model, multiple_of=plan.rows.multiple_of, packed=plan.rows.is_padding_free)
 

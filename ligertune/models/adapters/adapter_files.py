@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
 
+# PEFT allocates matrices of the rank that the file names. One above the hidden size, at most 2**18 in model_files, adds
+# nothing; alpha has the same limit.
 MAX_RANK = 2**20
 MAX_LAYERS = 2**12  # of a model, as in model_files
 # Names of a list. PEFT compares each with each layer; all layers of 128 experts in 48 layers are 18,432 names.
@@ -94,6 +96,7 @@ def _check_initialisation(values: dict[str, Any], refuse: Callable[[str, Any, st
     """Raise UserError for more iterations of a singular value decomposition than any adapter needs."""
     iterations = re.search(r"_niter_(\d+)$", str(values.get("init_lora_weights")))
     steps = _object(values.get("loftq_config")).get("loftq_iter", 1)
+    # the length first: `int` raises ValueError for more than 4,300 digits
     if iterations and (len(iterations[1]) > 3 or int(iterations[1]) > MAX_SVD_ITERATIONS):
         raise refuse("init_lora_weights", values["init_lora_weights"], f"at most niter_{MAX_SVD_ITERATIONS}")
     if type(steps) is not int or not 0 < steps <= MAX_SVD_ITERATIONS:

@@ -152,7 +152,7 @@ class FusedLora(ModulePatch):
             if _is_plain(self, x, None):
                 name = self.active_adapters[0]
                 adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-                return _LowRankUpdate.apply(x, *adapter, self.base_layer(x))  # type: ignore[no-untyped-call]
+                return _LowRankUpdate.apply(x, *adapter, self.base_layer(x))
         return super().forward(x)
 
 

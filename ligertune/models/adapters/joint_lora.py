@@ -42,7 +42,7 @@ class LoraTerms:
 def joint_update(x: Tensor, layers: Sequence[LoraTerms]) -> tuple[Tensor, ...]:
     """Return the output (..., F) of each layer for x (..., E)."""
     adapters = (*(one.a for one in layers), *(one.b for one in layers))
-    return _JointUpdate.apply(x, tuple(layers), *adapters)  # type: ignore[no-untyped-call]
+    return _JointUpdate.apply(x, tuple(layers), *adapters)
 
 
 class _JointUpdate(torch.autograd.Function):

@@ -18,6 +18,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ModelOrigin, loading
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
@@ -65,7 +66,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         _check_initial(adapted, spec)
         if not is_meta:
             remember_initial(adapted)
-    model.disable_input_require_grads()  # type: ignore[no-untyped-call]  # as `checkpoint_layers` does: peft has requested them again
+    model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     own_dropout = spec.lora_dropout if targets.parameters else 0.0
     _adjust_layers(adapted, recomputes=has_recompute(model), own_dropout=own_dropout)
     train_in_float32(adapted)
@@ -119,8 +120,8 @@ def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:
         )
 
 
-def merged_model(adapted: peft.PeftModel) -> PreTrainedModel:
-    """Return the base model with the adapter added to its weights: s B A in float32, the sum rounded once."""
+def merged_model(adapted: AnyModule) -> PreTrainedModel:
+    """Return a PEFT model's base with the adapter added to its weights: s B A in float32, the sum rounded once."""
     merge_parameters(adapted)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")  # parameters, by the line above

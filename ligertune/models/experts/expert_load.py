@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from ligertune.any_types import AnyModule
 from ligertune.models.experts.experts_shape import expert_stacks
 
 DIGITS = 5  # of shares in report.json
@@ -22,7 +22,7 @@ class ExpertLoad:
     routers send it to experts, too.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: AnyModule) -> None:
         config = model.config.get_text_config()
         self.auxiliary_loss = auxiliary_losses(config)
         self._counts: dict[str, Tensor] = {}  # (X,) int64 by the experts' name

@@ -61,7 +61,7 @@ class Nf4ExpertsConfig(BitsAndBytesConfig):
     """bitsandbytes' NF4 for linear layers, and the same format for experts."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)  # type: ignore[no-untyped-call]
+        super().__init__(**options)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' enum has its own methods only
 
 
@@ -72,7 +72,7 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Take the device on which experts are quantised from the device map, which has one entry."""
         self.device = torch.device((device_map or {"": "cpu"})[""])
-        return super().update_device_map(device_map)  # type: ignore[no-untyped-call]
+        return super().update_device_map(device_map)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, **kwargs: Any
@@ -90,7 +90,7 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
         transformers 5.17 passes no model. 5.10 always merges on the device.
         """
         names = "\n".join(self.experts)
-        updated = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
+        updated = super().update_weight_conversions(weight_conversions, *model)
         for converter in updated:
             if isinstance(converter, WeightConverter) and hasattr(converter, "force_cpu"):
                 targets = (re.search(f"{target}$", names, re.MULTILINE) for target in converter.target_patterns)
@@ -102,7 +102,7 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
         return _Quantize(self)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        model = super()._dequantize(model, dtype=dtype)  # type: ignore[no-untyped-call]
+        model = super()._dequantize(model, dtype=dtype)
         for _, module, name in list(expert_weights(model)):
             weight = getattr(module, name)
             if isinstance(weight, Nf4Weight):
@@ -113,7 +113,7 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
 class _Quantize(ConversionOps):
     def __init__(self, quantizer: Nf4ExpertsQuantizer) -> None:
         self.quantizer = quantizer
-        self.linear = Bnb4bitQuantize(quantizer)  # type: ignore[no-untyped-call]
+        self.linear = Bnb4bitQuantize(quantizer)
 
     # transformers passes the patterns by name, and takes tensors as well as lists of them, as Bnb4bitQuantize returns
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
@@ -137,7 +137,7 @@ class _RandomWeight:
         self.skeleton = skeleton
         self.name = name
         self.device = device
-        self.seed = seed + zlib.crc32(name.encode())
+        self.seed = seed + zlib.crc32(name.encode())  # `hash` of a text differs between processes
 
     @torch.no_grad()
     def __getitem__(self, everything: object) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _RandomWeight:
         # only this parameter is in memory; the module's others stay on the meta device
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
-            self._owner(path)._init_weights(module)  # type: ignore[no-untyped-call]
+            self._owner(path)._init_weights(module)
         return value
 
     def _owner(self, path: str) -> PreTrainedModel:

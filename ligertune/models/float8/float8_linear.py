@@ -109,7 +109,7 @@ class Float8Linear(ModulePatch):
         if group is not None and weight.whole is not None:
             call, token = group.call_of(self.float8_slot, input)
         read = input if token is None else token
-        y, token = _Float8Product.apply(read, self.weight, self.bias, (q, weight), self, dtype, call)  # type: ignore[no-untyped-call]
+        y, token = _Float8Product.apply(read, self.weight, self.bias, (q, weight), self, dtype, call)
         if call is not None and token is not None:
             call.group.open(call, input, token)
         return y

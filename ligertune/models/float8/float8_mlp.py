@@ -124,14 +124,14 @@ class Float8MLP(KernelMLP):
         q = up.quantized_input(hidden_states)  # the same copies; the scales learn that both layers share them
         weights = (layer.weight for layer in layers)
         dtype = dtype_of_product(hidden_states)
-        return _Float8MLP.apply(hidden_states, *weights, q, layers, dtype)  # type: ignore[no-untyped-call]
+        return _Float8MLP.apply(hidden_states, *weights, q, layers, dtype)
 
     def _projections(self) -> Projections | None:
         """Return the projections; None where one has an adapter or hooks, or where only some of the weights train."""
         layers = [layer for layer in gated_projections(self) if isinstance(layer, Float8Linear)]
         if len(layers) < 3 or any(map(has_own_hooks, layers)):
             return None
-        has_global_hook = nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        has_global_hook = nn.modules.module._has_any_global_hook()
         if has_global_hook or len({layer.weight.requires_grad for layer in layers}) > 1:
             return None
         gate, up, down = layers

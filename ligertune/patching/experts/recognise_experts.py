@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ligertune_kernels.ops.moe.experts import ExpertLayout, ExpertProjection, GatedActivation, experts_reference
+from ligertune_kernels.ops.moe.expert_passes import ExpertLayout, ExpertProjection
+from ligertune_kernels.ops.moe.experts import experts_reference
+from ligertune_kernels.ops.moe.kernels import GatedActivation
 from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -207,15 +209,16 @@ def _experts_spec(
         parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
         x = (numbers(2 * len(MAGNITUDES), small.hidden) * _magnitudes()).to(dtype)
         index, router = _routes(len(x), small.experts)
+        routed = (x, index, router)
         given = answer(
             lambda: stub(cls, settings, **members, **parameters, training=training).forward(  # noqa: B023  called at once
-                *(x.clone(), index.clone(), router.clone())  # noqa: B023
+                *(tensor.clone() for tensor in routed)  # noqa: B023
             )
         )
         if isinstance(given, Refusal):
             return given
-        projections = (ExpertProjection(weights[w], weights.get(b)) for w, b in zip(WEIGHTS, BIASES, strict=True))
-        arguments = x, index, router, *projections
+        gate_up, down = (ExpertProjection(weights[w], weights.get(b)) for w, b in zip(WEIGHTS, BIASES, strict=True))
+        arguments = (*routed, gate_up, down)
         found = [
             spec
             for spec in found

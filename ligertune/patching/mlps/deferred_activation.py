@@ -69,7 +69,7 @@ class KernelProduct(ModulePatch):
     @classmethod
     def class_body(cls, original: type, spec: ProductSpec) -> dict[str, Any]:
         def activation(self: KernelProduct) -> Callable[[Tensor], Any]:
-            own = self._modules.get(spec.name) or vars(self)[spec.name]
+            own = self._modules.get(spec.name) or vars(self)[spec.name]  # this property hides the attribute
             return own if torch.compiler.is_compiling() else partial(DeferredActivation, own, self.multiply)
 
         return {spec.name: property(activation)}

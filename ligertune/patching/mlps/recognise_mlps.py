@@ -295,7 +295,6 @@ def _form_of(inputs: list[Tensor], product: Tensor, settings: Settings) -> Form 
     first, second = halves
     plain: list[tuple[ActivationKind, Options]] = [(kind, {}) for kind in ACTIVATIONS]
     plain += [(("reglu", "none"), options) for options in RELU_OPTIONS]
-    # Only then the settings: a plain activation fits a swiglu whose limit no number of the probe reaches, too.
     with_settings: list[tuple[ActivationKind, Options]] = [
         (("swiglu", "none"), options) for options in _swiglu_options(settings)
     ]

@@ -79,6 +79,7 @@ class KernelLayerNorm(ModulePatch):
     def _norm(self) -> Callable[..., Tensor]:
         spec = self.patch_spec
         norm = partial(layer_norm, eps=_eps_of(self, spec.eps_name), offset=spec.offset)
+        # without a weight the second of the sources is the bias
         return norm if getattr(self, "weight", None) is not None else partial(_biased, norm)
 
 
@@ -113,7 +114,7 @@ class RecomputedNorm(RecomputableOutput, KernelNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         output = super().forward(hidden_states)
-        if not self._is_equal(hidden_states):
+        if not self._is_equal(hidden_states):  # the module's own forward ran, and our op may give other bits
             return output
         return mark_recomputable(output, self._norm(), *self._sources(hidden_states))
 

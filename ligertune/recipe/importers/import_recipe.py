@@ -17,7 +17,7 @@ from ligertune.recipe.document import Document, KeyPath, Place, dotted, keys, le
 from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import LEFT, Import, is_off, one_line
 from ligertune.recipe.importers.import_tables import HARMLESS, HARMS, TOOLS, TRAINING, Peer, Reason, nested
-from ligertune.recipe.importers.key_rules import apply_rules, hold
+from ligertune.recipe.importers.key_rules import apply_rules, conditions_hold
 from ligertune.recipe.plain_yaml import dump
 from ligertune.recipe.read import REQUIRED, read_document
 from ligertune.recipe.rules.check_rules import broken_rules
@@ -41,6 +41,7 @@ def import_recipe(path: Path) -> Import:
     document = read_document(path)
     unread = list(document.complaints)  # keys that are given twice
     work = Import(peer_of(document), document, path.absolute().parent)
+    # after Import has copied the file: the report names its empty keys, too
     document.data = _without_nulls(document.data)
     _other_sections(work)
     for rules in tables.KEYS["rules"].values():
@@ -48,10 +49,12 @@ def import_recipe(path: Path) -> Import:
     # the importer's aliases first: they are more specific than those of recipes
     for rows in (tables.IMPORTED, ALIASES):
         _apply(work, rows)
+    # flat keys after aliases: some rows convert values under our own name, such as gradient_checkpointing: unsloth
     _flat_keys(work)
     _unknown_keys(work)
     _replaced_keys(work)
     _tool_defaults(work)
+    # aliases complain about names that the report explains; keys that are given twice stay refused
     document.complaints[:] = unread
     _values(work)
     work.refusals += [(remark.place.line, UserError(one_line(str(remark)))) for remark in document.complaints]
@@ -95,6 +98,7 @@ def _apply(work: Import, rows: Sequence[Alias]) -> None:
     before = len(document.complaints)
     read = len(document.notices)
     apply_aliases(document, rows)
+    # apply_aliases tells what it did in sentences only, which a recipe prints
     for notice in document.notices[read:]:
         name, _, key = notice.sentence.rstrip(".").partition(" is read as ")
         source = work.source_of(split(name))
@@ -109,6 +113,7 @@ def _apply(work: Import, rows: Sequence[Alias]) -> None:
 
 def _flat_keys(work: Import) -> None:
     """Move top-level keys with the name of a recipe key into the first section that has it."""
+    # reversed: of keys with one name, the first section's counts
     homes = {leaf(key): key for key in reversed(keys()) if parent(key) in FLAT_SECTIONS}
     del homes["chat_template"]  # in the tools it is a template's name or text, which is converted before
     document = work.document
@@ -141,7 +146,7 @@ def _leave_unknown(work: Import, path: KeyPath) -> None:
     value = work.document.get(path)
     reason = tables.REASONS.get(name)
     if reason is None and isinstance(value, dict) and value and len(path) < MAX_DEPTH:
-        for inner in list(value):  # a section with keys that are converted, or have a reason
+        for inner in list(value):  # each key of a section may have its own reason
             _leave_unknown(work, (*path, inner))
         work.document.remove(path)
         return
@@ -176,8 +181,9 @@ def _tool_defaults(work: Import) -> None:
     here = Place("", 0, document.file)
     conditions = dict(tables.each_name(tables.KEYS["default_conditions"]))
     for key, value in work.peer.defaults.items():
-        if document.has(split(key)) or not hold(work, conditions.get(key, {})):
+        if document.has(split(key)) or not conditions_hold(work, conditions.get(key, {})):
             continue
+        # the file's rank, or the tool's default of it, which stands before this one in the table
         if value == TWICE_THE_RANK:
             rank = document.get(("method", "lora_r"))
             value = 2 * rank
@@ -238,6 +244,7 @@ def _invalid_values(error: ValidationError, document: Document) -> dict[KeyPath,
     for path in paths:
         about = [row.sentence for row in remarks if row.sentence.startswith(dotted(path))]
         about += [row.sentence for row in remarks if row.place == document.place(path)]
+        # a sentence about the key itself is better than one about its line
         found[path] = next(iter(about), UNKNOWN)
     return found
 
@@ -251,7 +258,7 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
     why = tables.BETTER_REASONS.get((key, str(value)), why)
     if path[:1] == ("data",) and len(path) == 3 and path[1] in ("datasets", "eval_datasets"):
         path = path[:2]  # the others would move up to the place of a data set that is removed
-    placeholder = dict(REQUIRED).get(path)
+    placeholder = next((value for required, value in REQUIRED.items() if required == path), None)
     if placeholder is None and not (key in OBJECTIVE_KEYS and not is_off(value)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)  # 0 is refused, not off
         harm = tables.SPEED if _importance(path) == 0 else TRAINING

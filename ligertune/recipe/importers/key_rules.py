@@ -10,18 +10,20 @@ from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import split
 from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers import import_tables as tables
-from ligertune.recipe.importers import named_conversions
+from ligertune.recipe.importers import named_conversions, peer_datasets
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.import_tables import each_name
 
 Conditions = dict[str, Any]
+# functions that a rule calls by their names
+CONVERTERS: dict[str, Callable[[Import], None]] = vars(named_conversions) | vars(peer_datasets)
 
 
 def apply_rules(work: Import, rules: list[dict[str, Any]]) -> None:
     """Apply rules in their order, each if its conditions hold."""
     # a condition reads what the rules before it left, so that "otherwise" needs no word
     for rule in rules:
-        if not hold(work, rule.get("when", {})):
+        if not conditions_hold(work, rule.get("when", {})):
             continue
         for effect, rows in rule.items():
             if effect in WHOLE_EFFECTS:
@@ -31,7 +33,7 @@ def apply_rules(work: Import, rules: list[dict[str, Any]]) -> None:
                     EFFECTS[effect](work, name, value)
 
 
-def hold(work: Import, when: Conditions | list[Conditions]) -> bool:
+def conditions_hold(work: Import, when: Conditions | list[Conditions]) -> bool:
     """Report whether all conditions hold; of a list, all conditions of one of its rows."""
     alternatives = when if isinstance(when, list) else [when]
     return any(all(_holds(work, names, wanted) for names, wanted in one.items()) for one in alternatives)
@@ -40,7 +42,7 @@ def hold(work: Import, when: Conditions | list[Conditions]) -> bool:
 def _holds(work: Import, names: str, wanted: Any) -> bool:
     """Report whether one of the keys fulfils a condition."""
     if names in ("is", "is not"):
-        return hold(work, tables.KEYS["facts"][wanted]) == (names == "is")
+        return conditions_hold(work, tables.KEYS["facts"][wanted]) == (names == "is")
     if names == "tool":
         return work.peer.name in wanted
     return any(_fits(work.value_at(split(name)), wanted) for name in names.split("|"))
@@ -54,12 +56,16 @@ def _fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, list) and any(_fits(item, wanted["holds"]) for item in value)
     if isinstance(wanted, dict):
         return value is not None and not _fits(value, wanted["not"])
+    # a list of names as one text, as most tools accept it, too
     if isinstance(wanted, str) and wanted.startswith("/"):
         return value is not None and re.search(wanted.strip("/"), str(value)) is not None
     if wanted in WORDS:
         return bool(WORDS[wanted](value))
     # not 1 for true
     return type(value) is type(wanted) and value == wanted
+
+
+# ---- effects of a rule
 
 
 def _leave(work: Import, name: str, why: str | list[str]) -> None:
@@ -83,12 +89,14 @@ def _refuse(work: Import, name: str, sentence: str | list[str]) -> None:
 
 
 def _put(work: Import, name: str, values: dict[str, Any]) -> None:
+    # a rule may name several spellings of a key, of which a file has one
     if name in work.data:
         for key, value in values.items():
             work.put(key, value, name)
 
 
 def _override(work: Import, name: str, values: dict[str, Any]) -> None:
+    # qlora replaces the lora that another key says; `take` accounts for the key of the file
     for key, value in values.items():
         work.document.put(split(key), value, work.document.place((name,)))
 
@@ -111,6 +119,7 @@ WORDS: dict[str, Callable[[Any], Any]] = {
     "off": lambda value: value is not None and not value,
     "share": lambda value: isinstance(value, float) and 0 < value < 1,
     "whole": lambda value: isinstance(value, int),
+    "list": lambda value: isinstance(value, list),
     "section": lambda value: isinstance(value, dict) and value,
     "a task of pairs": trains_on_pairs,
     "template file": lambda value: isinstance(value, str) and value.endswith((".jinja", ".jinja2", ".j2")),
@@ -120,7 +129,7 @@ WHOLE_EFFECTS: dict[str, Callable[[Import, Any], Any]] = {
     "then": apply_rules,
     "note": lambda work, text: work.notes.append(text),
     "drop": lambda work, name: work.document.remove(split(name)),
-    "call": lambda work, name: getattr(named_conversions, name)(work),
+    "call": lambda work, name: CONVERTERS[name](work),
 }
 # functions of the tool's key and the value in the rule
 EFFECTS: dict[str, Callable[[Import, str, Any], Any]] = {

@@ -12,27 +12,21 @@ from ligertune.recipe.document import Place, split
 from ligertune.recipe.importers import import_tables as tables
 from ligertune.recipe.importers.import_state import OFF, Fate, Import, Left, is_off
 from ligertune.recipe.importers.import_tables import HARMLESS, REASONS, Reason, nested, split_names
-from ligertune.recipe.importers.peer_datasets import convert_datasets, hoist_template
-
-__all__ = ["convert_datasets", "hoist_template"]  # called by name, too
 
 GALORE_OPTIONS = {"rank", "update_proj_gap", "scale"}
 TOKENIZERS = ("tokenizer_default", "tokenizer", "default", "empty", "")  # names of the tokenizer's own template
 # weights of experts are parameters of one module: PEFT cannot name them as layers
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
 MAX_LAYERS = 4096  # as in the sizes of a configuration
-# of Axolotl (twice) and of PEFT
-LAYER_NUMBERS = ("peft_layers_to_transform", "lora_layers_to_transform", "layers_to_transform")
 WRITE_IT = "Write a recipe with method.type: freeze and method.trainable, a list of regular expressions."
-# keys that only files of DPOConfig and KTOConfig have; the report names the first one as the reason for `task: dpo`
-PREFERENCE_SIGNS = (
-    "loss_type", "precompute_ref_log_probs", "ld_alpha", "beta", "sync_ref_model", "desirable_weight",
-    "undesirable_weight",
-)  # fmt: skip
+# the keys of this fact, in its order: the report names the first one as the reason for `task: dpo`
+PREFERENCE_FILE = tables.KEYS["facts"]["a preference file"]
+PREFERENCE_SIGNS = [name for row in PREFERENCE_FILE for names in row for name in names.split("|")]
 
 
 def refuse_methods(work: Import) -> None:
     """Refuse keys whose presence alone means another objective or method; one that is off or 0 chooses nothing."""
+    # in the order of the file, so that reasons of one line stay in their order
     for name, value in work.data.items():
         for row in tables.UNSUPPORTED["refused"]:
             if re.fullmatch(row["keys"].replace(" ", "|"), name) and not is_off(value) and value != 0:
@@ -118,6 +112,7 @@ def convert_galore_options(work: Import) -> None:
     """Convert `optim_args` of GaLore, written as a mapping or as "rank=64, scale=0.25"."""
     given = work.data.get("optim_args")
     if isinstance(given, str):
+        # names in quotes make transformers' notation JSON
         given = _mapping_of("{" + re.sub(r"(\w+)\s*=", r'"\1":', given) + "}")
     options = nested(given)
     # options of other optimizers stay, and are reported
@@ -175,6 +170,7 @@ def choose_trackers(work: Import) -> None:
             data["report_to"] = known
             line = work.line_of(("report_to",))
             work.more_left.append(Left(line, "report_to", ", ".join(others), why, HARMLESS))
+    # wandb and mlflow of Axolotl are on where their project or address is given
     found = [tracker for tracker, names in signs.items() if any(data.get(name) for name in names)]
     if found and named is None:  # Axolotl has no report_to
         work.document.put(("logging", "report_to"), found, Place("", 0, work.document.file))
@@ -195,20 +191,15 @@ def convert_embedding_rate(work: Import) -> None:
 
 def convert_lr_groups(work: Import) -> None:
     """Convert Axolotl's `lr_groups`: names of modules, and their learning rate."""
-    groups = work.data.get("lr_groups")
-    if isinstance(groups, list):
-        work.data["lr_groups"] = [_lr_group(work, index, item) for index, item in enumerate(groups)]
-
-
-def _lr_group(work: Import, index: int, item: Any) -> Any:
+    groups = work.data["lr_groups"]
     # a name of the group, or its modules: expressions for parameters
     our_names = {"lr": "learning_rate", "weight_decay": "weight_decay"}
-    for name in nested(item):
-        work.trace(("lr_groups", index, name), f"train.lr_groups[{index}].{our_names.get(name, 'parameters')}")
-    if not isinstance(nested(item).get("modules"), list):
-        return item
-    names = "|".join(re.escape(str(name)) for name in item["modules"])
-    return {"parameters": names, "learning_rate": item.get("lr")}
+    for index, item in enumerate(groups):
+        for name in nested(item):
+            work.trace(("lr_groups", index, name), f"train.lr_groups[{index}].{our_names.get(name, 'parameters')}")
+        if isinstance(nested(item).get("modules"), list):
+            names = "|".join(re.escape(str(name)) for name in item["modules"])
+            groups[index] = {"parameters": names, "learning_rate": item.get("lr")}
 
 
 def convert_unfrozen(work: Import) -> None:
@@ -218,6 +209,7 @@ def convert_unfrozen(work: Import) -> None:
     for pattern in patterns:
         if re.search(r"\[[^\[]*:[^\[]*\]\s*$", pattern):  # rows [:32000] of a weight
             work.refuse("unfrozen_parameters", f": {pattern} trains some rows of a weight.", WRITE_IT)
+            # without the key no further reason follows from it
             work.take("unfrozen_parameters")
             return
     work.data["unfrozen_parameters"] = [text if text.startswith("^") else f"^(?:{text})" for text in patterns]
@@ -278,14 +270,14 @@ def convert_targets(work: Import) -> None:
     if not isinstance(given, list):
         return
     layers = data["lora_target_modules"] = _without_experts(work, given)
-    named = next((name for name in LAYER_NUMBERS if name in data), "")
-    numbers = data.get(named)
+    numbers = data.get("layers_to_transform")
     numbers = [numbers] if type(numbers) is int else numbers
     # a recipe has no key for the numbers: one expression names layers and modules
     if isinstance(numbers, list) and numbers:
         names = "|".join(re.escape(str(layer)) for layer in layers)
+        # (?:.*\.)? because attention and MLP lie between a layer and its projections
         data["lora_target_modules"] = rf".*\.({'|'.join(map(str, numbers))})\.(?:.*\.)?({names})"
-        for name in (named, "peft_layers_pattern", "layers_pattern"):
+        for name in ("layers_to_transform", "layers_pattern", "peft_layers_pattern"):
             work.take(name, "method.lora_target_modules")
 
 

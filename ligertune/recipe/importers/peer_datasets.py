@@ -14,16 +14,7 @@ from ligertune.files.checked_files import DamagedFileError, read_json_value
 from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
 from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers.import_state import Import, Left, leaves
-from ligertune.recipe.importers.import_tables import (
-    AXOLOTL,
-    HARMLESS,
-    KEYS,
-    LLAMA_FACTORY,
-    TEMPLATES,
-    Reason,
-    nested,
-    split_names,
-)
+from ligertune.recipe.importers.import_tables import KEYS, TEMPLATES, Reason, nested, split_names
 from ligertune.recipe.read import read_document
 
 FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # instead of a path; `data_files` then names the files
@@ -34,25 +25,13 @@ KNOWN_FIELDS += [("from", content) for content in ("value", None)]
 # keys of Axolotl's custom formats that do not change a prompt which is the instruction alone
 PLAIN_FORMAT = {"format", "no_input_format", "field_instruction", "field_output", "system_prompt", "system_format"}
 OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
-UNCONVERTED = (*FIELD_KEYS, "roles", "type")
-# keys of LLaMA-Factory's new trainer
-V1_SIGNS = ("train_dataset", "peft_config", "dist_config", "quant_config", "kernel_config")
 
 
-def convert_datasets(work: Import) -> None:
-    """Convert the tool's data sets to `data.datasets` and `data.eval_datasets`."""
-    if any(work.source.get(name) is not None for name in V1_SIGNS):
-        for name, key in (("train_dataset", "data.datasets"), ("eval_dataset", "data.eval_datasets")):
-            if given := work.take(name, key):
-                work.put(key, _described(given, work.folder), name)
-    if work.peer is AXOLOTL:
-        _axolotl_datasets(work)
-    elif work.peer is LLAMA_FACTORY:
-        _llama_factory_datasets(work)
-    elif any(name in work.data for name in ("datasets", "dataset_mixture", "dataset_mixer")):
-        _trl_mixture(work)
-    elif "dataset_name" in work.data:
-        _one_trl_dataset(work)
+def convert_described_datasets(work: Import) -> None:
+    """Convert the data sets of LLaMA-Factory's new trainer."""
+    for name, key in (("train_dataset", "data.datasets"), ("eval_dataset", "data.eval_datasets")):
+        if given := work.take(name, key):
+            work.put(key, _described(given, work.folder), name)
 
 
 def _described(given: Any, folder: Path) -> list[Any]:
@@ -62,17 +41,22 @@ def _described(given: Any, folder: Path) -> list[Any]:
         return [{"path": given}]
     items = []
     for entry in map(nested, read_document(path).data.values()):
-        item = {key: entry[name] for name, key in KEYS["llama_factory_item"].items() if entry.get(name) is not None}
+        item = _renamed(entry, KEYS["described_item"])
+        # pairs have another converter, and are recognised by their columns here
         if entry.get("converter") in ("alpaca", "sharegpt"):
             item["format"] = entry["converter"]
         items.append(item)
     return items
 
 
+def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values that a data set has under these names of a tool, under ours."""
+    return {ours: given[name] for name, ours in names.items() if given.get(name)}
+
+
 def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted: list[Any]) -> None:
     """Add the data sets that one item of the file became, and record what became of the item's keys."""
-    section = work.data.setdefault("data", {})
-    items = section.setdefault(which, []) if isinstance(section, dict) else []
+    items = work.data.setdefault("data", {}).setdefault(which, [])
     for new in converted:
         # complaints name the line of the tool's item
         path = ("data", which, len(items))
@@ -98,7 +82,7 @@ def _key_of(at: KeyPath, item: Mapping[str, Any]) -> str | None:
     written = str(at[0])
     # fields of a custom format stay as "type.format"
     is_flattened = len(at) > 1 and ".".join(map(str, at)) in item
-    if is_flattened or (written in item and (written in UNCONVERTED or written not in OWN_KEYS)):
+    if is_flattened or (written in item and written not in OWN_KEYS):
         return None
     ours = KEYS["item_keys"]
     name = ours.get(str(at[-1]), ours.get(written, written))
@@ -108,21 +92,18 @@ def _key_of(at: KeyPath, item: Mapping[str, Any]) -> str | None:
     return "" if name != written or name == "columns" else None
 
 
-def _axolotl_datasets(work: Import) -> None:
-    data = work.data
-    # `pretraining_dataset` counts only in a file without `datasets`
+def convert_axolotl_datasets(work: Import) -> None:
+    """Convert Axolotl's lists of data sets, and `pretraining_dataset`, which may be one."""
     names = {"datasets": "datasets", "test_datasets": "eval_datasets", "pretraining_dataset": "datasets"}
     for tool_name, which in names.items():
-        given = data.get(tool_name)
-        if tool_name == "pretraining_dataset" and given and which in data.get("data", {}):
-            work.leave((tool_name,), Reason("datasets replaces it"))
-            continue
-        data.pop(tool_name, None)
+        given = work.data.pop(tool_name, None)
         if not given:
             continue
-        rows = {(tool_name, index): item for index, item in enumerate(given)} if isinstance(given, list) else None
-        for source, item in (rows or {(tool_name,): given}).items():
-            _add_items(work, which, source, item, _axolotl_items(item, data))
+        rows: dict[KeyPath, Any] = {(tool_name,): given}
+        if isinstance(given, list):
+            rows = {(tool_name, index): item for index, item in enumerate(given)}
+        for source, item in rows.items():
+            _add_items(work, which, source, item, _axolotl_items(item, work.data))
 
 
 def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
@@ -138,8 +119,8 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
             data.setdefault("chat_template", template)
         kind = None
     if isinstance(kind, Mapping):  # a custom format, described field by field
-        if plain := _without_a_prompt(kind):
-            return [_with_columns(one, plain) for one in _per_file({**item, "format": "prompt_completion"})]
+        if prompt_columns := _without_a_prompt(kind):
+            return [_with_columns(one, prompt_columns) for one in _per_file({**item, "format": "prompt_completion"})]
         # its fields are columns; its prompt cannot be kept, and is reported under "type.format"
         own_columns = KEYS["axolotl_columns"]
         item |= {name if name in own_columns else f"type.{name}": value for name, value in kind.items()}
@@ -148,14 +129,15 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
         # alpaca:chat and chat_template.default are variants of a format
         plain = kind.replace(":", ".").split(".")[0]
         item["format"] = KEYS["axolotl_formats"].get(plain, plain)
-    columns = {ours: item.pop(name) for name, ours in KEYS["axolotl_columns"].items() if item.get(name)}
+    columns = _renamed(item, KEYS["axolotl_columns"])
+    item = {name: value for name, value in item.items() if name not in KEYS["axolotl_columns"] or not value}
     _conversation(item, columns, item.pop("field_messages", None), _role_key(item))
     return [_with_columns(one, columns) for one in _per_file(item)]
 
 
 def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the columns of a custom format whose prompt is the instruction alone, else None."""
-    formats = [kind.get(name) for name in ("format", "no_input_format") if kind.get(name)]
+    formats = [str(kind[name]) for name in ("format", "no_input_format") if kind.get(name)]
     # another prompt is Stanford's with other words, which a recipe writes as a Jinja file
     is_plain = formats and all(text.strip() == "{instruction}" for text in formats)
     if not is_plain or kind.keys() - PLAIN_FORMAT or kind.get("system_prompt"):
@@ -165,6 +147,7 @@ def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _per_file(item: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one data set per file of `data_files`, if the path is only the type of the files."""
+    # a hub id with data_files reads some files of a repository, which `path` cannot say: the key is reported
     if item.get("path") not in FILE_TYPES or not item.get("data_files"):
         return [item]
     files = item["data_files"]
@@ -188,6 +171,7 @@ def _conversation(item: dict[str, Any], columns: dict[str, str], messages: str |
     """Set the format of conversations: sharegpt if the role field is `from`, messages if it is `role`."""
     if role_key in ("from", "role"):
         item["format"] = "sharegpt" if role_key == "from" else "messages"
+    # without a format, the column of messages has transformers' name
     if messages:
         expected = "conversations" if item.get("format") == "sharegpt" else "messages"
         columns[expected] = messages
@@ -199,7 +183,8 @@ def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, An
     return {**item, "columns": renamed} if renamed else item
 
 
-def _llama_factory_datasets(work: Import) -> None:
+def convert_registered_datasets(work: Import) -> None:
+    """Convert names of LLaMA-Factory's data sets, and cut each of them to `max_samples`."""
     data = work.data
     folder = str(work.take("dataset_dir", "data.datasets") or "data")
     for tool_name, which in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
@@ -222,7 +207,7 @@ def _add_registered(work: Import, tool_name: str, which: str, dataset_dir: str, 
     line = work.line_of((tool_name,))
     # LLaMA-Factory needs the file; without it a name may still be a path or a hub id here
     try:
-        info = _dataset_info(work.folder, dataset_dir)
+        info = _dataset_info(work, dataset_dir)
     except UserError as problem:
         work.refusals.append((line, problem))
         return
@@ -242,10 +227,8 @@ def _as_raw_text(item: dict[str, Any]) -> dict[str, Any]:
     return _with_columns({**others, "format": "text"}, {"text": column})
 
 
-def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
-    # as the tool: below the folder in which it runs, which is often that of the file
-    paths = [place / "dataset_info.json" for place in (folder / dataset_dir, Path(dataset_dir))]
-    path = next((path for path in paths if path.is_file()), None)
+def _dataset_info(work: Import, dataset_dir: str) -> Mapping[str, Any]:
+    path = work.find_file(Path(dataset_dir) / "dataset_info.json")
     if path is None:
         return {}
     try:
@@ -257,11 +240,9 @@ def _dataset_info(folder: Path, dataset_dir: str) -> Mapping[str, Any]:
 def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     """Convert one entry of dataset_info.json."""
     item: dict[str, Any] = {"path": entry.get("hf_hub_url") or str(Path(dataset_dir) / str(entry.get("file_name")))}
-    for tool_name, name in (("subset", "name"), ("split", "split"), ("num_samples", "max_samples")):
-        if entry.get(tool_name):
-            item[name] = entry[tool_name]
+    item |= _renamed(entry, KEYS["registered_item"])
     given = entry.get("columns") or {}
-    columns = {ours: given[name] for name, ours in KEYS["llama_factory_columns"].items() if given.get(name)}
+    columns = _renamed(given, KEYS["registered_columns"])
     if entry.get("formatting", "alpaca") == "sharegpt":
         # the tool's default is ShareGPT's field
         role_key = (entry.get("tags") or {}).get("role_tag", "from")
@@ -269,19 +250,20 @@ def _registered(entry: Mapping[str, Any], dataset_dir: str) -> dict[str, Any]:
     else:
         item["format"] = "alpaca"
     if entry.get("ranking"):
+        # LLaMA-Factory marks pairs next to the format of their prompt
         item["format"] = f"{item.get('format', 'sharegpt')}_pairs"
-    columns |= {name: given[name] for name in ("chosen", "rejected", "kto_tag") if given.get(name)}
+    # last, so that a recipe names the columns of the prompt first
+    columns |= _renamed(given, KEYS["registered_pairs"])
     return _with_columns(item, columns)
 
 
-def _one_trl_dataset(work: Import) -> None:
+def convert_one_dataset(work: Import) -> None:
     """Convert TRL's flat keys of one data set."""
-    data = work.data
     trained = "data.datasets[0]"
     tested = "data.eval_datasets[0]"
     place = work.place_of("dataset_name")
     item = {"path": work.take("dataset_name", f"{trained}.path")}
-    if data.get("dataset_config"):
+    if work.data.get("dataset_config"):
         item["name"] = work.take("dataset_config", f"{trained}.name")
     text = work.take("dataset_text_field", f"{trained}.format")
     if text and text != "text":  # a column text is found without a name
@@ -289,11 +271,9 @@ def _one_trl_dataset(work: Import) -> None:
     split = work.take("dataset_train_split", f"{trained}.split")
     work.document.put(("data", "datasets"), [item | ({"split": split} if split else {})], place)
     # TRL's script reads the test split only if it evaluates
-    if _evaluates(data):
+    if _evaluates(work.data):
         split = work.take("dataset_test_split", f"{tested}.split", default="test")
         work.document.put(("data", "eval_datasets"), [{**item, "split": split}], place)
-    elif "dataset_test_split" in data:
-        work.leave(("dataset_test_split",), Reason("the file evaluates nothing", HARMLESS))
 
 
 def _evaluates(data: Mapping[str, Any]) -> bool:
@@ -301,32 +281,30 @@ def _evaluates(data: Mapping[str, Any]) -> bool:
     return data.get("eval_strategy", "no") not in ("no", False)
 
 
-def _trl_mixture(work: Import) -> None:
+def convert_mixture(work: Import) -> None:
     """Convert a mixture of data sets: TRL's `datasets`, or those of alignment-handbook."""
-    data = work.data
-    work.hoist("dataset_mixture", {name: name for name in ("datasets", "test_split_size", "seed")})
-    work.rename("test_split_size", "val_set_size")
-    given = data.pop("datasets", None)
+    given = work.data.pop("datasets", None)
     source = work.path_of("datasets")
     if isinstance(given, list):
         for index, item in enumerate(given):
             _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])
-        return
-    if given is not None:
+    elif given is not None:
         work.lose(source, Reason("it is not a list of data sets"))
-    mixer = data.get("dataset_mixer")
-    if not isinstance(mixer, Mapping):
-        return
-    work.take("dataset_mixer")
+    if not isinstance(given, list) and isinstance(work.data.get("dataset_mixer"), Mapping):
+        _convert_mixer(work, work.take("dataset_mixer"))
+
+
+def _convert_mixer(work: Import, mixer: Mapping[str, Any]) -> None:
+    """Convert alignment-handbook's weights of data sets; it reads a test split as a whole."""
     splits = work.take("dataset_splits", "data.datasets")
     configs = work.take("dataset_configs", "data.datasets")
     splits = [str(split) for split in splits] if isinstance(splits, list) else ["train", "test"]
+    # one configuration per data set, in the order of the mixer
     named = dict(zip(mixer, configs, strict=False)) if isinstance(configs, list) else {}
-    # alignment-handbook reads a test split as a whole
     for path, weight in mixer.items():
         for split in splits:
             is_test = "test" in split
-            if is_test and not _evaluates(data):
+            if is_test and not _evaluates(work.data):
                 continue
             item = {"path": path, "split": split, "name": named.get(path), "weight": 1 if is_test else weight}
             which = "eval_datasets" if is_test else "datasets"
@@ -353,6 +331,5 @@ def hoist_template(work: Import) -> None:
         data["chat_template"] = named.pop()
         for index, item in enumerate(items):
             del item["chat_template"]
-            source = work.origins.get(("data", "datasets", index))
-            if source is not None:
-                work.trace((*source, "chat_template"), "model.tokenizer.chat_template")
+            source = work.source_of(("data", "datasets", index, "chat_template"))
+            work.trace(source, "model.tokenizer.chat_template")

@@ -26,7 +26,7 @@ from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, recursively_appl
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ligertune.errors import UserError, format_bytes
+from ligertune.errors import UserError, format_bytes, message_of
 from ligertune.files.storage import (
     complete_checkpoints,
     newest_checkpoint,
@@ -39,8 +39,7 @@ from ligertune.models.float8.float8_linear import scales_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
-from ligertune.training.checkpoint.float8_scales import write_scales
-from ligertune.training.checkpoint.trained_weights import FILE, all_train, save_weights, trained
+from ligertune.training.checkpoint.weight_files import TRAINED_FILE, all_train, save_weights, trained, write_scales
 
 
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
@@ -48,7 +47,7 @@ def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
     partial = begin(accelerator, plan, step)
     with explain_failed_save(plan, step, partial):
         accelerator.save_state(str(partial))
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # checksums are of what all ranks have written to the end
         if accelerator.is_main_process:
             complete(plan, step, partial)
     accelerator.wait_for_everyone()
@@ -61,7 +60,7 @@ def begin(accelerator: Accelerator, plan: Plan, step: int) -> Path:
         if accelerator.is_main_process:
             remove(partial)  # left by a kill during an earlier save
             partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()  # the others write into the folder that the main rank makes
     return partial
 
 
@@ -70,6 +69,7 @@ def complete(plan: Plan, step: int, partial: Path) -> None:
     CheckpointRecord.of(plan, step, file_checksums(partial)).write(partial, plan)
     put_in_place(partial, partial.with_name(f"step-{step}"))
     limit = plan.checkpoint.save_total_limit
+    # after the rename: a kill in between leaves one checkpoint more, never one less
     saved = complete_checkpoints(plan.output_dir)
     for old in saved[:-limit] if limit else ():
         remove(old)
@@ -84,7 +84,7 @@ def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
         newest = newest_checkpoint(plan.output_dir)
         left = f"The newest complete one is {newest}." if newest else "There is no earlier one."
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or message_of(error)
         raise UserError(
             f"The checkpoint of step {step} could not be written to {plan.output_dir} ({reason}). {left}",
             hint="Free disk space or repair the folder, and continue with --resume.",
@@ -148,6 +148,7 @@ class Saver:
         found = model.state_dict() if all_train(model) else trained(model)
         copies: dict[tuple[Any, ...], Tensor] = {}
         for name, tensor in found.items():
+            # the address alone would also unite a tensor with a view of its beginning
             memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
             copies[memory] = found[name] = copies[memory] if memory in copies else _copy_to_host(tensor)
         return found
@@ -158,7 +159,7 @@ class Saver:
             if all_train(self._model):
                 save(weights, partial / SAFE_WEIGHTS_NAME, safe_serialization=True)
             else:
-                save_weights(weights, partial / FILE)
+                save_weights(weights, partial / TRAINED_FILE)
             save(states, partial / f"{OPTIMIZER_NAME}.bin")
             complete(self._plan, step, partial)
 

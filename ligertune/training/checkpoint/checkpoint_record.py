@@ -72,6 +72,7 @@ class CheckpointRecord:
     def write(self, folder: Path, plan: Plan) -> None:
         """Write progress.json, which also holds the plan, for people to read."""
         content = {**dataclasses.asdict(self), "plan": plan.as_dict()}
+        # as a reader gets it, who compares the checksum: tuples have become lists, and paths text
         plain = json.loads(json.dumps(content, default=str))
         write_text(folder / PROGRESS_FILE, json.dumps({**plain, CHECKSUM: _checksum_of(plain)}, indent=1))
 
@@ -92,7 +93,7 @@ class CheckpointRecord:
         for name, kind in {**fields, CHECKSUM: int}.items():
             if name == "base" and name not in found:
                 continue
-            if type(found.get(name)) is not kind:
+            if type(found.get(name)) is not kind:  # not isinstance: True is an int, too
                 raise DamagedRecordError(f"has no {name}" if name not in found else f"holds a wrong {name}")
         if found.pop(CHECKSUM) != _checksum_of(found):
             raise DamagedRecordError("is not what was written (its checksum differs)")

@@ -13,8 +13,8 @@ from ligertune.errors import UserError, plural
 from ligertune.files.storage import PROGRESS_FILE, damaged_lines, read_metrics, step_folders
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import no_checkpoint
-from ligertune.training.checkpoint.best_weights import damage_of_best
 from ligertune.training.checkpoint.checkpoint_record import damage_of
+from ligertune.training.checkpoint.weight_files import damage_of_best
 
 
 def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
@@ -82,6 +82,7 @@ def _limits(plan: Plan) -> list[tuple[int, str]]:
     if keeps_best and losses:
         damage = damage_of_best(plan.output_dir)
         if damage is not None:
+            # one less than the best step: a run that is resumed at that step does not evaluate it again
             found.append((min(losses)[1] - 1, f"the best weights, which it needs, are damaged ({damage})"))
     return found
 

@@ -144,6 +144,7 @@ def compare_logits(
     """Compare a model's logits with the expected ones (T, V) of each row."""
     found = torch.cat(logits(model, rows))
     truth = torch.cat(list(expected))
+    # The coarsest of several dtypes: a float32 adapter computes in the bfloat16 of its base.
     dtype = max((p.dtype for p in model.parameters() if p.dtype in TOLERANCES), key=TOLERANCES.__getitem__)
     difference = found - truth
     return LogitsComparison(

@@ -15,7 +15,7 @@ from typing import Literal
 from accelerate import load_checkpoint_in_model
 
 from ligertune.any_types import AnyModule
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
@@ -43,7 +43,7 @@ from ligertune.planning.saved_model import SavedModel, find_saved_model, saved_o
 from ligertune.training.checkpoint.checkpoint_record import damage_of
 from ligertune.training.checkpoint.load_checkpoint import explain_unusable
 from ligertune.training.checkpoint.model_card import CARD, write_card
-from ligertune.training.checkpoint.trained_weights import FILE, load_trained
+from ligertune.training.checkpoint.weight_files import TRAINED_FILE, load_trained
 
 ExportKind = Literal["merged model", "adapter", "model"]
 ExportStep = Literal["in place", "there already", "copy", "merge", "checkpoint"]
@@ -218,21 +218,21 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> AnyModule
     folder = Path(source.name)
     build = _run_of_checkpoint(source)[1].build
     base = source_base(source)
-    damage = damage_of(folder, only=(FILE, WEIGHTS))
+    damage = damage_of(folder, only=(TRAINED_FILE, WEIGHTS))
     if damage is not None:
         raise UserError(f"--checkpoint: {folder} is damaged: {damage}.", hint="Export an earlier checkpoint.")
     spec = spec_of_base(build, base, trust_remote_code=trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
     feature_of(build.task).prepare_config(config, build, SAVED_MODEL)
     model = apply_method(base_as_trained(spec, config, base), build.method, seed=build.seed)
-    if not any((folder / name).is_file() for name in (FILE, WEIGHTS)):
+    if not any((folder / name).is_file() for name in (TRAINED_FILE, WEIGHTS)):
         raise UserError(
             f"--checkpoint: {folder} holds the shards of several ranks.",
             hint="Resume the run with --resume to its end; its model is then written whole.",
         )
     with explain_unusable(folder):
-        if (folder / FILE).is_file():
-            load_trained(model, folder / FILE)
+        if (folder / TRAINED_FILE).is_file():
+            load_trained(model, folder / TRAINED_FILE)
         else:
             load_checkpoint_in_model(model, str(folder))
             model.tie_weights()  # a checkpoint stores tied weights once
@@ -305,7 +305,7 @@ def upload(folder: Path, repository: str, *, public: bool) -> str:
         )
     except (HTTPError, OSError) as problem:
         raise UserError(
-            f"--push: {repository} could not be uploaded: {str(problem).strip().splitlines()[0]}",
+            f"--push: {repository} could not be uploaded: {message_of(problem)}",
             hint=f"Check the network and the login (`hf auth login`), then: ligertune export {folder} --push"
             f" {repository}",
             exit_code=1,

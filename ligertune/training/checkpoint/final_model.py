@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ligertune.any_types import AnyModule
-from ligertune.data.templates.named_templates import read_template
+from ligertune.data.templates.bounded_jinja import read_template
 from ligertune.features.task import TrainedModel
 from ligertune.files.storage import writing
 from ligertune.models.save import write_model

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ligertune.errors import UserError, plural
+from ligertune.errors import UserError, message_of, plural
 from ligertune.files.storage import PROGRESS_FILE, read_object
 from ligertune.models.adapters.initial_lora import PREFIX
 from ligertune.planning.plan import Plan
@@ -107,7 +107,7 @@ def _comparisons(saved: CheckpointRecord, now: CheckpointRecord) -> tuple[tuple[
             "Resume with the model that the run was started with, or start a new run in another output_dir.",
         ),
         (
-            saved.base or now.base,
+            saved.base or now.base,  # checkpoints of earlier versions do not say it
             now.base,
             f"was trained on another base model ({saved.base}; this recipe's is {now.base}).",
             "Set model.model_name_or_path, model.revision and model.dtype as they were, with the files that were there,"
@@ -172,11 +172,11 @@ def explain_unusable(folder: Path) -> Iterator[None]:
     """Raise UserError for files that are those that were written, and yet cannot be loaded."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.distributed.DistError):
+    except (torch.OutOfMemoryError, torch.distributed.DistError):  # RuntimeErrors that say nothing about the files
         raise
     except (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
             pickle.UnpicklingError, SafetensorError) as problem:  # fmt: skip
-        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        reason = message_of(problem)
         raise UserError(
             f"{folder} cannot be loaded, although its files are those that were written: {reason.rstrip('.')}.",
             hint="Remove it to continue from the checkpoint before it, or name another one in "
@@ -243,6 +243,7 @@ def _shard_weights(folder: Path, model: nn.Module) -> None:
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
+            # B0 and A0 of PiSSA and OLoRA are no parameters of the model.
             for name in (name for name in tuple(file.keys()) if not name.startswith(PREFIX)):
                 parameter = parameters[name]
                 local_shard(parameter).copy_(local_shard(_shard_like(file.get_tensor(name), parameter)))
@@ -253,7 +254,7 @@ def _shard_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in saved["state"].items():
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.ndim == 0:
+            if not isinstance(value, Tensor) or value.ndim == 0:  # step counters: each rank holds them whole
                 continue
             if value.shape != parameters[index].shape:
                 raise UserError(

@@ -88,7 +88,7 @@ class Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude what happens inside (saving, evaluation) from the throughput."""
-        synchronize(self._device)
+        synchronize(self._device)  # steps that the host has launched belong to the time before
         start = time.perf_counter()
         yield
         synchronize(self._device)
@@ -107,7 +107,7 @@ class Meter:
         """Return an event in the device's current stream, or on a CPU the clock's time in seconds."""
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

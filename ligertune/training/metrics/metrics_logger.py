@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ligertune.errors import UserError
+from ligertune.errors import UserError, message_of
 from ligertune.features.task import Measures
 from ligertune.files.storage import MetricsFile, check_replaceable, utc_now
 from ligertune.patching.host_copy import HostCopy
@@ -91,6 +91,7 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
 
         loss_sum (): this rank's losses in them. measured (2, M): what `Measures.take` returned.
         """
+        # one tensor, so that ranks exchange all numbers in one reduction
         sums = torch.cat([loss_sum[None], measured.flatten().to(loss_sum)])
         numbers = [reduce_sum(self.accelerator, sums)]
         numbers += [] if grad_norm is None else [full_tensor(grad_norm).to(loss_sum)[None]]
@@ -167,7 +168,7 @@ def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
     except Exception as problem:  # each tracker has its own, from a missing package to a refused login
         if not was_there:
             shutil.rmtree(folder, ignore_errors=True)
-        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        reason = message_of(problem)
         raise UserError(
             f"logging.report_to: {' or '.join(trackers)} could not be started: {reason.rstrip('.')}.",
             hint="Repair its installation or log in, or leave it out; metrics.jsonl holds the same numbers.",
@@ -211,7 +212,7 @@ def profiled(plan: Plan, accelerator: Accelerator) -> Iterator[Callable[[], None
             yield step
         finally:
             if snapshot:
-                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))  # type: ignore[no-untyped-call]
+                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -39,7 +39,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let each part load its own states, so that quantised states are not cast by another part."""
         saved = iter(state_dict["param_groups"])
-        self.state = defaultdict(dict)
+        self.state = defaultdict(dict)  # states of parameters that the saved ones lack must not stay
         for part in self.parts:
             groups = [next(saved) for _ in part.param_groups]
             owned = {i for group in groups for i in group["params"]} & state_dict["state"].keys()
@@ -142,7 +142,7 @@ def _start_gradient_copy(parameter: nn.Parameter, copy: nn.Parameter) -> Callabl
     copy.grad.copy_(parameter.grad, non_blocking=True)
     if not parameter.grad.is_cuda:
         return lambda: None
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    done = torch.cuda.Event()
     done.record()
     return done.synchronize
 

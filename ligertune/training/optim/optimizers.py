@@ -57,6 +57,7 @@ def _torchao(name: str) -> Builder:
     return build
 
 
+# lr=0.0: `set_learning_rate` sets the rate of each group before each step.
 BUILDERS: dict[str, Builder] = {
     "adamw_torch_fused": _adamw(fused=True),
     "adamw_torch": _adamw(fused=False),

@@ -61,6 +61,7 @@ def parameter_groups(
     rate of each group to the schedule's times the entry `lr_multiplier`.
     """
     groups = []
+    # Sorted, because a checkpoint holds states in the order of the groups.
     for own in sorted({settings[p] for p in parameters}, key=lambda one: one.place):
         mine = [p for p in parameters if settings[p] == own]
         multiplier = {"lr_multiplier": own.lr_multiplier} if own.lr_multiplier != 1.0 else {}

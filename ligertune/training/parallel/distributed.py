@@ -174,7 +174,7 @@ def leave_four_bit_weights(model: nn.Module) -> None:
     names = [name for name, parameter in model.named_parameters() if isinstance(parameter, Nf4Weight)]
     if names:
         ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignore(model, names)  # type: ignore[no-untyped-call]
+        ignore(model, names)
 
 
 def launched_with_fsdp() -> bool:

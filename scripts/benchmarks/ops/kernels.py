@@ -27,8 +27,7 @@ from benchmarks.pages import GIB
 from benchmarks.sides import kernel_libraries
 from benchmarks.tables.kernel_goals import LINES, Goal, Line
 from ligertune.bench.case import IN_PLACE, Case, Provider, function
-from ligertune.bench.cases.case_table import cases_of
-from ligertune.bench.measure import BenchSetup, Repetitions, Row, bench, bench_setup, report_header
+from ligertune.bench.measure import BenchSetup, Repetitions, Row, bench, bench_setup, cases_of, report_header
 
 BUDGET = 450.0  # seconds after which no further row starts
 NOISE = 1.02  # no slower than a peer: within 2 %

@@ -26,8 +26,8 @@ from benchmarks import pages
 from benchmarks.ops.launch_candidates import PRESENT, Candidate, best_of_each, candidates
 from benchmarks.ops.launch_trial import trial
 from ligertune.bench.case import Case, Mode, Provider, Tensors
-from ligertune.bench.cases.case_table import BENCHMARKS
 from ligertune.bench.measure import (
+    BENCHMARKS,
     BenchSetup,
     BoundProvider,
     Repetitions,

@@ -110,11 +110,11 @@ def build(side: str, stage: int, n_heads: int, device, *, small: bool, layers: i
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from ligertune.activations.checkpointing import checkpoint_layers
-    from ligertune.attention.sdpa import prefer_flash
+    from ligertune.attention.torch_attention import prefer_flash
     from ligertune.features.medusa.medusa_model import attach_heads
     from ligertune.features.medusa.recipe import MedusaSpec
     from ligertune.features.output_head import backbone_of
-    from ligertune.patching.packed.packing_checks import install_packing_checks
+    from ligertune.patching.packing_checks import install_packing_checks
     from ligertune.patching.patch import patch
 
     prefer_flash()

@@ -269,7 +269,7 @@ def train_and_show_logits(path: Path) -> int:
     """Train and save as `ligertune train` does, in each process, and keep the logits of the trained model."""
     import torch
 
-    from ligertune.attention.sdpa import prefer_flash
+    from ligertune.attention.torch_attention import prefer_flash
     from ligertune.launcher.signals import StopRequest
     from ligertune.progress import Display, Phases
     from ligertune.recipe import load_recipe

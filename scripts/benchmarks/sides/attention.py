@@ -107,7 +107,7 @@ def sdpa(row, q, k, v):
 
 
 def varlen(row, q, k, v):
-    from ligertune.attention.flash import flash_varlen
+    from ligertune.attention.torch_attention import flash_varlen
 
     return lambda: flash_varlen(q, k, v, (row.bounds,) * 2, (max(row.case.lengths),) * 2, window=(-1, 0))
 

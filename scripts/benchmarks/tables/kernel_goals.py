@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ligertune.bench.case import IN_PLACE, Case
-from ligertune.bench.cases.case_table import BENCHMARKS
+from ligertune.bench.measure import BENCHMARKS
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from ligertune.data import modalities
-from ligertune.data.modalities.marks import has_sign, mark_of, marked_parts
-from ligertune.data.modalities.modality import Modality, known_modalities, modality_of
+from ligertune.data.modalities.modality import Modality, has_sign, known_modalities, mark_of, marked_parts, modality_of
 from ligertune.recipe import Recipe
 from ligertune.recipe.feature import modality_parts
 

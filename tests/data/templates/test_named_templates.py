@@ -4,7 +4,7 @@ import pytest
 
 from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.rows.formats import recognise_format
-from ligertune.data.templates.named_templates import NAMES, read_template
+from ligertune.data.templates.bounded_jinja import BUILT_IN, read_template
 from ligertune.data.templates.prompt_templates import ChatTemplate, choose_template
 from ligertune.errors import UserError
 from ligertune.models.load_tokenizer import load_tokenizer
@@ -119,10 +119,10 @@ def template(name: str, tokenizer) -> ChatTemplate:
 
 
 def test_every_template_has_its_text_here():
-    assert tuple(TEXTS) == NAMES
+    assert tuple(TEXTS) == BUILT_IN
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_a_template_writes_the_published_format_and_trains_the_answers_with_their_ends(name, stories):
     rendered, with_system = (template(name, stories).render(turns) for turns in (CHAT, WITH_SYSTEM))
     assert (rendered.text, with_system.text) == TEXTS[name]
@@ -141,7 +141,7 @@ def test_a_template_writes_what_the_tokenizers_own_writes(name, of, tokenizer_na
 
 
 def test_rows_with_tools_are_refused_and_a_misspelt_name_gets_a_suggestion(stories):
-    for name in NAMES:
+    for name in BUILT_IN:
         assert "tools" in read_template(name)
     with pytest.raises(UserError, match=r"a built-in template\. Did you mean chatml"):
         template("chat-ml", stories)

@@ -32,7 +32,7 @@ from ligertune.features.distill.teacher_files import StoredTeacher, TeacherFile,
 from ligertune.features.output_head import LogitTransform, logit_transform
 from ligertune.features.task import Measures, Task
 from ligertune.launcher.signals import StopRequest
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import let_head_losses_run
 from ligertune.patching.patch import patch
 from ligertune.training.evaluate import evaluate
 

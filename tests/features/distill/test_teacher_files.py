@@ -162,6 +162,13 @@ def test_a_disk_without_space_is_refused_before_the_teacher_is_loaded(tmp_path, 
     assert "--write: " in said and "1.0 KiB free" in said and not list(tmp_path.iterdir())
 
 
+def test_a_stream_is_refused_because_its_tokens_are_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("ligertune.features.distill.teacher_files.load_teacher", None)
+    changes = {"data.streaming": "true", "data.val_split": 0}
+    said = sentence(distill(tmp_path, "--write", "teacher", **changes))
+    assert "--write: data.streaming" in said and not list(tmp_path.iterdir())
+
+
 def test_places_that_cannot_hold_the_folder_are_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("mine")
     os.mkfifo(tmp_path / "pipe")

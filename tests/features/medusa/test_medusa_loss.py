@@ -15,7 +15,7 @@ from ligertune.features.medusa.heads_loss import count_targets, shifted_targets,
 from ligertune.features.medusa.medusa_model import attach_heads
 from ligertune.features.medusa.recipe import MedusaSpec
 from ligertune.features.output_head import LogitTransform, logit_transform
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks
 
 X = -100
 KINDS = ("padded", "packed", "sparse")

@@ -4,12 +4,12 @@ import pytest
 import torch
 from support.models.tiny_models import make
 
-from ligertune.features.output_head import adapted_model
 from ligertune.features.preference.answers import answer_fields, answer_log_probs, train_on_chosen_prompts
 from ligertune.features.preference.reference import without_adapter
+from ligertune.models.shape import base_of
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import let_head_losses_run
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
 
@@ -41,7 +41,7 @@ def test_an_adapter_on_the_head_counts_unless_it_is_switched_off(kernels):
     spec = MethodOptions(type="lora", lora_r=4, lora_target_modules=["q_proj", "lm_head"])
     model = apply_method(model, spec, fused=kernels)
     if not kernels:
-        let_head_losses_run(adapted_model(model), "dpo")
+        let_head_losses_run(base_of(model), "dpo")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

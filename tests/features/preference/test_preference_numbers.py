@@ -20,7 +20,7 @@ from ligertune.features.preference.preference_losses import PairLogProbs, pair_l
 from ligertune.features.preference.preference_task import PreferenceTask
 from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.launcher.signals import StopRequest
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import let_head_losses_run
 from ligertune.patching.patch import patch
 from ligertune.training.evaluate import evaluate
 

@@ -18,7 +18,6 @@ from ligertune.data.batching.collate import Batcher
 from ligertune.data.cache import cache_home
 from ligertune.data.examples import Example, Examples
 from ligertune.errors import UserError
-from ligertune.features.output_head import adapted_model
 from ligertune.features.preference.answers import answer_fields
 from ligertune.features.preference.kto_task import KtoTask
 from ligertune.features.preference.preference_task import PreferenceTask
@@ -33,9 +32,10 @@ from ligertune.features.preference.reference import (
     without_adapter,
 )
 from ligertune.features.preference.stored_log_probs import FOLDER, StoredLogProbs, log_probs_key
+from ligertune.models.shape import base_of
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_only
-from ligertune.patching.head_loss import let_head_losses_run
+from ligertune.patching.fused_loss import let_head_losses_run
 from ligertune.planning.options import MethodOptions
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import Precision
@@ -57,7 +57,7 @@ def tiny(*, adapted: bool = False) -> torch.nn.Module:
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.3)
-    let_head_losses_run(adapted_model(model), "dpo")
+    let_head_losses_run(base_of(model), "dpo")
     return model.train()
 
 

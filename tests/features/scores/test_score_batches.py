@@ -18,7 +18,7 @@ from ligertune.features.scores.document_scores import last_tokens, patch_scores
 from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
 from ligertune.features.scores.reward_task import RewardTask
 from ligertune.features.scores.score_task import ScoreTask
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks
 
 PAD, CPU = 0, torch.device("cpu")
 # (tokens, place of the score): the padding token inside, at the beginning and at the end of a text

@@ -17,7 +17,7 @@ from ligertune.features.scores.classification_task import ClassificationTask
 from ligertune.features.scores.document_scores import check_scores, last_tokens, patch_scores
 from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
 from ligertune.features.scores.reward_task import RewardTask
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks
 
 ALL = torch.ones(6, dtype=torch.bool)
 

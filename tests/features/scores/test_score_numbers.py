@@ -22,7 +22,7 @@ from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
 from ligertune.features.scores.reward_task import RewardTask
 from ligertune.features.scores.score_task import ScoreTask
 from ligertune.launcher.signals import StopRequest
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.training.evaluate import evaluate
 
 CPU, PAD = torch.device("cpu"), 0

@@ -20,7 +20,7 @@ from ligertune.models.trainable import apply_method
 from ligertune.planning.options import MethodOptions
 from ligertune.training.checkpoint.export_check import check_export
 from ligertune.training.checkpoint.export_run import plan_export
-from ligertune.training.checkpoint.trained_weights import load_trained, save_weights, trained
+from ligertune.training.checkpoint.weight_files import load_trained, save_weights, trained
 
 TARGETS = ["q_proj", "down_proj", "lm_head"]
 IDS = torch.arange(3, 40)[None]

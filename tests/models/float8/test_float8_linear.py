@@ -14,7 +14,7 @@ from ligertune.models.float8.delayed_scales import HEADROOM, HISTORY, DelayedSca
 from ligertune.models.float8.float8_layers import to_float8
 from ligertune.models.float8.float8_linear import Float8Linear, hold_frozen_weights, scales_of, to_float8_linears
 from ligertune.patching.patch import patch
-from ligertune.training.checkpoint.float8_scales import read_scales, write_scales
+from ligertune.training.checkpoint.weight_files import read_scales, write_scales
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligertune.models.float8.float8_linear import Float8Linear, to_float8_linears
-from ligertune.training.checkpoint.float8_scales import read_scales, write_scales
+from ligertune.training.checkpoint.weight_files import read_scales, write_scales
 
 CPU, WIDTHS, WIDTH = torch.device("cpu"), (64, 32, 16), 48
 PLACES = (slice(0, 64), slice(64, 96), slice(96, 112))

@@ -11,8 +11,8 @@ import ligertune.attention.packed_documents  # noqa: F401  registers per_documen
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
 from ligertune.features.task import Task
-from ligertune.patching.head_loss import let_head_losses_run
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.fused_loss import let_head_losses_run
+from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan
 from support.models.tiny_models import make

@@ -1,5 +1,6 @@
 """Checkpoint folders: the newest by number, damage to all that a resumed run reads, and checkpoints of another run."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,10 +18,10 @@ from support.quickstart_runs import RESUME, plan_run
 from ligertune.errors import UserError
 from ligertune.files.storage import newest_checkpoint, read_metrics
 from ligertune.planning.options import MethodOptions
-from ligertune.training.checkpoint.best_weights import damage_of_best, load_best, save_best
 from ligertune.training.checkpoint.checkpoint_files import complete, explain_failed_save
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished, saved_progress
+from ligertune.training.checkpoint.weight_files import damage_of_best, load_best, save_best
 from ligertune.training.evaluate import EarlyStopping
 
 
@@ -66,6 +67,25 @@ def test_a_save_that_cannot_be_read_back_fails_and_leaves_the_older_checkpoint(s
         complete(plan, 9, partial)
     assert resume_folder(plan) == (folder / "step-8", ())
     assert not partial.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (RuntimeError("enforce fail at inline_container.cc\nframe 0"), "enforce fail at inline_container.cc"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+    ids=["system", "torch", "no message"],
+)
+def test_a_failed_save_is_one_sentence_and_leaves_the_checkpoint_before_it(error, reason, saved):
+    plan, folder = saved(8)
+    partial = folder / ".step-9.partial"
+    partial.mkdir()
+    with pytest.raises(UserError) as failed, explain_failed_save(plan, 9, partial):
+        raise error
+    assert f"({reason}). The newest complete one is {folder / 'step-8'}." in failed.value.message
+    assert failed.value.exit_code == 1 and [path.name for path in folder.iterdir()] == ["step-8"]
 
 
 def test_an_incomplete_folder_is_no_checkpoint(saved):

@@ -46,7 +46,7 @@ class NormTile(NamedTuple):
     programs: int  # per processor
 
 
-# Measured on an H100 with scripts/tune_kernels: 2 to 4 % faster than the general rule.
+# Measured on an H100 with scripts/bench tune_kernels: 2 to 4 % faster than the general rule.
 NORM_TILES = (
     NormTile("sm90", "backward", centred=False, cols=4096, rows=2, warps=16, programs=1),  # one wait for two rows
     NormTile("sm90", "backward", centred=True, cols=4096, rows=2, warps=8, programs=1),  # cheaper sums over warps

@@ -21,7 +21,7 @@ from ligertune.data.bad_rows import BadRow
 from ligertune.data.cache import cache_home
 from ligertune.data.modalities.image.image_files import ImageFile, check_image, locate_image
 from ligertune.data.modalities.image.image_settings import ImageSettings
-from ligertune.data.modalities.marks import MARK, has_sign, mark_of
+from ligertune.data.modalities.modality import MARK, has_sign, mark_of
 from ligertune.data.rows.conversation import ROLES, Conversation, Role
 from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.data.templates.control_tokens import Rendered

@@ -44,12 +44,14 @@ class Typical:
     """
 
     temperature: float
+    # `posterior_threshold` and `posterior_alpha` of `medusa_generate` in the paper's code
     epsilon: float = 0.09
     delta: float = 0.3
 
     def accept(self, tree: CandidateTree, tokens: Tensor, logits: Tensor) -> Accepted:
         """tokens (B, N) of the nodes; logits (B, N, V) of the token after each node."""
         p = self._probabilities(logits)  # (B, N, V)
+        # a probability that underflows to 0 adds 0; 0 log 0 would be NaN
         entropy = -(p * p.clamp(min=1e-20).log()).sum(-1)  # (B, N)
         bound = torch.clamp(self.delta * torch.exp(-entropy), max=self.epsilon)
         of_token = p[:, tree.parents].gather(-1, tokens[..., None]).squeeze(-1)  # (B, N)

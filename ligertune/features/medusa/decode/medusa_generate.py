@@ -85,7 +85,7 @@ def generate_with_heads(
     seconds = time.perf_counter() - start
     return MedusaAnswer(
         prompt=text,
-        text=tokenizer.decode(new, skip_special_tokens=True),
+        text=str(tokenizer.decode(new, skip_special_tokens=True)),
         new_tokens=len(new),
         seconds=seconds,
         accepted_length=found.accepted_length,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from ligertune.errors import UserError
@@ -23,6 +23,7 @@ from ligertune.features.medusa.decode.acceptance import Acceptance, Greedy
 from ligertune.features.medusa.decode.candidate_tree import CandidateTree
 from ligertune.features.medusa.heads import MedusaHeads
 from ligertune.features.output_head import LogitTransform, backbone_of
+from ligertune.models.score_head import embedding_of, lm_head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,12 +106,12 @@ class _Proposer:
     def __init__(self, model: PreTrainedModel, heads: MedusaHeads, tree: CandidateTree) -> None:
         if tree.depth > len(heads):
             raise ValueError(f"the tree is {tree.depth} deep, and there are {len(heads)} heads")
-        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.lm_head = lm_head_of(model)
         weight = self.lm_head.weight
         self.tree = tree
         self.num_ranks = min(tree.num_ranks, len(weight))
-        heads_used = zip(heads, heads.projections(weight), strict=True)
-        self.heads = [(head[: heads.num_layers], w) for head, w in heads_used][: tree.depth]
+        projections = heads.projections(weight)[: tree.depth]
+        self.heads = [(heads.blocks(k), projection) for k, projection in enumerate(projections)]
 
     def tokens(self, root: Tensor, hidden: Tensor) -> Tensor:
         """root (B,), hidden (B, E) -> (B, N)."""
@@ -129,7 +130,7 @@ class _CachedText:
         renamed = any("cache" in inspect.signature(forward).parameters for forward in forwards)
         self.cache = DynamicCache()
         self.cache_options = {"cache" if renamed else "past_key_values": self.cache, "use_cache": True}
-        self.device = model.get_input_embeddings().weight.device
+        self.device = embedding_of(model).weight.device
         self.prompts = prompts
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)  # (B,)
         slots = torch.arange(max(map(len, prompts)), device=self.device)
@@ -148,10 +149,8 @@ class _CachedText:
         return hidden.gather(1, last).squeeze(1)
 
     def _check_cache(self) -> None:
-        plain = all(
-            isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.shape[2] == self.filled.shape[1]
-            for layer in self.cache.layers
-        )
+        keys = [getattr(layer, "keys", None) for layer in self.cache.layers]
+        plain = all(isinstance(one, Tensor) and one.shape[2] == self.filled.shape[1] for one in keys)
         if not plain or len(self.cache.layers) != self.model.config.get_text_config().num_hidden_layers:
             raise UserError(
                 f"{type(self.model).__name__} caches more than the keys and values of each token, "

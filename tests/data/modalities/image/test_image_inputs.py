@@ -8,8 +8,8 @@ from support.data.image_batches import batch_of, image_row
 from support.models import tiny_vlms
 from transformers.processing_utils import ProcessorMixin
 
+from ligertune.data.batching.collate import FilePrefetcher
 from ligertune.data.modalities.image.image_files import read_image
-from ligertune.data.modalities.prefetch import FilePrefetcher
 from ligertune.errors import UserError
 from ligertune.models.save import write_model
 

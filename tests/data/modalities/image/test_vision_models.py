@@ -17,7 +17,7 @@ from ligertune.data.modalities.image.recipe import VisionSpec
 from ligertune.errors import UserError
 from ligertune.models.float8.float8_layers import to_torchao_float8
 from ligertune.models.trainable import apply_method
-from ligertune.patching.packed.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from ligertune.attention.flash import GROUPED_HEADS, flash_varlen
-from ligertune.attention.sdpa import deterministic_backward
+from ligertune.attention.torch_attention import GROUPED_HEADS, deterministic_backward, flash_varlen
 
 pytestmark = [
     pytest.mark.gpu,

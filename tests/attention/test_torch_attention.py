@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ligertune.attention.sdpa import deterministic_backward, prefer_flash
+from ligertune.attention.torch_attention import deterministic_backward, prefer_flash
 
 
 @pytest.mark.parametrize("enabled", [True, False])

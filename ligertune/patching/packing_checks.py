@@ -27,6 +27,7 @@ from ligertune.untraced_inputs import reveal
 def install_packing_checks(model: PreTrainedModel) -> None:
     """Let `model` refuse packed rows in every call in which documents would attend to each other."""
     model.register_forward_pre_hook(_check_packed, with_kwargs=True)
+    # always: after a forward that raised, the next call would count as packed
     model.register_forward_hook(_reset, always_call=True)
 
 
@@ -34,7 +35,9 @@ def prepare_masks(model: PreTrainedModel) -> None:
     """Skip the search for documents where it is useless, and install the checks of packed rows."""
     install_packing_checks(model)
     for module in model.modules():
+        # A module takes one patch. A model whose loss is patched makes no masks: the base model in it does.
         unpatched = isinstance(module, PreTrainedModel) and not isinstance(module, ModulePatch)
+        # a forward on the instance would hide the class's, which is rebuilt
         if unpatched and "forward" not in vars(module) and _mask_functions(type(module).forward):
             patch_module(module, SearchlessMasks)
 

@@ -1,1 +1,0 @@
-"""Checks that packed documents stay apart in a model, whatever its attention."""
