@@ -39,7 +39,7 @@ class Documents(NamedTuple):
     starts: torch.Tensor  # (T,) int32: index of the first token of each token's document
     ends: torch.Tensor  # (T,) int32: index after the last token of each token's document
     # The number of documents selects the kernels for long or for short ones on Hopper GPUs; without it, those for short
-    # ones run. A tensor's value would be no choice: the host would have to wait for it.
+    # ones run. The caller passes it because the host would have to wait for the values of starts.
     count: int | None = None
 
 
