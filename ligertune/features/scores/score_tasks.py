@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ligertune.data.batching.collate import Batcher
     from ligertune.data.examples import Examples
 
-DOCUMENTS = 1  # sequences of an example; a pair has 2
-
 
 class ScoreTask(Task):
     """A task whose loss is a function of the scores of documents.
@@ -46,7 +44,7 @@ class ScoreTask(Task):
     documents: sequences of an example.
     """
 
-    documents = DOCUMENTS
+    documents = 1  # a pair has 2
     _pad_token_id: int
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
