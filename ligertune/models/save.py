@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligertune.any_types import AnyModule
-from ligertune.data.rows.turns import RESERVED_VARIABLES
 from ligertune.errors import UserError
 from ligertune.files.model_files import (
     ADAPTER_CONFIG,
@@ -39,7 +38,7 @@ from ligertune.models.shape import base_of
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, CarriedTensors, TrainedBase, trained_base
-from ligertune.recipe.section import path_fault
+from ligertune.recipe.section import RESERVED_VARIABLES, path_fault
 
 if TYPE_CHECKING:
     from torch import nn
