@@ -31,7 +31,7 @@ MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
 
 
 def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelShape:
-    """Return the sizes of a model, with or without adapters, as a `kind`."""
+    """Return the sizes of a transformers model, with or without PEFT's wrapper, as a `kind`."""
     config = model.config.get_text_config()
     matmul = _matmul_sizes(model)
     in_front = _layers_without_backward(model)

@@ -12,8 +12,7 @@ from torch import nn
 from ligertune.any_types import AnyModule
 from ligertune.errors import format_rate, plural
 from ligertune.features.medusa.medusa_run import save_heads, with_heads
-from ligertune.features.medusa.medusa_shape import MedusaShape
-from ligertune.features.medusa.medusa_task import MedusaTask
+from ligertune.features.medusa.medusa_task import MedusaShape, MedusaTask
 from ligertune.features.medusa.recipe import MedusaSpec
 from ligertune.planning.feature_spec import FeatureSpec, ResultTable
 from ligertune.planning.options import BuildOptions, KernelOptions

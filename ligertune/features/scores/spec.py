@@ -10,11 +10,10 @@ from transformers import PreTrainedConfig
 
 from ligertune.any_types import AnyModule
 from ligertune.data.prepare import PreparedData
-from ligertune.features.scores.classification_task import ClassificationTask
 from ligertune.features.scores.document_scores import check_scores, patch_scores
 from ligertune.features.scores.labels import LabelSet
 from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
-from ligertune.features.scores.reward_task import RewardTask
+from ligertune.features.scores.score_tasks import ClassificationTask, RewardTask
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.models.score_head import gives_scores, make_scored
 from ligertune.models.shape import read_shape

@@ -10,7 +10,7 @@ from support.tasks.medusa_runs import MEDUSA, WEIGHTS, train_medusa
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.features.medusa.command import medusa
-from ligertune.features.medusa.decode.acceptance import Greedy
+from ligertune.features.medusa.decode.candidate_tree import Greedy
 from ligertune.features.medusa.decode.medusa_generate import choose_acceptance, generate_with_heads
 from ligertune.features.medusa.medusa_run import report_on
 from ligertune.planning.options import RunOptions

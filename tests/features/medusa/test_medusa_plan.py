@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ligertune.errors import UserError
 from ligertune.features.medusa.medusa_model import attach_heads
-from ligertune.features.medusa.medusa_shape import MedusaShape
+from ligertune.features.medusa.medusa_task import MedusaShape
 from ligertune.features.medusa.recipe import MedusaSpec
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, ActivationPolicy, MicroBatch, StepBytes

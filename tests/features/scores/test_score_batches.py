@@ -13,11 +13,9 @@ from support.models import tiny_models
 import ligertune.attention.packed_documents  # noqa: F401  registers per_document
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
-from ligertune.features.scores.classification_task import ClassificationTask
 from ligertune.features.scores.document_scores import last_tokens, patch_scores
 from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
-from ligertune.features.scores.reward_task import RewardTask
-from ligertune.features.scores.score_task import ScoreTask
+from ligertune.features.scores.score_tasks import ClassificationTask, RewardTask, ScoreTask
 from ligertune.patching.packing_checks import install_packing_checks
 
 PAD, CPU = 0, torch.device("cpu")

@@ -16,11 +16,9 @@ import ligertune.attention.packed_documents  # noqa: F401  registers per_documen
 from ligertune.data.batching.collate import Batcher
 from ligertune.data.examples import Example, Examples
 from ligertune.errors import UserError
-from ligertune.features.scores.classification_task import ClassificationTask
 from ligertune.features.scores.document_scores import check_scores, last_tokens, patch_scores
 from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
-from ligertune.features.scores.reward_task import RewardTask
-from ligertune.features.scores.score_task import ScoreTask
+from ligertune.features.scores.score_tasks import ClassificationTask, RewardTask, ScoreTask
 from ligertune.launcher.signals import StopRequest
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.training.evaluate import evaluate

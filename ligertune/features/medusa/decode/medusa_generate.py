@@ -10,8 +10,7 @@ import torch
 
 from ligertune.decode.generate import Answer, choose_prompt, encode_prompt
 from ligertune.errors import UserError, plural
-from ligertune.features.medusa.decode.acceptance import Acceptance, Greedy, Typical
-from ligertune.features.medusa.decode.candidate_tree import CandidateTree
+from ligertune.features.medusa.decode.candidate_tree import Acceptance, CandidateTree, Greedy, Typical
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
 from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD
 from ligertune.features.medusa.heads_files import HeadsConfig, base_model_of, base_of_heads, read_choices, read_heads

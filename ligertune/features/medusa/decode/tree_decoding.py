@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ligertune.errors import UserError
-from ligertune.features.medusa.decode.acceptance import Acceptance, Greedy
-from ligertune.features.medusa.decode.candidate_tree import CandidateTree
+from ligertune.features.medusa.decode.candidate_tree import Acceptance, CandidateTree, Greedy
 from ligertune.features.medusa.heads import MedusaHeads
 from ligertune.features.output_head import LogitTransform, backbone_of
 from ligertune.models.score_head import embedding_of, lm_head_of
