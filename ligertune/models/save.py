@@ -34,11 +34,12 @@ from ligertune.models.carried_tensors import add_carried
 from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, through, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
-from ligertune.models.score_head import embedding_rows, gives_scores, make_scored_as_saved
+from ligertune.models.score_head import HEADS, SEQ_CLS, embedding_rows, gives_scores, make_scored
 from ligertune.models.shape import base_of
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
-from ligertune.planning.saved_model import PROMPT_FILE, trained_base
+from ligertune.planning.saved_model import PROMPT_FILE, saved_options, trained_base
 from ligertune.recipe.section import RESERVED_VARIABLES, path_fault
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def read_saved_config(name: str, spec: ModelOptions) -> PreTrainedConfig:
     config = read_config(spec, SAVED_MODEL)
     folder = Path(name).expanduser()
     if is_adapter(folder):
-        make_scored_as_saved(config, folder, SAVED_MODEL)
+        _make_scored_as_saved(config, folder)
     return config
 
 
@@ -241,6 +242,24 @@ def load_saved(
 
         model = base_of(load_adapter(model, name, SAVED_MODEL))  # with the adapter in its layers
     return model.eval(), loaded
+
+
+def _make_scored_as_saved(config: PreTrainedConfig, adapter: Path) -> None:
+    """Turn the configuration of a saved adapter's base model into what the adapter was trained on, in place.
+
+    Names of labels are in the recipe of the run; without it, only their number is known, from the adapter's score head.
+    """
+    options = saved_options(adapter)
+    if options is not None:
+        feature_of(options.build.task).prepare_config(config, options.build, SAVED_MODEL)
+        return
+    if read_json(adapter / ADAPTER_CONFIG, SAVED_MODEL).get("task_type") != SEQ_CLS:
+        return
+    shapes = stored_shapes(adapter, SAVED_MODEL, explicit="adapter_model.safetensors")
+    heads = [shape for name, shape in shapes.items() if name.removesuffix(".weight").endswith(HEADS)]
+    if not heads:
+        raise SAVED_MODEL.error(f"the adapter in {adapter} was trained to score texts, and holds no score head.")
+    make_scored(config, num_labels=heads[0][0], origin=SAVED_MODEL)
 
 
 def base_as_trained(spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None) -> PreTrainedModel:
@@ -293,7 +312,7 @@ def _load_plain_model(spec: ModelOptions, adapter: Path | None = None) -> PreTra
         options["device_map"] = {"": "cuda"}
     config = read_config(spec, SAVED_MODEL)
     if adapter is not None:
-        make_scored_as_saved(config, adapter, SAVED_MODEL)
+        _make_scored_as_saved(config, adapter)
         base = trained_base(adapter)
         options |= {} if base is None else {"dtype": getattr(torch, base.dtype)}
     with loading(SAVED_MODEL, f"the weights of {name} could not be loaded"), quiet_reports():  # of the adapter's head

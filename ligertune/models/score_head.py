@@ -8,7 +8,6 @@ these, as in saved models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -22,9 +21,8 @@ from transformers import (
 from ligertune.any_types import AnyModule
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
-from ligertune.files.model_files import ADAPTER_CONFIG, RECIPE_MODEL, ModelOrigin, read_json, stored_shapes
+from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.saved_model import saved_options
 
 HEADS = ("score", "classifier")  # names of the head, which PEFT trains and saves with an adapter
 SEQ_CLS = "SEQ_CLS"  # task_type of such an adapter
@@ -128,21 +126,3 @@ def score_head(model: PreTrainedModel) -> nn.Linear | None:
 def is_outside_backbone(name: str, model: PreTrainedModel) -> bool:
     """Return whether a weight of this name is not part of the model that computes hidden states."""
     return not name.startswith(f"{model.base_model_prefix}.")
-
-
-def make_scored_as_saved(config: PreTrainedConfig, adapter: Path, origin: ModelOrigin) -> None:
-    """Turn the configuration of a saved adapter's base model into what the adapter was trained on, in place.
-
-    Names of labels are in the recipe of the run; without it, only their number is known, from the adapter's score head.
-    """
-    options = saved_options(adapter)
-    if options is not None:
-        feature_of(options.build.task).prepare_config(config, options.build, origin)
-        return
-    if read_json(adapter / ADAPTER_CONFIG, origin).get("task_type") != SEQ_CLS:
-        return
-    shapes = stored_shapes(adapter, origin, explicit="adapter_model.safetensors")
-    heads = [shape for name, shape in shapes.items() if name.removesuffix(".weight").endswith(HEADS)]
-    if not heads:
-        raise origin.error(f"the adapter in {adapter} was trained to score texts, and holds no score head.")
-    make_scored(config, num_labels=heads[0][0], origin=origin)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ligertune.errors import UserError
-from ligertune.models.adapters.adapter_files import MATCH_SECONDS, matching_names
+from ligertune.models.adapters.name_patterns import MATCH_SECONDS, matching_names
 from ligertune.models.score_head import score_head
 
 if TYPE_CHECKING:

@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import regex
-
 from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelOrigin, loading, read_json, shapes_in
+from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.models.added_tokens import grow_for_adapter
 from ligertune.models.score_head import embedding_rows
-from ligertune.recipe.section import expression_fault
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -35,7 +32,6 @@ MAX_LAYERS = 2**12  # of a model, as in model_files
 MAX_NAMES = 2**15
 MAX_CHARACTERS = 4095  # of a text; a path has at most as many
 MAX_NEW_ROWS = 4096  # of the embedding, beyond the base model's, in addition to one for each token that is named
-MATCH_SECONDS = 5  # for one expression; matching all names of a large model takes milliseconds
 MAX_SVD_ITERATIONS = 64  # of pissa_niter_N and LoftQ; their papers take up to 16 and 5
 _PLAIN_NAME = re.compile(r"\w+(\.\w+)*")
 _NAMES = ("modules_to_save", "layers_pattern")  # names that PEFT puts into a regular expression
@@ -173,30 +169,6 @@ def fitted_config(model: PreTrainedModel, folder: Path, origin: ModelOrigin) -> 
         if numbers:
             setattr(config, key, fitted)
     return config
-
-
-def matching_names(
-    expression: str, names: Sequence[str], *, key: str, whole: bool = False, seconds: float = MATCH_SECONDS
-) -> set[str]:
-    """Return the names that an expression matches; with `whole`, from their beginning to their end.
-
-    Raises UserError if it is no expression of `re`, which has no time limit, or takes longer than `seconds`.
-    """
-    fault = expression_fault(expression)
-    if fault is not None:
-        raise UserError(f"{key} {fault}")
-    end = time.monotonic() + seconds
-    try:
-        compiled = regex.compile(expression)
-        match = compiled.fullmatch if whole else compiled.search
-        return {name for name in names if match(name, timeout=max(end - time.monotonic(), 1e-3))}
-    except TimeoutError:
-        raise UserError(
-            f"{key}: matching {expression!r} with the model's names takes more than {seconds} s.",
-            hint="Write it without repetitions inside a repeated group, such as (\\w+)+.",
-        ) from None
-    except (regex.error, RecursionError) as error:
-        raise UserError(f"{key}: {expression!r} is not a regular expression: {error}.") from None
 
 
 def _names_matching(expression: str, names: list[str], key: str) -> list[str]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
-from ligertune.models.adapters.adapter_files import matching_names
+from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.models.score_head import embedding_of, is_tied, lm_head_of, score_head
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ Two ranks train as one does, even if one rank has only text in a step.
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from support.models import tiny_vlms
 
 from ligertune.data.batching.order import check_files_on_all_rows
 from ligertune.data.prepare import prepare
+from ligertune.data.stream import StreamedExamples
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
@@ -144,4 +144,4 @@ def test_fsdp_refuses_rows_without_files_for_mllama(prepared_for, reader_of, ima
     with pytest.raises(UserError, match="cannot train on rows without images"):
         check_files_on_all_rows("fsdp", rows.train, reader)
     with pytest.raises(UserError, match="rows without images"):  # of a stream it is not known
-        check_files_on_all_rows("fsdp", SimpleNamespace(n_media=None), reader)
+        check_files_on_all_rows("fsdp", StreamedExamples.__new__(StreamedExamples), reader)
