@@ -17,10 +17,13 @@ from ligertune.recipe.feature import TaskOptions, package_of_task
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from ligertune.any_types import AnyModule
+    from ligertune.hardware import Machine
     from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
-    from ligertune.planning.options import BuildOptions, KernelOptions
-    from ligertune.planning.plan import KernelLine, Plan
+    from ligertune.planning.options import BuildOptions, KernelOptions, RunOptions
+    from ligertune.planning.plan import KernelLine, Plan, TeacherPlan
     from ligertune.planning.precision import Precision
     from ligertune.recipe.section import Section
 
@@ -77,9 +80,11 @@ class FeatureSpec:
     # Return the rows whose logits are made at a time although a kernel is planned; 0: none are.
     loss_chunk_rows: Callable[[TaskOptions], int] = lambda options: 0
     # Plan a second, frozen model: (run options, config, tokenizer, machine, precision).
-    frozen_model: Callable[..., Any] = lambda *inputs: None
+    frozen_model: Callable[
+        [RunOptions, PreTrainedConfig, PreTrainedTokenizerBase, Machine, Precision], TeacherPlan | None
+    ] = lambda *inputs: None
     # Return the frozen model with its attention: (frozen model, run options, machine, precision, packed=...).
-    frozen_attention: Callable[..., Any] = lambda frozen, *inputs, packed: frozen
+    frozen_attention: Callable[..., TeacherPlan | None] = lambda frozen, *inputs, packed: frozen
     # Return the sizes of a frozen copy of the trained model: (options, its shape, precision).
     frozen_copy: Callable[[BuildOptions, ModelShape, Precision], FrozenModelShape | None] = lambda *inputs: None
     gives_predictions: bool = True  # a batch gives predictions and labels, for the metrics of a Python user
@@ -91,15 +96,15 @@ class FeatureSpec:
     # Make the model's configuration that of the model to train, in place: (config, options, origin of errors).
     prepare_config: Callable[..., None] = lambda config, options, *origin: None
     # Return a note on the part of the model that starts random: (options, config).
-    head_notes: Callable[..., tuple[str, ...]] = lambda options, config: ()
+    head_notes: Callable[[BuildOptions, PreTrainedConfig], tuple[str, ...]] = lambda options, config: ()
     # Change the loaded model, after our kernels are in it.
-    patch: Callable[[nn.Module], None] = lambda model: None
+    patch: Callable[[AnyModule], None] = lambda model: None
     # Check the loaded model on a few rows. Raises UserError.
-    check_model: Callable[[nn.Module, Plan], None] = lambda model, plan: None
+    check_model: Callable[[AnyModule, Plan], None] = lambda model, plan: None
     # Return the model that trains, with what the feature adds to it.
-    wrap: Callable[[BuildOptions, Any], nn.Module] = lambda options, model: model
+    wrap: Callable[[BuildOptions, AnyModule], nn.Module] = lambda options, model: model
     # Read the sizes of that model; None: those of a model without additions.
-    shape: Callable[[Any], ModelShape] | None = None
+    shape: Callable[[AnyModule], ModelShape] | None = None
     # Return the lines of kernels in what the feature adds.
     kernel_lines: Callable[[KernelOptions], tuple[KernelLine, ...]] = lambda kernels: ()
     counts_experts: bool = True  # the load of a mixture's experts is counted and reported
