@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ligertune.data.rows.data_files import display_path
 from ligertune.errors import UserError
 from ligertune.features.task import Task
 from ligertune.hardware import is_launched
@@ -21,6 +22,7 @@ from ligertune.models.shape import read_shape
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.progress import Show
+from ligertune.recipe.aliases import ALIASES
 from ligertune.recipe.read import recipe_of
 from ligertune.recipe.schema import Recipe
 from ligertune.report import Report
@@ -63,7 +65,8 @@ class Trainer:
 
         recipe: path of a file, sections as a mapping, or a `Recipe`. overrides: "section.key=value", as --set.
         data: rows in any format of data.datasets, to train on instead of the recipe's data sets, which a mapping may
-        then leave out; {"train": rows, "eval": rows} to evaluate on the others.
+        then leave out; {"train": rows, "eval": rows} to evaluate on the others. Keys of `eval` that need evaluation
+        data also need a data set in a file or a `Recipe`, which are checked without the rows.
         task: a subclass of `Task`, or a function (plan, model) that returns one. loss: only its function
         (model, batch) -> this batch's part of the loss (). step: makes the function of a step from the training.
         callbacks: objects with methods of transformers' TrainerCallback (ligertune/training/callbacks.py).
@@ -72,6 +75,8 @@ class Trainer:
         """
         self._rows = {} if data is None else _rows_of(data)
         self.recipe = recipe_of(_with_places(recipe, self._rows), overrides)
+        if self._rows and self.recipe.data.streaming:
+            raise UserError("data: rows from Python are not streamed.", hint="Write data.streaming: false.")
         functions: dict[str, object] = {"task": task, "loss": loss, "step": step, "show": show}
         functions["compute_metrics"] = compute_metrics
         functions["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
@@ -181,9 +186,9 @@ def _task_maker(
     """Return the function that makes a user's task, or None for the recipe's."""
     if loss is not None:
         return lambda plan, model: _LossTask(plan, model, loss)
-    if isinstance(task, type):
+    if isinstance(task, type) and issubclass(task, Task):
         return lambda plan, model: task(read_shape(model))
-    return task
+    return task  # type: ignore[return-value]  # any other class is called with the same arguments
 
 
 def _rows_of(data: RowsLike) -> dict[str, Iterable[Row]]:
@@ -208,10 +213,18 @@ def _with_places(recipe: RecipeLike, rows: Mapping[str, Iterable[Row]]) -> Recip
     section = recipe.get("data", {}) if isinstance(recipe, Mapping) else None
     if not rows or not isinstance(recipe, Mapping) or not isinstance(section, Mapping):
         return recipe
-    places = {"datasets": [{"path": "data"}]} if "train" in rows else {}
-    if "eval" in rows and not section.get("val_split"):
+    places = {}
+    if not _names("datasets", recipe, section):
+        places["datasets"] = [{"path": "data"}]
+    if "eval" in rows and not any(_names(key, recipe, section) for key in ("eval_datasets", "val_split")):
         places["eval_datasets"] = [{"path": "data"}]
     return {**recipe, "data": {**places, **section}}
+
+
+def _names(key: str, recipe: Mapping[str, Any], section: Mapping[str, Any]) -> bool:
+    """Return whether a recipe has a key of its section `data`, by its own name or by that of another tool."""
+    others = {name for row in ALIASES if row.key == f"data.{key}" for name in row.names}
+    return key in section or not others.isdisjoint(section) or not others.isdisjoint(recipe)
 
 
 @contextlib.contextmanager
@@ -222,16 +235,19 @@ def _as_files(rows: Mapping[str, Iterable[Row]]) -> Iterator[dict[str, Path]]:
     """
     with tempfile.TemporaryDirectory(prefix="ligertune-rows-") as folder:
         files = {name: Path(folder) / f"{name}.jsonl" for name in rows}
-        names = {str(path): "data" if name == "train" else f"data[{name!r}]" for name, path in files.items()}
+        places = {path: "data" if name == "train" else f"data[{name!r}]" for name, path in files.items()}
         for name, path in files.items():
-            _write_rows(path, rows[name], names[str(path)])
+            _write_rows(path, rows[name], places[path])
         try:
             yield files
         except UserError as error:
             message = error.message
-            for written, place in names.items():
-                message = message.replace(written, place)
-            raise UserError(message, hint=error.hint, exit_code=error.exit_code) from None
+            hint = error.hint
+            for path, place in places.items():
+                for written in (str(path), display_path(path)):
+                    message = message.replace(written, place)
+                    hint = hint.replace(written, place)
+            raise UserError(message, hint=hint, exit_code=error.exit_code) from None
 
 
 def _write_rows(path: Path, rows: Iterable[Row], place: str) -> None:
@@ -269,10 +285,11 @@ def _python_number(value: Any) -> Any:
 
 def _with_files(recipe: Recipe, files: Mapping[str, Path]) -> Recipe:
     """Return the recipe with files in place of its data sets."""
+    firsts = {"train": recipe.data.datasets[0], "eval": (recipe.data.eval_datasets or recipe.data.datasets)[0]}
     # only format and columns: what else the data set says is about the rows that these replace
-    first = recipe.data.datasets[0]
     specs = {
-        name: type(first)(path=str(path), format=first.format, columns=first.columns) for name, path in files.items()
+        name: type(firsts[name])(path=str(path), format=firsts[name].format, columns=firsts[name].columns)
+        for name, path in files.items()
     }
     changes: dict[str, Any] = {"datasets": (specs["train"],)}
     if "eval" in specs:

@@ -108,6 +108,26 @@ def test_a_fault_of_rows_is_named_as_they_were_given(data, sentence, recipe):
         Trainer(recipe, data=data).plan  # noqa: B018
 
 
+def test_rows_replace_data_sets_under_other_names_and_keep_formats_of_each_split(recipe, tmp_path, monkeypatch):
+    own = recipe["data"].pop("datasets")
+    recipe["data"] |= {"dataset": own, "val_split": 0.0}
+    questions = [{"q": row["instruction"], "output": row["output"]} for row in ROWS]
+    assert Trainer(recipe, data=ROWS).plan.data.examples == len(ROWS)
+    del recipe["data"]["dataset"]
+    recipe["data"] |= {"datasets": [{"path": "d", "columns": {"instruction": "q"}}], "eval_datasets": [{"path": "e"}]}
+    assert Trainer(recipe, data={"train": questions, "eval": ROWS[:2]}).plan.data.eval_examples == 2
+    recipe["data"]["eval_datasets"] = []
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.chdir(tmp_path)  # messages name files below it by their relative path
+    with pytest.raises(ligertune.UserError, match=r"^data has no column `q`"):
+        Trainer(recipe, data=ROWS).plan  # noqa: B018
+    recipe["data"]["streaming"] = True
+    recipe["train"]["max_steps"] = 1
+    with pytest.raises(ligertune.UserError, match="rows from Python are not streamed"):
+        Trainer(recipe, data=ROWS)
+
+
 def test_the_loss_can_be_replaced(recipe):
     _, expected = losses_of(recipe)
     recipe["train"]["max_steps"] = 1

@@ -104,7 +104,7 @@ def _each_tile(layer: Layer, x: Tensor, tile: int) -> Tensor:
     first = layer(rows[:tile][None])[0]
     out = first.new_empty(len(rows), first.shape[-1])
     out[:tile] = first
-    del first  # only one tile exists beside the buffer
+    del first  # one tile at a time exists in addition to the buffer
     for start in range(tile, len(rows), tile):
         out[start : start + tile] = layer(rows[start : start + tile][None])[0]
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -16,6 +16,7 @@ from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
 from ligertune.models.read_config import config_value
+from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
 
@@ -211,8 +212,9 @@ def installed(package: str) -> bool:
 
 
 def _model_class(config: PreTrainedConfig) -> type | None:
-    """Return the class of a configuration's model that writes text; None if its code is in the model's repository."""
-    auto_class = getattr(transformers, modality_of(config).auto_class)
+    """Return the model class of a configuration; None if its code is in the model's own repository."""
+    of_texts = getattr(transformers, modality_of(config).auto_class)
+    auto_class: Any = SCORE_AUTO_CLASS if gives_scores(config) else of_texts
     return auto_class._model_mapping.get(type(config), None)
 
 

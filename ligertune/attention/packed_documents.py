@@ -78,8 +78,10 @@ def varlen(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
     """Attend with torch's flash attention. Raises ValueError for a soft cap or dropout, which it does not have."""
-    if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+    if cu_seq_lens_q is None:
         return _unpacked(module, query, key, value, attention_mask, **kwargs)
+    if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+        raise ValueError("packed rows need cu_seq_lens and max_length of both the queries and the keys")
     terms = _layer_terms(attention_mask, **kwargs)
     if terms.softcap is not None or terms.dropout:
         raise ValueError("varlen attention has neither a soft cap nor dropout; use per_document or flex_attention")

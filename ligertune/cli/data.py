@@ -51,7 +51,7 @@ def data(
             from ligertune.data.preview import preview, preview_examples, preview_summary
             from ligertune.data.statistics import data_statistics
             from ligertune.planning.batch_layout import StatisticsOptions
-        found = _read(loaded, display.data)
+        found = _prepare_recipe(loaded, display.data)
     shown = preview_examples(found.prepared)
     previews = preview(shown, found.tokenizer, examples, found.reader, labels=found.prepared.labels)
     statistics = data_statistics(
@@ -71,8 +71,8 @@ def data(
         render.json_report(summary)
 
 
-class _Read(NamedTuple):
-    """What is read for a recipe. packing: off if packed rows are not exact, as in training."""
+class _PreparedRecipe(NamedTuple):
+    """Data, tokenizer and reader of a recipe. packing: off if packed rows are not exact, as in training."""
 
     packing: bool
     prepared: PreparedData
@@ -80,7 +80,7 @@ class _Read(NamedTuple):
     reader: ModalityReader | None
 
 
-def _read(recipe: Recipe, progress: ProgressCallback) -> _Read:
+def _prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> _PreparedRecipe:
     """Read and prepare the data as training does."""
     with importing():
         from ligertune.data.modalities.modality import modality_of
@@ -105,4 +105,4 @@ def _read(recipe: Recipe, progress: ProgressCallback) -> _Read:
         rows=part.rows(recipe),
         label_options=part.labels(recipe),
     )
-    return _Read(packing, prepared, tokenizer, reader)
+    return _PreparedRecipe(packing, prepared, tokenizer, reader)

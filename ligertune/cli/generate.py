@@ -63,7 +63,7 @@ def generate(
 
     With an image: ligertune generate runs/qwen2-vl 'What is this?' --image photo.jpg
     """
-    asked = _asked(prompt, prompts)
+    asked = _questions(prompt, prompts)
     render.people_on_stderr(json)
     request = GenerateRequest(
         model=model,
@@ -85,7 +85,7 @@ def generate(
     _answer_prompts(request, json)
 
 
-def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
+def _questions(prompt: str | None, prompts: Path | None) -> list[str]:
     """Return the prompts to answer. Raises UserError unless there is either one prompt or a file of them."""
     if prompts is not None and prompt is None:
         return read_prompts(prompts)

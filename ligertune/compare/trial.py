@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ligertune.compare.side import Side
 from ligertune.errors import UserError
@@ -24,9 +24,6 @@ from ligertune.files.storage import open_to_append, read_metrics, write_text
 from ligertune.launcher.signals import before_leaving
 from ligertune.recipe.read import dump_recipe
 from ligertune.recipe.schema import KernelsSpec, Recipe
-
-if TYPE_CHECKING:
-    pass
 
 MODULE = ["-m", "ligertune.compare.trial_rank"]
 RESULT = "result.json"

@@ -92,7 +92,7 @@ class PreparedData:
         return self.train.stream if isinstance(self.train, StreamedExamples) else None
 
     @property
-    def counted(self) -> Examples | None:
+    def examples_in_memory(self) -> Examples | None:
         """The training examples in memory; None for a stream, of which neither number nor lengths are known."""
         return None if isinstance(self.train, StreamedExamples) else self.train
 

@@ -28,7 +28,7 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
     count = 0
     fill = None
     layout = replace(layout, max_length=length) if kind == "packed" else layout
-    train = data.counted
+    train = data.examples_in_memory
     if train is None:  # a stream cannot be grouped by length
         kind = "packed" if kind == "packed" else "shuffled"
     elif kind == "packed":
@@ -51,7 +51,7 @@ def epoch_rows(layout: BatchLayoutOptions, data: PreparedData, *, multiple_of: i
 
 def summarize_data(data: PreparedData, reader: ModalityReader | None = None) -> DataSummary:
     """Return the totals of prepared data. reader: of files; None for a text model."""
-    counted = data.counted
+    counted = data.examples_in_memory
     stream = data.stream
     longest = [part.longest_documents.max() for part in (counted, data.eval) if part]
     return DataSummary(

@@ -205,8 +205,7 @@ class TextPieces(BaseStreamer):
 
     @property
     def text(self) -> str:
-        text: Any = self._tokenizer.decode(self.ids, skip_special_tokens=True)
-        return text  # a list of texts only for several sequences
+        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True))
 
     def put(self, value: Tensor) -> None:
         """Take a token. `generate` passes the prompt first, which is skipped."""

@@ -34,7 +34,7 @@ RESERVED_NAMES = (
     "padded_tokens", "trained_tokens", "tokens_per_second", "seconds", "peak_memory", "remaining_seconds", "note",
     "samples", "time",
 )  # fmt: skip
-# Examples; StreamedExamples, too, for a task whose rules allow data.streaming.
+# Examples; of a task whose rules allow data.streaming also StreamedExamples. Tasks declare which of them they take.
 TaskExamples: TypeAlias = Any
 AUX_LOSS = "aux_loss"  # the load-balancing loss of a mixture's routers, in TRL's name
 

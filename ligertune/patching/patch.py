@@ -329,7 +329,7 @@ class _PatchedAuto:
     @classmethod
     def from_pretrained(cls, *args: Any, keep_logits: bool = False, **kwargs: Any) -> PreTrainedModel:
         _check_switches(cls.__name__, {"keep_logits": keep_logits})
-        register_experts()  # before the arguments or the configuration name it
+        register_experts()  # first: arguments or configuration may name experts_implementation="ligertune"
         kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal
         model = cls.auto_class.from_pretrained(*args, **kwargs)
         patch(model, keep_logits=keep_logits)

@@ -10,7 +10,7 @@ from ligertune.errors import UserError, plural
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.schema import Recipe
-from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS
+from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS, TrainSpec
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,24 @@ def interval(steps: float, total: int) -> int:
 
 def total_steps(rows: int, global_batch_size: int, *, epochs: float | None, max_steps: int | None) -> int:
     """Return the number of optimizer steps, from `max_steps` or the epochs. The last step may be a smaller batch."""
-    return max(max_steps or math.ceil(round((epochs or 1.0) * rows) / global_batch_size), 1)
+    if max_steps:
+        return max_steps
+    assert epochs is not None  # the schema requires one of the two
+    return max(math.ceil(round(epochs * rows) / global_batch_size), 1)
+
+
+def _warmup_steps(train: TrainSpec, total: int) -> int:
+    if train.warmup_steps is not None:
+        return train.warmup_steps
+    assert train.warmup_ratio is not None  # the schema requires one of the two
+    return math.ceil(train.warmup_ratio * total)
 
 
 def make_schedule(recipe: Recipe, *, rows: int, global_batch_size: int) -> TrainSchedule:
     """Resolve total steps and warm-up steps. `rows`: rows of an epoch."""
     train = recipe.train
     total = total_steps(rows, global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps)
-    warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil((train.warmup_ratio or 0.0) * total)
+    warmup = _warmup_steps(train, total)
     # as in transformers: constant_with_warmup has the warm-up
     if train.lr_scheduler_type in ("constant", *FOLLOW_EVALUATIONS):
         warmup = 0

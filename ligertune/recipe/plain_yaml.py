@@ -60,9 +60,8 @@ for _tag, _pattern, _first in PLAIN_WORDS:
 
 def _number(text: str) -> float | int:
     value = float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
-    return (
-        int(value) if "." not in text and value.is_integer() and abs(value) < 2**53 else value
-    )  # 1e3 is an integer, if exact
+    is_whole = "." not in text and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else value  # 1e3 is an integer, if exact
 
 
 SCALARS: dict[str, Callable[[str], Any]] = {

@@ -19,7 +19,7 @@ LEFT = 58
 RIGHT = 16
 TOP = 26
 BOTTOM = 38
-MAX_STEPS = 5  # between the ticks of an axis, before rounding: more labels of the y axis would touch
+TICK_INTERVALS = 5  # between the ticks of an axis, before rounding: more labels of the y axis would touch
 MAX_POINTS = 2000  # of a series; a page stays small after a long run
 
 
@@ -115,7 +115,7 @@ def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     """Return multiples of 1, 2 or 5 times a power of ten that enclose low and high. whole: integers only."""
     if high <= low:  # a constant line lies in the middle of the chart, and 0 at its bottom
         low, high = (low, low + 1) if whole or low == 0 else (low - abs(low) / 2, low + abs(low) / 2)
-    raw = (high - low) / MAX_STEPS
+    raw = (high - low) / TICK_INTERVALS
     power = 10.0 ** math.floor(math.log10(raw))
     # 1e-9 below: a quotient that should be whole can miss it by rounding, which would add a tick
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))

@@ -47,8 +47,8 @@ Change = Callable[[PreTrainedModel], None]
 
 
 @dataclass
-class Preview:
-    """A model on the meta device: what the plan will say of it."""
+class ModelPreview:
+    """Kernel lines and notes that a plan collects while its model is built."""
 
     options: BuildOptions
     kernels: list[KernelLine]
@@ -63,12 +63,12 @@ def _unchanged(model: AnyModule, *context: object) -> AnyModule:
 class BuildStep:
     """One change of the patched model.
 
-    trained: makes it on the model that trains: (model, plan, accelerator). previewed: makes it without weights, or only
-    checks that it is possible, and adds its lines and notes: (model, preview). Both return the model.
+    train(model, plan, accelerator): change the model that trains. preview(model, preview): make the same change without
+    weights, or check that it is possible, and add lines and notes. Both return the model.
     """
 
-    trained: Callable[[AnyModule, Plan, Accelerator], AnyModule] = _unchanged
-    previewed: Callable[[AnyModule, Preview], AnyModule] = _unchanged
+    train: Callable[[AnyModule, Plan, Accelerator], AnyModule] = _unchanged
+    preview: Callable[[AnyModule, ModelPreview], AnyModule] = _unchanged
 
 
 def preview_model(
@@ -86,9 +86,9 @@ def preview_model(
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
     carried = find_carried(options.model, original, model)
     implementation = model.config._attn_implementation
-    preview = Preview(options, list(kernels), list(head_notes))
+    preview = ModelPreview(options, list(kernels), list(head_notes))
     for step in STEPS:
-        model = step.previewed(model, preview)
+        model = step.preview(model, preview)
     shape = read_shape(model) if feature.shape is None else feature.shape(model)
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
@@ -128,7 +128,7 @@ def trained_model(
         config = read_config(options.model)  # building a model changes its configuration
         return trained_model(_with_padding(plan, config, why), config, accelerator, change=change)
     for step in STEPS:
-        model = step.trained(model, plan, accelerator)
+        model = step.train(model, plan, accelerator)
     base = _base_of(plan, quantization)
     for adapter in getattr(model, "peft_config", {}).values():
         adapter.revision = base.revision
@@ -160,7 +160,7 @@ def _use_float8(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyMo
     return model
 
 
-def _preview_float8(model: AnyModule, preview: Preview) -> AnyModule:
+def _preview_float8(model: AnyModule, preview: ModelPreview) -> AnyModule:
     fp8 = preview.options.execution.fp8
     if not fp8:
         return model
@@ -187,7 +187,7 @@ def _checkpoint(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyMo
     return model
 
 
-def _preview_checkpoints(model: AnyModule, preview: Preview) -> AnyModule:
+def _preview_checkpoints(model: AnyModule, preview: ModelPreview) -> AnyModule:
     asked = preview.options.execution.gradient_checkpointing
     if asked in ("offload_gate", "offload_both"):
         require_gates(offload_gates(model), model.config.model_type, asked=asked)
@@ -199,7 +199,7 @@ def _apply_method(model: AnyModule, plan: Plan, accelerator: Accelerator) -> Any
     return apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
 
 
-def _preview_method(model: AnyModule, preview: Preview) -> AnyModule:
+def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
     options = preview.options
     preview.notes += _adapter_notes(options, model)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
@@ -226,7 +226,7 @@ def _add_heads(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyMod
         return feature_of(plan.build.task).wrap(plan.build, model)
 
 
-def _preview_heads(model: AnyModule, preview: Preview) -> AnyModule:
+def _preview_heads(model: AnyModule, preview: ModelPreview) -> AnyModule:
     feature = feature_of(preview.options.task)
     preview.kernels += feature.kernel_lines(preview.options.kernels)
     return feature.wrap(preview.options, model)
@@ -235,14 +235,14 @@ def _preview_heads(model: AnyModule, preview: Preview) -> AnyModule:
 # In this order: float8 and tiles replace the layers that adapters wrap, a compiled or checkpointed layer keeps what is
 # added inside it, and the projections of a tiled layer are tiled together with their adapters.
 STEPS = (
-    BuildStep(trained=_compile),
-    BuildStep(trained=_use_float8, previewed=_preview_float8),
-    BuildStep(trained=_tile_layers),
-    BuildStep(trained=_checkpoint, previewed=_preview_checkpoints),
-    BuildStep(trained=_apply_method, previewed=_preview_method),
-    BuildStep(trained=_hold_frozen),
-    BuildStep(trained=_tile_projections),
-    BuildStep(trained=_add_heads, previewed=_preview_heads),
+    BuildStep(train=_compile),
+    BuildStep(train=_use_float8, preview=_preview_float8),
+    BuildStep(train=_tile_layers),
+    BuildStep(train=_checkpoint, preview=_preview_checkpoints),
+    BuildStep(train=_apply_method, preview=_preview_method),
+    BuildStep(train=_hold_frozen),
+    BuildStep(train=_tile_projections),
+    BuildStep(train=_add_heads, preview=_preview_heads),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ligertune.attention.padding_free import choose_batch_layout
-from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import ModalityReader, modality_of
 from ligertune.data.prepare import PreparedData, ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
@@ -100,7 +99,8 @@ def resolve(
     )
     options = RunOptions.of(complete)
     data_notes = feature.check_data(options.build, data, config.get_text_config().vocab_size)
-    lengths = data.train.lengths if isinstance(data.train, Examples) else None
+    train = data.examples_in_memory
+    lengths = None if train is None else train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     packed = layout.packing or padding_free
     teacher = feature.frozen_attention(frozen, options, machine, precision, packed=packed)

@@ -41,8 +41,9 @@ class RemainingTime:
     """Remaining time of a run, from the mean duration of its steps.
 
     It begins after the first step, in which kernels are compiled, and again after `warmup_steps`. Evaluations and
-    checkpoints are part of the mean, because more of them follow. rich estimates from the last 30 seconds: 300 s
-    where steps of 2 s and an evaluation of 30 s after each tenth leave 750 s; this says 653.
+    checkpoints are part of the mean, because more of them follow. rich's estimate uses the last 30
+    seconds only: with steps of 2 s and an evaluation of 30 s after every tenth step it shows 300 s when 750 s are left,
+    and this class 653 s.
     """
 
     def __init__(self, total_steps: int, warmup_steps: int) -> None:

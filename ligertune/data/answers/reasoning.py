@@ -54,7 +54,7 @@ def end_of_think_block(content: str) -> int:
 def _after_space(text: str, place: int) -> int:
     """Return the end of the white space at `place`, but for a last space: tokenizers merge it into the next word."""
     space = _SPACE.match(text, place)
-    assert space is not None  # the pattern matches no characters, too
+    assert space is not None  # the pattern also matches an empty text
     end = space.end()
     return end - (place < end < len(text) and text[end - 1] == " ")
 
@@ -82,7 +82,7 @@ class ReasoningMask:
         field = (self._ends or {}).get(index, -1)
         if start < field <= stop:
             mark = _CLOSING_MARK.match(self.text, field)
-            assert mark is not None  # the pattern matches no characters, too
+            assert mark is not None  # the pattern also matches an empty text
             return min(_after_space(self.text, mark.end()), stop)
         content = self.messages[index]["content"] or ""
         if _BLOCK.match(content):

@@ -90,11 +90,11 @@ class ModalityReader(Protocol):
 
     @property
     def takes_blank(self) -> bool:
-        """Whether batches without files get a blank one. Else the model skips layers for them."""
+        """True if batches without files get a blank one; the model would skip layers for them."""
 
     @property
     def needs_equal_counts(self) -> bool:
-        """Whether each row of a batch must hold as many files."""
+        """True if each row of a batch must hold the same number of files."""
 
     def row_files(self, folder: str | None) -> RowFiles:
         """Return what reads the rows of a data set. folder: of relative paths; None: that of the data file."""

@@ -3,8 +3,8 @@
 The data files of a folder are those of its topmost level that has any: in the folder, in `data/`, or in a folder for
 each split. Splits have the names that the hub knows: `train.jsonl`, `data/train-00000-of-00002.parquet`, `test/a.csv`.
 
-The patterns of `datasets` (5.2) find the same files in 7 of the 9 layouts of the tests, and are not taken: they leave
-out a file that names no split without a word, add notes and the copy in `backup/`, and search /usr for minutes.
+The patterns of `datasets` (5.2) find the same files in 7 of the 9 layouts of the tests. They are not used, because they
+silently leave out files that name no split, add notes and the copies in `backup/`, and search all of /usr for minutes.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ class _JsonText:
 def _end_of_space(text: str, start: int) -> int:
     """Return the end of the white space of JSON at `start`."""
     space = _JSON_SPACE.match(text, start)
-    assert space is not None  # the pattern matches no characters, too
+    assert space is not None  # the pattern also matches an empty text
     return space.end()
 
 

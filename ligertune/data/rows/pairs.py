@@ -119,7 +119,7 @@ def _texts_without_prompt(
         return (), _hh_turns(chosen), _hh_turns(rejected)
     both = zip(chosen, rejected, strict=False)
     shared = next((number for number, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
-    *_, word = re.split(r"\s", chosen[:shared])  # the beginning of a word that goes on differently
+    word = re.split(r"\s", chosen[:shared])[-1]  # the beginning of a word that goes on differently
     shared -= len(word) if len(word) < shared else 0
     if chosen[:shared].endswith(" "):  # tokenizers merge a space into the word that follows
         shared -= 1

@@ -154,6 +154,6 @@ def functions_in(system: str) -> tuple[str, list[dict[str, Any]]]:
             raise BadRow("tools are not JSON", f"{system[place:]:.40}") from error
         functions.append(function)
         separator = _SEPARATOR.match(system, place)
-        assert separator is not None  # the pattern matches no characters, too
+        assert separator is not None  # the pattern also matches an empty text
         place = separator.end()
     return f"{system[: found.start()].strip(' ,-')}.", functions

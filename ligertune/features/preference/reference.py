@@ -200,7 +200,7 @@ def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.n
     reshard = getattr(model, "reshard", None)
     if reshard is not None:  # FSDP2 keeps the last layers gathered after a forward without backward
         reshard()
-    assert found is not None  # there are examples, and each rank computes a batch for each of another rank's
+    assert found is not None  # all ranks compute the same number of batches, at least one
     if dist.is_initialized():
         dist.all_reduce(found)  # each example is zero on all ranks but one
     return found.cpu().numpy()

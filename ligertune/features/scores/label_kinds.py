@@ -74,12 +74,14 @@ def decide_labels(first: Sequence[Record], column: str, path: str, problem_type:
     broad = [(kind if kind in ("names", "booleans") else "numbers", source) for kind, source in usable]
     common = _majority(broad, column, path, "Make all labels names, or all labels numbers.")
     width = 0
-    kind: LabelKind = "names" if common == "names" else "booleans"
-    if common == "numbers" and many and problem_type != REGRESSION:
-        width = _indicator_width([values for values, _ in rows])
+    kind: LabelKind
     if common == "numbers":
+        if many and problem_type != REGRESSION:
+            width = _indicator_width([values for values, _ in rows])
         missing = len(first) - len(filled)
         kind = "indicators" if width else _number_kind(found, missing, column, path, problem_type)
+    else:
+        kind = "names" if common == "names" else "booleans"
     count = sum(_fits(one, kind) for one, _ in usable)
     total = len(found) + len(first) - len(rows)
     return Labels(kind, many, f"column `{column}`, {count:,} of the first {plural(total, 'label')}", width)

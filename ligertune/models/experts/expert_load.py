@@ -55,7 +55,7 @@ class ExpertLoad:
             if not n_choices:
                 continue
             shares = [count / n_choices for count in counts]
-            even = max(math.log(number), 1e-9)  # of one expert it is 0, as the entropy
+            even = max(math.log(number), 1e-9)  # log(1) is 0: no 0 / 0 for a single expert
             entropy = -sum(share * math.log(share) for share in shares if share) / even
             layers.append(
                 {

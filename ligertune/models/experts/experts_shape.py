@@ -118,7 +118,7 @@ def _saved_by_activation(module: nn.Module, mlp: int) -> int:
 
 def _saved_per_row(function: Callable[[torch.Tensor], object], width: int, dtype: torch.dtype) -> int:
     """Return the bytes per row that autograd saves in a call with (rows, width), without the rows themselves."""
-    # the difference of two numbers of rows leaves out what does not depend on them, such as a copy of a weight
+    # in the difference of two calls, what does not depend on the rows, such as a copy of a weight, drops out
     few, many = (_saved_bytes(function, rows, width, dtype) for rows in (8, 16))
     return (many - few) // 8
 

@@ -55,7 +55,7 @@ def quantize_by_amax(
 
 
 def _scale_by(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    # a tensor of zeros has any scale, and its quotient is infinite
+    # for a tensor of zeros any scale is right, and max / 0 would be infinite
     return torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0)
 
 

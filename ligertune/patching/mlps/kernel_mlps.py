@@ -66,8 +66,7 @@ def gives_new_unseen_output(module: nn.Module) -> bool:
     classes. Under torch.compile nothing would be gained. Each forward checks again, since adapters, hooks and wrappers
     may come after `patch`.
     """
-    torchs_module: Any = nn.modules.module
-    if torch.compiler.is_compiling() or torchs_module._has_any_global_hook() or has_own_hooks(module):
+    if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook() or has_own_hooks(module):
         return False
     plain = is_linear(module) or isinstance(module, LinearPatch)
     return plain and not hasattr(module, "parametrizations")

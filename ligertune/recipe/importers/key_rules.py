@@ -10,13 +10,14 @@ from ligertune.recipe.complaints import abbreviated
 from ligertune.recipe.document import split
 from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers import import_tables as tables
-from ligertune.recipe.importers import named_conversions, peer_datasets
 from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.import_tables import each_name
+from ligertune.recipe.importers.named_conversions import CONVERSIONS, set_interval
+from ligertune.recipe.importers.peer_datasets import DATASET_CONVERSIONS
 
 Conditions = dict[str, Any]
 # functions that a rule calls by their names
-CONVERTERS: dict[str, Callable[[Import], None]] = vars(named_conversions) | vars(peer_datasets)
+CONVERTERS = CONVERSIONS | DATASET_CONVERSIONS
 
 
 def apply_rules(work: Import, rules: list[dict[str, Any]]) -> None:
@@ -145,5 +146,5 @@ EFFECTS: dict[str, Callable[[Import, str, Any], Any]] = {
     "default": lambda work, name, value: work.data.setdefault(name, value),
     "rename": Import.rename,
     "hoist": Import.hoist,
-    "per epoch": named_conversions.set_interval,
+    "per epoch": set_interval,
 }

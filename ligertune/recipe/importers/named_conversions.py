@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,24 @@ def _without_experts(work: Import, given: list[Any]) -> list[Any]:
 
 def _listed(value: Any) -> list[str]:
     return [name for name in split_names(value) if name]
+
+
+# functions that rules of keys.yaml call by their names
+CONVERSIONS: dict[str, Callable[[Import], None]] = {
+    function.__name__: function
+    for function in (
+        account_for_fsdp_options,
+        choose_evaluations,
+        choose_trackers,
+        convert_chat_template,
+        convert_embedding_rate,
+        convert_freeze,
+        convert_galore_options,
+        convert_lr_groups,
+        convert_preferences,
+        convert_targets,
+        convert_unfrozen,
+        read_schedule_options,
+        refuse_methods,
+    )
+}

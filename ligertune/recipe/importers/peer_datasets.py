@@ -5,7 +5,7 @@ Keys without a counterpart stay in the items, and the import reports them later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -333,3 +333,17 @@ def hoist_template(work: Import) -> None:
             del item["chat_template"]
             source = work.source_of(("data", "datasets", index, "chat_template"))
             work.trace(source, "model.tokenizer.chat_template")
+
+
+# functions that rules of keys.yaml call by their names
+DATASET_CONVERSIONS: dict[str, Callable[[Import], None]] = {
+    function.__name__: function
+    for function in (
+        convert_axolotl_datasets,
+        convert_described_datasets,
+        convert_mixture,
+        convert_one_dataset,
+        convert_registered_datasets,
+        hoist_template,
+    )
+}

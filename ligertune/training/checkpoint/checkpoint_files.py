@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ligertune.errors import UserError, format_bytes, message_of
+from ligertune.files.checked_files import DamagedFileError
 from ligertune.files.storage import (
     complete_checkpoints,
     newest_checkpoint,
@@ -80,7 +81,8 @@ def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
     """Remove `partial` after a failed write (full disk, quota, missing folder), and raise UserError instead."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap the system's error
+    # torch and safetensors wrap the system's error; the last is of a file that cannot be read back
+    except (OSError, RuntimeError, SafetensorError, DamagedFileError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         newest = newest_checkpoint(plan.output_dir)
         left = f"The newest complete one is {newest}." if newest else "There is no earlier one."

@@ -72,7 +72,7 @@ class CheckpointRecord:
     def write(self, folder: Path, plan: Plan) -> None:
         """Write progress.json, which also holds the plan, for people to read."""
         content = {**dataclasses.asdict(self), "plan": plan.as_dict()}
-        # as a reader gets it, who compares the checksum: tuples have become lists, and paths text
+        # The checksum is of what a reader gets: JSON turns tuples into lists and paths into text.
         plain = json.loads(json.dumps(content, default=str))
         write_text(folder / PROGRESS_FILE, json.dumps({**plain, CHECKSUM: _checksum_of(plain)}, indent=1))
 

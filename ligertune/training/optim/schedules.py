@@ -89,7 +89,7 @@ def _scheduler(schedule: TrainSchedule) -> Any:
     from transformers import get_scheduler  # imports peft, which takes seconds
 
     kwargs = dict(schedule.kwargs)
-    # transformers refuses these two without a floor, and with two of them
+    # transformers requires exactly one of min_lr and min_lr_rate here
     if schedule.type in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and not kwargs.keys() & {
         "min_lr",
         "min_lr_rate",

@@ -173,8 +173,7 @@ def leave_four_bit_weights(model: nn.Module) -> None:
     """Keep DDP from sending 4-bit experts to the other ranks, which quantise the same weights to the same bytes."""
     names = [name for name, parameter in model.named_parameters() if isinstance(parameter, Nf4Weight)]
     if names:
-        ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignore(model, names)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def launched_with_fsdp() -> bool:

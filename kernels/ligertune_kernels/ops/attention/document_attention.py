@@ -34,12 +34,12 @@ from ligertune_kernels.ops.attention.tiles import Tile, attention_tiles, padded_
 
 
 class Documents(NamedTuple):
-    """Where the documents of packed tokens begin and end."""
+    """First and last places of packed documents."""
 
     starts: torch.Tensor  # (T,) int32: index of the first token of each token's document
     ends: torch.Tensor  # (T,) int32: index after the last token of each token's document
     # The number of documents selects the kernels for long or for short ones on Hopper GPUs; without it, those for short
-    # ones run. The caller passes it because the host would have to wait for the values of starts.
+    # ones run. It is an int: to read it from a tensor, the host would wait for the GPU.
     count: int | None = None
 
 

@@ -169,9 +169,9 @@ def experts(
 
     Computes in the dtype of hidden, or in that of autocast; parameters are cast to it, and the result has the dtype of
     hidden. gate_up and down are weights, or an ExpertProjection with bias and LoRA. A weight that is a function gets no
-    gradient. A pair whose index is no expert adds nothing, and its weight
-    has a gradient of 0. products: "grouped_mm", "triton" or "loop", which waits for the GPU; None: `product_for`
-    chooses. Deterministic. Raises ValueError on mismatched shapes or unknown options.
+    gradient. A pair whose index is no expert adds nothing, and its weight has a gradient of 0. products: "grouped_mm",
+    "triton" or "loop", which waits for the GPU; None: `product_for` chooses. Deterministic. Raises ValueError on
+    mismatched shapes or unknown options.
     """
     options = ExpertOptions(activation, layout, products)
     parameters = parameters_of(_as_projection(gate_up), _as_projection(down), options)

@@ -35,7 +35,6 @@ Sources: Zhang and Sennrich, arXiv:1910.07467; Dao and Gu, arXiv:2405.21060.
 
 from __future__ import annotations
 
-import inspect
 from typing import Literal, NamedTuple
 
 import torch
@@ -452,16 +451,16 @@ class GatedRMSNorm(torch.nn.Module):
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        group_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: int | str | bool | None,
+        **options: str | bool,
     ) -> None:
-        """options: group_size, activation, norm_before_gate and cast of `gated_rms_norm`; others raise TypeError."""
+        """options: activation, norm_before_gate and cast of `gated_rms_norm`; others raise TypeError."""
         super().__init__()
-        inspect.signature(gated_rms_norm).bind_partial(**options)
         self.eps = eps
-        self.options = options
+        self.options = GatedNormOptions(group_size or hidden_size, **options)
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return gated_rms_norm(hidden_states, gate, self.weight, self.eps, **self.options)
+        return gated_rms_norm(hidden_states, gate, self.weight, self.eps, **self.options._asdict())
