@@ -12,7 +12,7 @@ from typing import Any
 
 # About the time of the command: the console script imports this module before anything heavy.
 COMMAND_GIVEN = time.perf_counter()
-Show = Callable[[dict[str, Any]], None]  # receives each line of metrics.jsonl
+LogLine = Callable[[dict[str, Any]], None]  # receives each line of metrics.jsonl
 
 # Where these are installed, transformers imports them with its model classes: for losses of object detection and for
 # assisted decoding, which no command uses. That takes about a second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ligertune.progress import Display, Phases, Show
+from ligertune.progress import Display, LogLine, Phases
 from ligertune.report import Report, make_report, write_run_report
 from ligertune.training.build import Change
 from ligertune.training.checkpoint.final_model import save_final_model
@@ -17,7 +17,7 @@ from ligertune.training.setup import Custom, Job
 
 def run(
     job: Job,
-    show: Show,
+    show: LogLine,
     *,
     change: Change | None = None,
     phases: Phases | None = None,

@@ -21,7 +21,7 @@ from ligertune.hardware import is_launched
 from ligertune.models.shape import read_shape
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
-from ligertune.progress import Show
+from ligertune.progress import LogLine
 from ligertune.recipe.aliases import ALIASES
 from ligertune.recipe.read import recipe_of
 from ligertune.recipe.schema import Recipe
@@ -59,7 +59,7 @@ class Trainer:
         callbacks: Sequence[object] = (),
         compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        show: Show | None = None,
+        show: LogLine | None = None,
     ) -> None:
         """Check the recipe; nothing is loaded before `plan`, `open` or `train`. Raises UserError.
 

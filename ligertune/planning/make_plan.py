@@ -214,11 +214,11 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
         device = machine.memory_bytes
         return estimate is not None and estimate.fits(micro, length, accumulates=accumulates, memory=device)
 
-    def fits_somehow(micro: int, accumulates: bool) -> bool:
+    def fits_with_tiles(micro: int, accumulates: bool) -> bool:
         # tiles are for one row that does not fit otherwise
         return fits(memory, micro, accumulates) or (micro == 1 and fits(tiled, micro, accumulates))
 
-    batching = choose_batching(recipe, world_size, None if memory is None else fits_somehow)
+    batching = choose_batching(recipe, world_size, None if memory is None else fits_with_tiles)
     memory = with_checkpointed_layers(recipe, memory, batching, length, machine)
     if tiled is not None and not fits(memory, batching.micro_batch_size, batching.accumulation > 1):
         memory = tiled

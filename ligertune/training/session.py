@@ -13,7 +13,7 @@ from ligertune.files.storage import utc_now, write_json
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import hide_loading_bars
 from ligertune.planning.make_plan import check_host_memory
-from ligertune.progress import Display, Phases, Show
+from ligertune.progress import Display, LogLine, Phases
 from ligertune.training.build import Change, trained_model
 from ligertune.training.checks import explain_out_of_memory
 from ligertune.training.metrics.metrics_logger import open_trackers
@@ -36,7 +36,7 @@ class Session:
 @contextlib.contextmanager
 def open_session(
     job: Job,
-    show: Show,
+    show: LogLine,
     *,
     change: Change | None = None,
     phases: Phases | None = None,

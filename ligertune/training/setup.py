@@ -31,7 +31,7 @@ from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
-from ligertune.progress import Display, Show
+from ligertune.progress import Display, LogLine
 from ligertune.training.callbacks import Callbacks
 from ligertune.training.checkpoint.checkpoint_files import Saver
 from ligertune.training.checkpoint.choose_checkpoint import resume_folder
@@ -229,7 +229,7 @@ class Training:
 
 
 def start(
-    job: Job, accelerator: Accelerator, model: nn.Module, *, show: Show, display: Display, custom: Custom
+    job: Job, accelerator: Accelerator, model: nn.Module, *, show: LogLine, display: Display, custom: Custom
 ) -> Training:
     """Wrap the model, load the checkpoint to resume from, and do what the task needs before the first step.
 
@@ -264,7 +264,7 @@ def setup(
     wrapped: Wrapped,
     resumed: Resumed,
     *,
-    show: Show,
+    show: LogLine,
     display: Display,
     custom: Custom,
 ) -> Training:
