@@ -17,7 +17,7 @@ SETTINGS = {"data.datasets.0.max_samples": 60, "data.val_split": 0.1, "data.max_
 PAIRS = {"task": "dpo", "data.datasets.0.path": RECIPE.parent / "preferences.jsonl"}
 
 
-@pytest.mark.parametrize("task", [{}, PAIRS], ids=["sft", "dpo"])
+@pytest.mark.parametrize("task", [{}, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["sft", "dpo"])
 def test_steps_and_tokens_are_those_of_the_run(task, recipe, ligertune, tmp_path):
     epochs = {**SETTINGS, **task, "train.num_train_epochs": 2, "checkpoint.output_dir": "run"}
     predicted = ligertune("data", recipe, *overrides(epochs), "--json")

@@ -66,7 +66,7 @@ def assert_all_end(pids: Iterable[int]) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+    [*(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
     ids=lambda number: number.name,
 )
 def test_ranks_that_wait_for_the_plan_end_with_their_parent(number, tmp_path):
