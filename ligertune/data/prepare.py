@@ -93,7 +93,7 @@ class PreparedData:
 
     @property
     def examples_in_memory(self) -> Examples | None:
-        """The training examples in memory; None for a stream, of which neither number nor lengths are known."""
+        """The training examples; None for a stream, whose number and lengths of examples are not known."""
         return None if isinstance(self.train, StreamedExamples) else self.train
 
     @property

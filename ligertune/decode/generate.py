@@ -162,7 +162,7 @@ def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Deco
         model.generate(
             **{name: value.to(model.device) for name, value in inputs.items()},
             max_new_tokens=decoding.max_new_tokens,
-            pad_token_id=pad if pad is not None else eos,  # transformers' own choice, of which it warns
+            pad_token_id=pad if pad is not None else eos,  # transformers chooses the same, with a warning
             streamer=pieces,
             num_beams=1,  # beams have no text before they end
             logits_processor=LogitsProcessorList([FiniteLogits(loaded.name)]),

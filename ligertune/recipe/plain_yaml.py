@@ -50,7 +50,7 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)  # indent list items below their key
 
 
-# Without a table of its own, a class starts with a copy of its base's: the patterns of YAML 1.1 would be read, too.
+# A class without this table copies its base's, whose patterns are those of YAML 1.1.
 _Loader.yaml_implicit_resolvers = {}
 
 for _tag, _pattern, _first in PLAIN_WORDS:

@@ -109,7 +109,7 @@ def _mutual_packages(graph: Graph) -> list[str]:
 
 
 def _longest_chain(graph: Graph) -> list[str]:
-    """Return the longest chain of modules of which each imports the next."""
+    """Return the longest chain of modules in which each imports the next."""
     chains: dict[str, list[str]] = {}
 
     def chain_of(name: str, above: frozenset[str]) -> list[str]:

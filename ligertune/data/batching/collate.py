@@ -32,7 +32,7 @@ MoreFields = Callable[["Examples | StreamedExamples", list[int], dict[str, Any]]
 ROWS_MULTIPLE_OF = 128
 HEAD_SIZES_PER_BATCH = 4  # sizes of the head's products where each one is recorded as a CUDA graph
 MAX_PINNED_BYTES = 16 << 20  # of one tensor
-MAX_THREADS = 16  # that read files, per process; each GPU has a process of its own
+MAX_THREADS = 16  # that read files, in each process; there is one process for each GPU
 SHORT_DOCUMENT = 16  # tokens; the rows of a stream are not known ahead, so they get room for documents this short
 
 

@@ -90,7 +90,7 @@ def _refuse(work: Import, name: str, sentence: str | list[str]) -> None:
 
 
 def _put(work: Import, name: str, values: dict[str, Any]) -> None:
-    # a rule may name several spellings of a key, of which a file has one
+    # a rule may name several spellings of a key; a file has one of them
     if name in work.data:
         for key, value in values.items():
             work.put(key, value, name)

@@ -37,7 +37,7 @@ def refuse_methods(work: Import) -> None:
 
 def convert_preferences(work: Import) -> None:
     """Convert the loss of DPOConfig or KTOConfig."""
-    # a file of Axolotl says its objective in `rl`, of which an empty one is none
+    # `rl` names the objective of an Axolotl file; an empty value names none
     if "rl" in work.source:
         return
     work.data.setdefault("learning_rate", PREFERENCE_RATE)

@@ -54,7 +54,7 @@ def example(device: torch.device, dtype: torch.dtype = torch.float32, *, leading
 
 
 def agrees(inputs, labels, *, schedule, grads=None, lora_scale=1.0, **options) -> None:
-    """Judge inputs (hidden, weight, bias, A and B of LoRA), of which the last may be left out."""
+    """Judge inputs (hidden, weight, bias, A and B of LoRA); the last ones may be left out."""
 
     def call(op, **more):
         def loss(hidden, weight, bias=None, *adapter):
