@@ -1,0 +1,421 @@
+r"""Gated delta rule: linear attention whose state forgets, and corrects what it holds for a key before it adds to it.
+
+State S (K, V), decay α = exp(g), learning rate β, for each value head:
+
+    S_t = α_t S_{t-1} + β_t k_t (v_t - α_t k_tᵀ S_{t-1})ᵀ        out_t = scale q_tᵀ S_t
+
+In chunks of C tokens (WY form), with G_i the sum of the chunk's g up to token i, and D_ij = exp(G_i - G_j) for j <= i in
+the same document, else 0. S is the state before the chunk, m_i = exp(G_i), or 0 for a document that begins in the chunk:
+
+    A_ij = β_i D_ij k_i·k_j for j < i          T = (I + A)^-1
+    v̂    = U - W S                              U = T (β v),  W = T (β m k)
+    out  = scale (m q S + (D ∘ q kᵀ) v̂)         S ← s S + Σ_j r_j k_j v̂_jᵀ,  r_j = D_last,j,  s = m_last
+
+Backward, from the last chunk to the first, dS being the gradient of the state after the chunk:
+
+    dv̂ = scale (D ∘ q kᵀ)ᵀ dout + r k dS        dS ← s dS + scale (m q)ᵀ dout - Wᵀ dv̂
+    y  = Tᵀ dv̂        dv = β y        dA_ij = -y_i·v̂_j        dβ_i = y_i·(v_i - m_i k_iᵀ S) + Σ_j dA_ij A_ij / β_i
+    dq = scale (m dout Sᵀ + (D ∘ dout v̂ᵀ) k)
+    dk = scale (D ∘ dout v̂ᵀ)ᵀ q + r v̂ dSᵀ - β m y Sᵀ + (β D ∘ dA) k + (β D ∘ dA)ᵀ k
+    dG = q·dq + k·(dk of a reading token) - k·(dk of a token that is read), and s S·dS + Σ r k·(dS v̂) for the last token
+    dg = sum of dG over the token's document, from the token to the end of the chunk
+
+Keys of unit length (l2_norm) and their gradients are computed inside. The state, sums and decays are fp32; factors of
+products are rounded to the tensors' dtype. The backward keeps the inputs alone and computes T, U, W, v̂ and the states
+again: per token and value head it takes (2 K + 3 V + C) numbers, and 2 K V / C for the states, while it runs.
+
+Every document starts from a state of zeros. A scan over chunks runs in parts: documents that begin in different parts
+of a row are computed at the same time. No atomics. Kernels: delta_kernels.py; tiles: tiles.py.
+Source: Yang, Kautz and Hatamizadeh, arXiv:2412.06464; chunks: Yang et al., arXiv:2406.06484.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ligertune_kernels.autograd import autocast_dtype, no_double_backward, without_autocast
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
+from ligertune_kernels.ops.attention.document_attention import Documents
+from ligertune_kernels.ops.recurrence import delta_kernels, tiles
+from ligertune_kernels.ops.recurrence.tiles import CHUNK, PART, DeltaTile
+
+MAX_WIDTH = 256  # of a head, for the kernels
+EPS = 1e-6  # of the norm of q and k
+
+
+def gated_delta_rule_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2_norm: bool = False,
+    initial_state: torch.Tensor | None = None,
+    documents: Documents | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `gated_delta_rule` in plain torch, in chunks, with the final state."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group = value.shape[2] // key.shape[2]
+    n_tokens = query.shape[1]
+    q, k = (t.to(wide).repeat_interleave(group, 2) for t in (query, key))
+    if l2_norm:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
+    q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
+    starts = torch.zeros(n_tokens, dtype=torch.int32, device=query.device) if documents is None else documents.starts
+    missing = -n_tokens % CHUNK
+    if missing:  # tokens of the last document that change nothing
+        starts = torch.cat((starts, starts[-1:].expand(missing)))
+    q, k, v, g, b = (_in_chunks(t.to(wide), missing) for t in (q, k, value, decay, beta))
+    starts = starts.view(-1, CHUNK)  # (N, C)
+    firsts = torch.arange(len(starts), device=query.device) * CHUNK
+
+    logs = g.cumsum(-1)  # (B, X, N, C)
+    seen = (starts[:, :, None] == starts[:, None, :]).tril()
+    between = (logs[..., :, None] - logs[..., None, :]).masked_fill(~seen, float("-inf")).exp()
+    reads = logs.exp() * (starts < firsts.clamp(min=1)[:, None])
+    to_state = between[..., -1, :]
+    kept = reads[..., -1]
+    system = (b[..., None] * between * (k @ k.mT)).tril(-1) + torch.eye(CHUNK, dtype=wide, device=query.device)
+    u, w = (
+        torch.linalg.solve_triangular(system, t, upper=False, unitriangular=True)
+        for t in (b[..., None] * v, (b * reads)[..., None] * k)
+    )
+    weights = between * (q @ k.mT)
+    q = q * reads[..., None]
+    k = k * to_state[..., None]
+    batch, heads, n_chunks, _, key_dim = k.shape
+    state = u.new_zeros(batch, heads, key_dim, v.shape[-1]) if initial_state is None else initial_state.to(wide)
+    out = []
+    for i in range(n_chunks):
+        corrected = u[:, :, i] - w[:, :, i] @ state
+        out.append(q[:, :, i] @ state + weights[:, :, i] @ corrected)
+        state = kept[:, :, i, None, None] * state + k[:, :, i].mT @ corrected
+    joined = torch.cat(out, 2)[:, :, :n_tokens].transpose(1, 2)  # (B, T, X, V)
+    return joined.to(query.dtype).contiguous(), state
+
+
+def _in_chunks(t: torch.Tensor, missing: int) -> torch.Tensor:
+    """(B, T, X, ...) -> (B, X, N, C, ...), with zeros for the missing tokens."""
+    if missing:
+        t = torch.cat((t, t.new_zeros(t.shape[0], missing, *t.shape[2:])), 1)
+    return t.unflatten(1, (-1, CHUNK)).movedim(3, 1)
+
+
+class _Terms(NamedTuple):
+    """Options of one call."""
+
+    scale: float
+    l2_norm: bool
+
+
+class _Launch(NamedTuple):
+    """A kernel with its constants, and the columns of its programs."""
+
+    launcher: Launcher
+    cols: int
+
+
+class _Launches(NamedTuple):
+    """The launches of all kernels."""
+
+    chunk: int  # tokens
+    prepare: _Launch
+    states: _Launch
+    outputs: _Launch
+    local: _Launch
+    gradients: _Launch
+    reads: _Launch
+    writes: _Launch
+
+
+class _Shape(NamedTuple):
+    """Key of the launches."""
+
+    heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    l2_norm: bool
+    has_documents: bool
+    has_initial: bool
+    has_final: bool  # forward: the final state is asked for; backward: it has a gradient
+    keeps_t: bool = False
+
+
+@cached
+def _launches(shape: _Shape, chip: Chip) -> _Launches:
+    chosen = tiles.delta_tiles(shape.key_dim, shape.dtype.itemsize, chip)
+    shared = {
+        "HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm, "HAS_DOCUMENTS": shape.has_documents,
+        "CHUNK": chosen.chunk, "KEYS": tiles.padded(shape.key_dim), "DOT": "ieee",
+    }  # fmt: skip
+    values = tiles.padded(shape.value_dim)
+
+    def launch(kernel: Callable, tile: DeltaTile, **more: int | bool | str) -> _Launch:
+        cols = min(tile.cols, values)
+        constants = shared | more | {"COLS": cols, "num_warps": tile.warps, "num_stages": tile.stages}
+        return _Launch(Launcher(kernel, constants), cols)
+
+    k = delta_kernels
+    ends = {"HAS_INITIAL": shape.has_initial, "HAS_FINAL": shape.has_final}
+    precision = tiles.inverse_precision(shape.dtype.itemsize, chip)
+    inverse = {"VALUES": values, "KEEPS_T": shape.keeps_t, "PRECISION": precision}
+    return _Launches(
+        chunk=chosen.chunk,
+        prepare=launch(k.prepare_kernel, chosen.prepare, **inverse),
+        states=launch(k.states_kernel, chosen.states, **ends),
+        outputs=launch(k.outputs_kernel, chosen.outputs, VALUES=values),
+        local=launch(k.local_gradients_kernel, chosen.local, VALUES=values),
+        gradients=launch(k.state_gradients_kernel, chosen.gradients, **ends),
+        reads=launch(k.read_gradients_kernel, chosen.reads, VALUES=values),
+        writes=launch(k.write_gradients_kernel, chosen.writes, VALUES=values),
+    )
+
+
+class _Inputs(NamedTuple):
+    """What autograd keeps. initial_state, starts and ends may be stand-ins that no kernel reads."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+    def strides(self, *names: str) -> tuple[int, ...]:
+        """Return strides of rows, tokens and heads, and the widths of heads: what Triton specialises on."""
+        strides = [stride for name in names for stride in getattr(self, name).stride()[:3]]
+        return (*strides, self.k.shape[-1], self.v.shape[-1])
+
+
+class _Prepared(NamedTuple):
+    """Results of the first two kernels."""
+
+    logs: torch.Tensor  # (B, T, X) fp32: G
+    t: torch.Tensor  # (B, N, X, C, C), or a stand-in
+    w: torch.Tensor  # (B, T, X, K)
+    corrected: torch.Tensor  # (B, T, X, V): v̂
+    q_norm: torch.Tensor  # (B, T, H) fp32: 1 / |q|
+    k_norm: torch.Tensor  # (B, T, H) fp32: 1 / |k|
+    states: torch.Tensor  # (B, N, X, K, V)
+
+
+def _part(shape: _Shape, n_tokens: int) -> int:
+    """Return the tokens of a part of a row, in which a program of a scan looks for its documents."""
+    return min(PART, n_tokens) if shape.has_documents else n_tokens
+
+
+def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
+    batch, n_tokens, heads, key_dim = x.k.shape
+    value_heads, value_dim = x.v.shape[2:]
+    launches = _launches(shape, chip)
+    chunk = launches.chunk
+    n_chunks = -(-n_tokens // chunk)
+    logs = torch.empty(x.decay.shape, dtype=torch.float32, device=x.q.device)
+    t = x.q.new_empty((batch, n_chunks, value_heads, chunk, chunk)) if shape.keeps_t else logs
+    w = x.q.new_empty((batch, n_tokens, value_heads, key_dim))
+    corrected = x.q.new_empty((batch, n_tokens, value_heads, value_dim))
+    norms = torch.empty(
+        (2, batch, n_tokens, heads) if shape.l2_norm else (2, 0), dtype=torch.float32, device=x.q.device
+    )
+    q_norm, k_norm = norms
+    states = x.q.new_empty((batch, n_chunks, value_heads, key_dim, value_dim))
+    launches.prepare.launcher(
+        (n_chunks, value_heads, batch),
+        (x.q, x.k, x.v, x.decay, x.beta, x.starts, logs, t, w, corrected, q_norm, k_norm),
+        x.strides("q", "k", "v"), n_tokens, n_chunks,
+    )  # fmt: skip
+    part = _part(shape, n_tokens)
+    columns = -(-value_dim // launches.states.cols)
+    launches.states.launcher(
+        (columns, value_heads, batch * -(-n_tokens // part)),
+        (x.k, w, corrected, logs, k_norm, x.starts, x.ends, x.initial_state, states, final_state),
+        x.strides("k"), n_tokens, n_chunks, part,
+    )  # fmt: skip
+    return _Prepared(logs, t, w, corrected, q_norm, k_norm, states)
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, decay, beta, initial_state, starts, ends, shape, scale):
+        chip = chip_of(q.device)
+        x = _Inputs(q, k, v, decay, beta, initial_state, starts, ends)
+        batch, n_tokens, value_heads, value_dim = v.shape
+        final_state = decay.new_empty(
+            (batch, value_heads, k.shape[-1], value_dim) if shape.has_final else (0,), dtype=torch.float32
+        )
+        made = _prepare(x, shape, chip, final_state)
+        out = q.new_empty(v.shape)
+        n_chunks = made.states.shape[1]
+        _launches(shape, chip).outputs.launcher(
+            (n_chunks, value_heads, batch),
+            (q, k, made.corrected, made.logs, made.q_norm, made.k_norm, starts, made.states, out),
+            x.strides("q", "k"), n_tokens, n_chunks, scale,
+        )  # fmt: skip
+        ctx.save_for_backward(*x)
+        ctx.shape = shape
+        ctx.scale = scale
+        if not shape.has_final:
+            ctx.mark_non_differentiable(final_state)
+        return out, final_state
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, d_out, d_final):
+        x = _Inputs(*ctx.saved_tensors)
+        shape = ctx.shape._replace(keeps_t=True)
+        scale = ctx.scale
+        chip = chip_of(x.q.device)
+        batch, n_tokens, heads, key_dim = x.k.shape
+        value_heads, value_dim = x.v.shape[2:]
+        d_out = d_out.contiguous()
+        # without a gradient of the final state, the kernel that computes this state again need not store it
+        made = _prepare(x, shape._replace(has_final=False), chip, x.decay)
+        launches = _launches(shape, chip)
+        n_chunks = made.states.shape[1]
+        chunks_of_values = (n_chunks, value_heads, batch)
+        chunks_of_keys = (n_chunks, heads, batch)
+        norms = made.logs, made.q_norm, made.k_norm
+
+        d_corrected = torch.empty_like(made.corrected)
+        launches.local.launcher(
+            chunks_of_values, (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens, scale
+        )
+        d_states = torch.empty_like(made.states)
+        d_initial = torch.empty(
+            x.initial_state.shape if shape.has_initial else (0,), dtype=torch.float32, device=d_out.device
+        )
+        d_final = d_final.contiguous() if shape.has_final else d_out
+        part = _part(shape, n_tokens)
+        columns = -(-value_dim // launches.gradients.cols)
+        launches.gradients.launcher(
+            (columns, value_heads, batch * -(-n_tokens // part)),
+            (x.q, x.k, made.w, d_out, *norms, x.starts, x.ends, d_final, d_corrected, d_states, d_initial),
+            x.strides("q", "k"), n_tokens, n_chunks, part, scale,
+        )  # fmt: skip
+        dq = x.q.new_empty(x.q.shape)
+        dk = x.k.new_empty(x.k.shape)
+        partial_dk = torch.empty(x.k.shape, dtype=torch.float32, device=d_out.device)
+        d_logs = torch.empty_like(made.logs)
+        launches.reads.launcher(
+            chunks_of_keys,
+            (x.q, x.k, made.corrected, d_out, *norms, x.starts, made.states, d_states, dq, partial_dk, d_logs),
+            x.strides("q", "k"), n_tokens, n_chunks, scale,
+        )  # fmt: skip
+        dv = x.v.new_empty(x.v.shape)
+        d_beta = x.beta.new_empty(x.beta.shape)
+        d_decay = x.decay.new_empty(x.decay.shape)
+        launches.writes.launcher(
+            chunks_of_keys,
+            (x.k, x.v, made.corrected, d_corrected, x.beta, made.t, made.logs, made.k_norm, x.starts, made.states,
+             partial_dk, d_logs, dk, dv, d_beta, d_decay),
+            x.strides("k", "v"), n_tokens, n_chunks,
+        )  # fmt: skip
+        return dq, dk, dv, d_decay, d_beta, d_initial if shape.has_initial else None, None, None, None, None
+
+
+def gated_delta_rule(
+    query: torch.Tensor,  # (B, T, H, K)
+    key: torch.Tensor,  # (B, T, H, K)
+    value: torch.Tensor,  # (B, T, X, V), H divides X: neighbouring value heads share a key head
+    decay: torch.Tensor,  # (B, T, X): logarithms, at most 0
+    beta: torch.Tensor,  # (B, T, X)
+    *,
+    scale: float | None = None,
+    l2_norm: bool = False,
+    initial_state: torch.Tensor | None = None,  # (B, X, K, V)
+    output_final_state: bool = False,
+    documents: Documents | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # (B, T, X, V) contiguous; (B, X, K, V) float32
+    """Compute the gated delta rule of each row, and its final state if asked for. Deterministic.
+
+    scale: factor of the outputs, by default 1 / sqrt(K). l2_norm: divide queries and keys by their lengths.
+    documents: packed documents of one row (B = 1), each of which starts from zeros. Under autocast query, key and value
+    are converted to its dtype. The reference runs for heads wider than 256.
+
+    Raises ValueError on mismatched shapes or dtypes, and for documents with an initial or final state.
+    """
+    dtype = autocast_dtype(query.device)
+    if dtype is not None and query.dtype is not torch.float64:
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    has_states = initial_state is not None or output_final_state
+    _check(query, key, value, decay, beta, initial_state, documents, has_states=has_states)
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    if value.numel() == 0 or max(key_dim, value_dim) > MAX_WIDTH or not runs_triton(query):
+        options = {"scale": scale, "l2_norm": l2_norm, "initial_state": initial_state, "documents": documents}
+        with without_autocast(query.device):
+            out, final = (
+                _empty(query, value, initial_state)
+                if value.numel() == 0
+                else gated_delta_rule_reference(query, key, value, decay, beta, **options)
+            )
+        return out, final if output_final_state else None
+    shape = _Shape(
+        heads=key.shape[2], group=value.shape[2] // key.shape[2], key_dim=key_dim, value_dim=value_dim,
+        dtype=query.dtype, l2_norm=l2_norm, has_documents=documents is not None, has_initial=initial_state is not None,
+        has_final=output_final_state,
+    )  # fmt: skip
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    decay, beta = decay.contiguous(), beta.contiguous()
+    # stand-ins that no kernel reads
+    initial = decay if initial_state is None else initial_state.contiguous()
+    starts, ends = (decay, decay) if documents is None else documents[:2]
+    scale = key_dim**-0.5 if scale is None else float(scale)
+    out, final = _GatedDeltaRule.apply(query, key, value, decay, beta, initial, starts, ends, shape, scale)
+    return out, final if output_final_state else None
+
+
+def _empty(
+    query: torch.Tensor, value: torch.Tensor, initial_state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of no token, and the state unchanged."""
+    batch, _, heads, value_dim = value.shape
+    state = value.new_zeros((batch, heads, query.shape[-1], value_dim), dtype=torch.float32)
+    return torch.zeros_like(value), state if initial_state is None else initial_state.float()
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    documents: Documents | None,
+    *,
+    has_states: bool,
+) -> None:
+    if query.ndim != 4 or value.ndim != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
+        raise ValueError(
+            f"gated_delta_rule: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
+            "expected twice (B, T, H, K) and (B, T, X, V)"
+        )
+    heads, value_heads = key.shape[2], value.shape[2]
+    if heads == 0 or value_heads % heads:
+        raise ValueError(f"gated_delta_rule: {value_heads} value heads and {heads} key heads; expected a multiple")
+    if not (query.dtype == key.dtype == value.dtype):
+        raise ValueError(f"gated_delta_rule: query is {query.dtype}, key {key.dtype}, value {value.dtype}")
+    for name, t in (("decay", decay), ("beta", beta)):
+        if t.shape != value.shape[:3]:
+            raise ValueError(f"gated_delta_rule: {name} is {tuple(t.shape)}; expected {tuple(value.shape[:3])}")
+    expected = (value.shape[0], value_heads, key.shape[-1], value.shape[-1])
+    if initial_state is not None and initial_state.shape != expected:
+        raise ValueError(f"gated_delta_rule: initial_state is {tuple(initial_state.shape)}; expected {expected}")
+    if documents is None:
+        return
+    if has_states:
+        raise ValueError("gated_delta_rule: packed documents start from zeros; leave out initial and final states")
+    if value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2]):
+        raise ValueError(
+            f"gated_delta_rule: documents have starts {tuple(documents.starts.shape)} and value {tuple(value.shape)}; "
+            "expected (T,) and (1, T, X, V)"
+        )
