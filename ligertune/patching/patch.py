@@ -23,6 +23,8 @@ from ligertune.any_types import AnyModule
 from ligertune.patching.experts.kernel_experts import KernelExperts, register_experts
 from ligertune.patching.experts.recognise_experts import is_experts, recognise_experts
 from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, defer_loss, refuse_loss
+from ligertune.patching.mixers.kernel_mixers import KernelMixer
+from ligertune.patching.mixers.recognise_mixers import is_mixer, recognise_mixer
 from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSpec, RecomputedProduct
 from ligertune.patching.mlps.kernel_mlps import KernelExpertGate, KernelMLP, RecomputedMLP
 from ligertune.patching.mlps.recognise_mlps import GatedSpec, is_mlp, recognise_mlp
@@ -79,7 +81,7 @@ class LayerPart:
 class LayerKind:
     """A kind of layer: how it is found and recognised, its patch, and the argument of `patch` that turns it off."""
 
-    switch: Literal["rope", "norm", "mlp"]
+    switch: Literal["rope", "norm", "mlp", "mixer"]
     kernel: str  # the report's row of those that were not recognised
     found: Callable[[nn.Module], bool]
     recognise: Callable[[nn.Module], Any]
@@ -120,6 +122,7 @@ LAYER_KINDS = (
         KernelExperts,
         part=LayerPart(GatedSpec, KernelExpertGate, KernelExpertGate),
     ),
+    LayerKind("mixer", "gated_delta_rule", is_mixer, recognise_mixer, KernelMixer),
 )
 
 
@@ -146,6 +149,7 @@ def patch(
     rope: bool = True,
     norm: bool = True,
     mlp: bool = True,
+    mixer: bool = True,
     loss: Loss = "linear_cross_entropy",
     keep_logits: bool = False,
     recompute: Recompute = False,
@@ -163,11 +167,11 @@ def patch(
     recompute: linear layers do not keep the outputs of these norms and MLPs, or of the norms only; the backward
     computes them again (`patching.recompute`).
     """
-    _check_arguments(model, {"rope": rope, "norm": norm, "mlp": mlp, "keep_logits": keep_logits}, loss, recompute)
+    switches = {"rope": rope, "norm": norm, "mlp": mlp, "mixer": mixer}
+    _check_arguments(model, {**switches, "keep_logits": keep_logits}, loss, recompute)
     register_experts()
     if keep_logits and loss == "linear_cross_entropy":
         loss = "cross_entropy"
-    switches = {"rope": rope, "norm": norm, "mlp": mlp}
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     for kind in LAYER_KINDS:
         for module in filter(kind.found, model.modules()):

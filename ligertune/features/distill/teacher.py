@@ -210,7 +210,7 @@ def load_teacher(plan: Plan, device: torch.device) -> Teacher:
         origin=TEACHER,
     )
     if kernels.enabled is not False:
-        patch(model, rope=kernels.rope, norm=kernels.norm, mlp=kernels.mlp, loss="torch")
+        patch(model, rope=kernels.rope, norm=kernels.norm, mlp=kernels.mlp, mixer=kernels.mixer, loss="torch")
     model.requires_grad_(False)
     model.eval()
     if distill.teacher_offload:

@@ -75,8 +75,8 @@ def gated_delta_rule_reference(
     starts = starts.view(-1, CHUNK)  # (N, C)
     firsts = torch.arange(len(starts), device=query.device) * CHUNK
 
-    logs = g.cumsum(-1)  # (B, X, N, C)
     seen = (starts[:, :, None] == starts[:, None, :]).tril()
+    logs = (seen.to(wide) @ g[..., None])[..., 0]  # (B, X, N, C)
     between = (logs[..., :, None] - logs[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     reads = logs.exp() * (starts < firsts.clamp(min=1)[:, None])
     to_state = between[..., -1, :]

@@ -1,0 +1,294 @@
+r"""Causal depthwise convolution of 2 to 4 taps, with bias and SiLU: what stands in front of a recurrence.
+
+x (C, T), weight w (C, W), bias b (C,); x before the first token of t's document counts as 0:
+
+    z_ct = b_c + Σ_j w_c,W-1-j x_c,t-j            y = z, or silu(z)
+
+Backward, with dz = dy, or dy silu'(z), for the tokens that see t:
+
+    dx_ct = Σ_j w_c,W-1-j dz_c,t+j        dw_c,W-1-j = Σ_t dz_ct x_c,t-j        db_c = Σ_t dz_ct
+
+Everything is computed in fp32 and rounded once. The backward keeps x and computes z again.
+
+A program of the forward has a tile of tokens and channels, and reads it once per tap, mostly from the L1 cache. A
+program of the backward walks along a run of tokens with its channels' last three x, dz and sums in registers: as tiles,
+z would be computed once per tap, and its exponentials would take longer than the memory. It reads three tokens of the
+next run, and adds its part of dw and db to no other program's: column sums follow. There are no atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.jit.device_functions import silu, silu_grad
+from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
+from ligertune_kernels.ops.attention.document_attention import Documents
+from ligertune_kernels.ops.recurrence import conv_tiles
+
+Activation = Literal["silu"]
+MAX_TAPS = 4
+
+
+def causal_conv1d_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    documents: Documents | None = None,
+) -> torch.Tensor:
+    """Compute `causal_conv1d` in plain torch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    taps = weight.shape[1]
+    n_tokens = x.shape[-1]
+    padded = F.pad(x.to(wide), (taps - 1, 0))
+    back = torch.arange(n_tokens, device=x.device)
+    if documents is not None:
+        back = back - documents.starts  # tokens of the document before t
+    z = 0.0 if bias is None else bias.to(wide)[:, None]
+    for lag in range(taps):
+        seen = padded[..., taps - 1 - lag : taps - 1 - lag + n_tokens] * (back >= lag)
+        z = z + weight[:, taps - 1 - lag, None].to(wide) * seen
+    return (F.silu(z) if activation == "silu" else z).to(x.dtype)
+
+
+@triton.jit
+def _tap(w_ptr, cols, lag: tl.constexpr, n_channels, TAPS: tl.constexpr):
+    """Load the weights of the token `lag` places back, fp32; zero if there is no such tap."""
+    if lag < TAPS:
+        return tl.load(w_ptr + cols * TAPS + (TAPS - 1 - lag), mask=cols < n_channels, other=0.0).to(tl.float32)
+    else:
+        return cols * 0.0
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def conv_forward_kernel(
+    x_ptr,  # (B, T, C)
+    w_ptr,  # (C, TAPS)
+    b_ptr,  # (C,)
+    starts_ptr,  # (T,) int32
+    y_ptr,  # (B, T, C)
+    x_batch_stride, x_token_stride, n_channels,
+    n_tokens,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    batch = tl.program_id(2).to(tl.int64)
+    exists = (first + rows < n_tokens)[:, None] & (cols < n_channels)[None, :]
+    back = (first + rows).to(tl.int32)
+    if HAS_DOCUMENTS:
+        back -= tl.load(starts_ptr + first + rows, mask=first + rows < n_tokens, other=0)
+    z = tl.zeros([ROWS, COLS], tl.float32)
+    if HAS_BIAS:
+        z += tl.load(b_ptr + cols, mask=cols < n_channels, other=0.0).to(tl.float32)[None, :]
+    x_ptrs = x_ptr + batch * x_batch_stride + first * x_token_stride
+    for lag in tl.static_range(TAPS):
+        ptrs = x_ptrs + (rows - lag)[:, None] * x_token_stride + cols[None, :]
+        x = tl.load(ptrs, mask=exists & (back >= lag)[:, None], other=0.0).to(tl.float32)
+        z += _tap(w_ptr, cols, lag, n_channels, TAPS)[None, :] * x
+    if SILU:
+        z = silu(z)
+    y_ptrs = y_ptr + (batch * n_tokens + first) * n_channels + rows[:, None] * n_channels + cols[None, :]
+    tl.store(y_ptrs, z.to(y_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _load_token(ptr, token, token_stride, n_tokens, cols, n_channels):
+    """Load the channels `cols` of one token, fp32; zero outside of the row."""
+    there = (token >= 0) & (token < n_tokens)
+    return tl.load(ptr + token * token_stride + cols, mask=(cols < n_channels) & there, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "run"])
+def conv_backward_kernel(
+    x_ptr, dy_ptr,  # (B, T, C)
+    w_ptr,  # (C, TAPS)
+    b_ptr,  # (C,)
+    starts_ptr,  # (T,) int32
+    dx_ptr,  # (B, T, C)
+    partial_ptr,  # (B * runs, MAX_TAPS + 1, C) fp32: dw by lag, then db
+    x_batch_stride, x_token_stride, dy_batch_stride, dy_token_stride, n_channels,
+    n_tokens, run,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
+    UNROLLED: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write dx of a run of tokens, and its part of dw and db. Names end in the lag: x2 is x two tokens back."""
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    batch = tl.program_id(2).to(tl.int64)
+    inside = cols < n_channels
+    first = tl.program_id(0).to(tl.int64) * run
+    end = tl.minimum(first + run, n_tokens)
+    x_ptr += batch * x_batch_stride
+    dy_ptr += batch * dy_batch_stride
+    dx_ptr += batch * n_tokens * n_channels
+    w0 = _tap(w_ptr, cols, 0, n_channels, TAPS)
+    w1 = _tap(w_ptr, cols, 1, n_channels, TAPS)
+    w2 = _tap(w_ptr, cols, 2, n_channels, TAPS)
+    w3 = _tap(w_ptr, cols, 3, n_channels, TAPS)
+    bias = tl.zeros([COLS], tl.float32)
+    if HAS_BIAS:
+        bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    x1 = _load_token(x_ptr, first - 1, x_token_stride, n_tokens, cols, n_channels)
+    x2 = _load_token(x_ptr, first - 2, x_token_stride, n_tokens, cols, n_channels)
+    x3 = _load_token(x_ptr, first - 3, x_token_stride, n_tokens, cols, n_channels)
+    dx1 = tl.zeros([COLS], tl.float32)
+    dx2 = tl.zeros([COLS], tl.float32)
+    dx3 = tl.zeros([COLS], tl.float32)
+    dw0 = tl.zeros([COLS], tl.float32)
+    dw1 = tl.zeros([COLS], tl.float32)
+    dw2 = tl.zeros([COLS], tl.float32)
+    dw3 = tl.zeros([COLS], tl.float32)
+    db = tl.zeros([COLS], tl.float32)
+    # three tokens more than the run: they see its last ones
+    for block in range(0, end - first + 3, UNROLLED):
+        for i in tl.static_range(UNROLLED):
+            token = first + block + i
+            x0 = _load_token(x_ptr, token, x_token_stride, n_tokens, cols, n_channels)
+            dy = _load_token(dy_ptr, token, dy_token_stride, n_tokens, cols, n_channels)
+            back = token
+            if HAS_DOCUMENTS:
+                back -= tl.load(starts_ptr + tl.minimum(token, n_tokens - 1))
+            # 0 for tokens of other documents
+            seen1 = tl.where(back >= 1, x1, 0.0)
+            seen2 = tl.where(back >= 2, x2, 0.0)
+            seen3 = tl.where(back >= 3, x3, 0.0)
+            dz = dy
+            if SILU:
+                dz *= silu_grad(bias + w0 * x0 + w1 * seen1 + w2 * seen2 + w3 * seen3)
+            owned = tl.where(token < end, dz, 0.0)
+            dw0 += owned * x0
+            dw1 += owned * seen1
+            dw2 += owned * seen2
+            dw3 += owned * seen3
+            db += owned
+            dx3 += tl.where(back >= 3, w3 * dz, 0.0)
+            ended = token - 3
+            keep = inside & (ended >= first) & (ended < end)
+            tl.store(dx_ptr + ended * n_channels + cols, dx3.to(dx_ptr.dtype.element_ty), mask=keep)
+            dx3 = dx2 + tl.where(back >= 2, w2 * dz, 0.0)
+            dx2 = dx1 + tl.where(back >= 1, w1 * dz, 0.0)
+            dx1 = w0 * dz
+            x3 = x2
+            x2 = x1
+            x1 = x0
+    row = batch * tl.num_programs(0) + tl.program_id(0)
+    sums_ptr = partial_ptr + row * 5 * n_channels + cols
+    tl.store(sums_ptr, dw0, mask=inside)
+    tl.store(sums_ptr + n_channels, dw1, mask=inside)
+    tl.store(sums_ptr + 2 * n_channels, dw2, mask=inside)
+    tl.store(sums_ptr + 3 * n_channels, dw3, mask=inside)
+    tl.store(sums_ptr + 4 * n_channels, db, mask=inside)
+
+
+class _Shape(NamedTuple):
+    """Key of the launches."""
+
+    taps: int
+    has_bias: bool
+    has_documents: bool
+    activation: Activation | None
+
+
+@cached
+def _launchers(shape: _Shape, chip: Chip) -> tuple[Launcher, Launcher]:
+    """Return the launchers of forward and backward."""
+    shared = {
+        "TAPS": shape.taps, "HAS_BIAS": shape.has_bias, "HAS_DOCUMENTS": shape.has_documents,
+        "SILU": shape.activation == "silu",
+    }  # fmt: skip
+    forward = conv_tiles.forward_constants(chip)
+    backward = conv_tiles.backward_constants(chip)
+    return Launcher(conv_forward_kernel, shared | forward), Launcher(conv_backward_kernel, shared | backward)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, starts, shape):  # x (B, T, C) with neighbouring channels
+        batch, n_tokens, n_channels = x.shape
+        launch, _ = _launchers(shape, chip_of(x.device))
+        constants = launch.constants
+        y = x.new_empty(x.shape)
+        grid = (-(-n_tokens // constants["ROWS"]), -(-n_channels // constants["COLS"]), batch)
+        launch(grid, (x, weight, bias, starts, y), (*x.stride()[:2], n_channels), n_tokens)
+        ctx.save_for_backward(x, weight, bias, starts)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, dy):
+        x, weight, bias, starts = ctx.saved_tensors
+        batch, n_tokens, n_channels = x.shape
+        _, launch = _launchers(ctx.shape, chip_of(x.device))
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dx = x.new_empty(x.shape)
+        runs = -(-n_tokens // conv_tiles.RUN)
+        partial = torch.empty((batch * runs, MAX_TAPS + 1, n_channels), dtype=torch.float32, device=x.device)
+        launch(
+            (runs, -(-n_channels // launch.constants["COLS"]), batch),
+            (x, dy, weight, bias, starts, dx, partial),
+            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, conv_tiles.RUN,
+        )  # fmt: skip
+        sums = partial.sum(0)
+        dw = sums[: ctx.shape.taps].flip(0).t().to(weight.dtype).contiguous()
+        db = sums[MAX_TAPS].to(bias.dtype) if ctx.shape.has_bias else None
+        return dx, dw, db, None, None
+
+
+def causal_conv1d(
+    x: torch.Tensor,  # (B, C, T)
+    weight: torch.Tensor,  # (C, W), W from 2 to 4
+    bias: torch.Tensor | None = None,  # (C,)
+    *,
+    activation: Activation | None = None,
+    documents: Documents | None = None,
+) -> torch.Tensor:  # (B, C, T), a view of (B, T, C)
+    """Convolve each channel with its weights over the last W tokens, and activate. Deterministic.
+
+    documents: packed documents of one row (B = 1); no token sees another document. x is read without a copy if it is a
+    view of (B, T, C), as a transposed projection is.
+
+    Raises ValueError on mismatched shapes and other activations.
+    """
+    _check(x, weight, bias, activation, documents)
+    if x.numel() == 0 or not runs_triton(x):
+        return causal_conv1d_reference(x, weight, bias, activation=activation, documents=documents)
+    tokens_first = x.transpose(1, 2)
+    if tokens_first.stride(-1) != 1:
+        tokens_first = tokens_first.contiguous()
+    weight = weight.contiguous()
+    shape = _Shape(weight.shape[1], bias is not None, documents is not None, activation)
+    # stand-ins that the kernels do not read
+    bias = weight if bias is None else bias.contiguous()
+    starts = weight if documents is None else documents.starts
+    return _Conv.apply(tokens_first, weight, bias, starts, shape).transpose(1, 2)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    documents: Documents | None,
+) -> None:
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not 2 <= weight.shape[1] <= MAX_TAPS:
+        raise ValueError(
+            f"causal_conv1d: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 4)"
+        )
+    if bias is not None and bias.shape != x.shape[1:2]:
+        raise ValueError(f"causal_conv1d: bias {tuple(bias.shape)}; expected {tuple(x.shape[1:2])}")
+    if activation not in (None, "silu"):
+        raise ValueError(f'causal_conv1d: activation is {activation!r}; expected "silu" or None')
+    if documents is not None and (x.shape[0] != 1 or documents.starts.shape != x.shape[2:]):
+        raise ValueError(
+            f"causal_conv1d: documents have starts {tuple(documents.starts.shape)} and x {tuple(x.shape)}; "
+            "expected (T,) and (1, C, T)"
+        )

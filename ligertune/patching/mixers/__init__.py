@@ -1,0 +1,1 @@
+"""Mixers of hybrid models: convolution and recurrence by our kernels."""

@@ -1,0 +1,147 @@
+"""Recognise the convolution and the recurrence that a mixer of a hybrid model calls.
+
+A modelling file has both as functions of its own, which transformers exchanges for those of a package (causal-conv1d,
+flash-linear-attention) where it is installed. What is tried out is the function of the file. A name says which
+arguments a function takes; numbers say whether it computes what our op computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from ligertune_kernels import causal_conv1d_reference, causal_conv1d_update_reference, gated_delta_rule_reference
+from torch import Tensor, nn
+
+from ligertune.patching.module_patch import decorator_chain, names_in
+from ligertune.patching.probe import Definition, Refusal, answer, close, definition_of, numbers
+
+Role = Literal["causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+CONVOLUTIONS: tuple[Role, ...] = ("causal_conv1d_fn", "causal_conv1d_update")
+# transformers' names, which are those of the packages with "torch_" before some and without "fused_"
+NAMES: dict[Role, re.Pattern[str]] = {
+    "causal_conv1d_fn": re.compile(r"(torch_)?causal_conv1d_fn"),
+    "causal_conv1d_update": re.compile(r"(torch_)?causal_conv1d_update"),
+    "chunk_gated_delta_rule": re.compile(r"(torch_)?chunk_gated_delta_rule"),
+    "fused_recurrent_gated_delta_rule": re.compile(r"(torch_|fused_)?recurrent_gated_delta_rule"),
+}
+TOKENS = 70  # of a trial: more than a chunk of 64
+RTOL = 1e-4  # of fp32 results of two ways through a chunk
+ATOL = 1e-5
+BIASES_AND_ACTIVATIONS = ((None, "silu"), (numbers(3, seed=3), "silu"), (None, None))
+
+
+@dataclass(frozen=True)
+class MixerSpec:
+    """The functions that a mixer's forward calls and our ops compute, by name."""
+
+    functions: tuple[tuple[str, Role], ...]
+    kernel = "gated_delta_rule"
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Return whether a module's forward calls a gated delta rule of its file."""
+    return any(role == "chunk_gated_delta_rule" for _, role in _functions(type(module).forward))
+
+
+@functools.cache
+def _functions(forward: Callable[..., Any]) -> tuple[tuple[str, Role], ...]:
+    """Return the globals that a forward calls by one of our names, each with its role."""
+    function = inspect.unwrap(forward)
+    if not isinstance(function, types.FunctionType):
+        return ()
+    names = sorted(names_in(function.__code__) & function.__globals__.keys())
+    return tuple((name, role) for name in names for role, pattern in NAMES.items() if pattern.fullmatch(name))
+
+
+def recognise_mixer(module: nn.Module) -> MixerSpec | Refusal:
+    """Return which functions of a mixer our ops compute, or why they cannot replace all of them."""
+    if "forward" in vars(module):
+        return Refusal("its forward was replaced on the instance")
+    cls = type(module)
+    return _mixer_spec(cls.forward, definition_of(cls))
+
+
+@functools.cache
+def _mixer_spec(whole_forward: Callable[..., Any], definition: Definition) -> MixerSpec | Refusal:
+    """Recognise the functions of a forward. definition: all that its class computes with, a key of the cache."""
+    forward = decorator_chain(whole_forward)[-1]
+    if hasattr(forward, "__wrapped__") or not isinstance(forward, types.FunctionType):
+        return Refusal("its forward is wrapped by a decorator that is not a plain function")
+    functions = _functions(whole_forward)
+    for name, role in functions:
+        refusal = TRIALS[role](torch_function(forward.__globals__[name]))
+        if refusal is not None:
+            return Refusal(f"{name}: {refusal.reason}")
+    return MixerSpec(functions)
+
+
+def torch_function(function: Any) -> Callable[..., Any]:
+    """Return a modelling file's own function, behind the module or package's function that it became."""
+    return inspect.unwrap(function.forward if isinstance(function, nn.Module) else function)
+
+
+def _try_convolution(function: Callable[..., Any]) -> Refusal | None:
+    x = numbers(2, 3, TOKENS)
+    weight = numbers(3, 4, seed=1)
+    for bias, activation in BIASES_AND_ACTIVATIONS:
+        given = answer(functools.partial(function, activation=activation), x, weight, bias)
+        if isinstance(given, Refusal):
+            return given
+        expected = causal_conv1d_reference(x, weight, bias, activation=activation)
+        if not close(given, expected, rtol=RTOL, atol=ATOL):
+            return Refusal("it computes another convolution")
+    return None
+
+
+def _try_next_convolution(function: Callable[..., Any]) -> Refusal | None:
+    x = numbers(2, 3, 1)
+    weight = numbers(3, 4, seed=1)
+    for bias, activation in BIASES_AND_ACTIVATIONS:
+        states = [numbers(2, 3, 4, seed=2) for _ in range(2)]
+        given = answer(functools.partial(function, activation=activation), x, states[0], weight, bias)
+        if isinstance(given, Refusal):
+            return given
+        expected = causal_conv1d_update_reference(x, states[1], weight, bias, activation=activation)
+        if not close(given, expected, rtol=RTOL, atol=ATOL) or not torch.equal(*states):
+            return Refusal("it computes another convolution")
+    return None
+
+
+def _try_delta_rule(function: Callable[..., Any]) -> Refusal | None:
+    # transformers before 5.24 wants as many key heads as value heads
+    query, key = (numbers(2, TOKENS, 2, 4, seed=seed) for seed in (0, 1))
+    value = numbers(2, TOKENS, 2, 3, seed=2)
+    decay = -numbers(2, TOKENS, 2, seed=3).abs()
+    beta = numbers(2, TOKENS, 2, seed=4).sigmoid()
+    state = numbers(2, 2, 4, 3, seed=5)
+    for l2_norm, initial in ((True, None), (True, state), (False, state)):
+        k = key if l2_norm else key / key.norm(dim=-1, keepdim=True)
+        options = {"initial_state": initial, "output_final_state": True, "use_qk_l2norm_in_kernel": l2_norm}
+        given = answer(functools.partial(function, g=decay, beta=beta, **options), query, k, value)
+        if isinstance(given, Refusal):
+            return given
+        expected = gated_delta_rule_reference(query, k, value, decay, beta, l2_norm=l2_norm, initial_state=initial)
+        if not _both_close(given, expected):
+            return Refusal("it computes another recurrence")
+    return None
+
+
+def _both_close(given: Any, expected: tuple[Tensor, Tensor]) -> bool:
+    if not isinstance(given, tuple) or len(given) != len(expected):
+        return False
+    return all(close(one, other, rtol=RTOL, atol=ATOL) for one, other in zip(given, expected, strict=True))
+
+
+TRIALS: dict[Role, Callable[[Callable[..., Any]], Refusal | None]] = {
+    "causal_conv1d_fn": _try_convolution,
+    "causal_conv1d_update": _try_next_convolution,
+    "chunk_gated_delta_rule": _try_delta_rule,
+    "fused_recurrent_gated_delta_rule": _try_delta_rule,
+}

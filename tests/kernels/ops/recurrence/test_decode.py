@@ -1,0 +1,37 @@
+"""causal_conv1d_update and recurrent_gated_delta_rule: one token after another equals a whole row."""
+
+import pytest
+import torch
+from ligertune_kernels import causal_conv1d_update, recurrent_gated_delta_rule
+from support.kernels.recurrence_loops import convolution_loop, delta_rule_loop
+
+
+@pytest.mark.parametrize("taps, places, bias", [(4, 4, True), (4, 3, False), (2, 4, True)])
+def test_a_convolution_token_by_token_is_that_of_the_row(taps, places, bias, device) -> None:
+    x = torch.randn(2, 37, 9, device=device)
+    weight = torch.randn(37, taps, device=device)
+    offsets = torch.randn(37, device=device) if bias else None
+    state = torch.zeros(2, 37, places, device=device)
+    parts = [causal_conv1d_update(t, state, weight, offsets, activation="silu") for t in x.split(1, -1)]
+    torch.testing.assert_close(torch.cat(parts, -1), convolution_loop(x, weight, offsets, silu=True))
+    assert torch.equal(state, x[..., -places:])
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 16, 16), (2, 4, 24, 40)], ids=str)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+def test_a_recurrence_token_by_token_is_that_of_the_row(heads, dtype, tolerance, device) -> None:
+    key_heads, value_heads, key_dim, value_dim = heads
+    query, key = (torch.randn(2, 7, key_heads, key_dim, device=device, dtype=dtype) for _ in range(2))
+    value = torch.randn(2, 7, value_heads, value_dim, device=device, dtype=dtype)
+    decay = -torch.rand(2, 7, value_heads, device=device)
+    beta = torch.rand(2, 7, value_heads, device=device, dtype=dtype)
+    state = torch.randn(2, value_heads, key_dim, value_dim, device=device)
+    expected, last = delta_rule_loop(
+        *(t.double() for t in (query, key, value, decay, beta)), l2_norm=True, initial_state=state.double()
+    )
+    out = []
+    for part in zip(*(t.split((1, 2, 4), 1) for t in (query, key, value, decay, beta)), strict=True):
+        found, state = recurrent_gated_delta_rule(*part, l2_norm=True, initial_state=state)
+        out.append(found)
+    torch.testing.assert_close(torch.cat(out, 1).double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state.double(), last, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,61 @@
+"""The recurrences as loops over tokens in float64, written from their definitions, for tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def delta_rule_loop(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    *,
+    l2_norm: bool = False,
+    initial_state: Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs (B, T, X, V) and the last state (B, X, K, V) of the gated delta rule, one token at a time.
+
+    lengths: of packed documents, each of which starts from zeros.
+    """
+    batch, n_tokens, heads, key_dim = query.shape
+    value_heads, value_dim = value.shape[2:]
+    if l2_norm:
+        query, key = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (query, key))
+    zeros = query.new_zeros(batch, value_heads, key_dim, value_dim)
+    state = zeros if initial_state is None else initial_state
+    begins = set() if lengths is None else set(torch.tensor((0, *lengths)).cumsum(0).tolist())
+    out = []
+    for t in range(n_tokens):
+        if t in begins:
+            state = zeros
+        rows = []
+        for head in range(value_heads):
+            k = key[:, t, head * heads // value_heads]
+            decayed = state[:, head] * decay[:, t, head, None, None].exp()
+            held = (k[:, None] @ decayed)[:, 0]
+            correction = beta[:, t, head, None] * (value[:, t, head] - held)
+            rows.append(decayed + k[:, :, None] * correction[:, None])
+        state = torch.stack(rows, 1)
+        q = query[:, t].repeat_interleave(value_heads // heads, 1)
+        out.append((q[:, :, None] @ state)[:, :, 0] / key_dim**0.5)
+    return torch.stack(out, 1), state
+
+
+def convolution_loop(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool, lengths: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return the causal convolution of x (B, C, T), one token at a time."""
+    taps = weight.shape[1]
+    lengths = (x.shape[-1],) if lengths is None else lengths
+    out = []
+    for document in x.split(lengths, -1):
+        for t in range(document.shape[-1]):
+            z = torch.zeros_like(x[..., 0]) if bias is None else bias.expand_as(x[..., 0])
+            for lag in range(min(taps, t + 1)):
+                z = z + weight[:, taps - 1 - lag] * document[..., t - lag]
+            out.append(z * torch.sigmoid(z) if silu else z)
+    return torch.stack(out, -1)
