@@ -15,7 +15,7 @@ from ligertune.attention import flash_4
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.models.read_config import config_value
+from ligertune.models.read_config import config_value, unknown_layers
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
@@ -27,7 +27,6 @@ FLASH_4 = "flash_attention_4"  # `auto` may choose it with kernels.attention: au
 FASTER_ON = ("sm90",)
 VENDORS = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs", "cpu": "CPUs"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rotary embeddings that depend on the highest position of a row
-ISOLATED_LAYERS = {"full_attention", "sliding_attention"}  # layer types that keep no state across documents
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,8 @@ class AttentionDemands:
 
     wanted: `model.attn_implementation`. packing: a row holds several documents. cp_size: ranks that share each row.
     own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it and what is faster. deterministic:
-    the same inputs must give the same bits. few_shapes: steps run as graphs.
+    the same inputs must give the same bits. few_shapes: steps run as graphs. carried_state: layers that carry state
+    from one document of a row into the next, in words.
     """
 
     wanted: str
@@ -98,6 +98,7 @@ class AttentionDemands:
     own_kernel: Literal["auto"] | bool = False
     deterministic: bool = True
     few_shapes: bool = False
+    carried_state: str | None = None
 
 
 def choose_attention(
@@ -111,7 +112,7 @@ def choose_attention(
     if cp_size > 1:
         check_shared_rows(config)
     if packing:
-        check_layers(config)
+        check_layers(config, demands.carried_state)
     elif wanted == "auto":
         return AttentionChoice(None, "")
     reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
@@ -164,13 +165,13 @@ def _lacks_triton() -> bool:
     return torch.cuda.is_available() and backend("cuda") == "reference"
 
 
-def check_layers(config: PreTrainedConfig) -> None:
-    """Raise UserError if the model has layers that carry state from one document of a row into the next."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if kinds - ISOLATED_LAYERS:
+def check_layers(config: PreTrainedConfig, carried_state: str | None = None) -> None:
+    """Raise UserError if the model may have layers that carry state from one document of a row into the next."""
+    layers = carried_state or ", ".join(unknown_layers(config))
+    if layers:
         raise UserError(
-            f"data.packing: {config.model_type} has {', '.join(sorted(kinds - ISOLATED_LAYERS))} layers, which would "
-            "see from one document of a packed row into the next.",
+            f"data.packing: {config.model_type} has {layers} layers, which would see from one document of a packed row "
+            "into the next.",
             hint="Write data.packing: false.",
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from ligertune.models.score_head import gives_scores
 
 FIRST = 13  # tokens of the first document: small and odd
 SECOND = 11  # tokens of the second
+SLOW_DECAY = 0.05  # A = exp(A_log): a token then keeps about 0.94 of the state
 # The largest change of the second document's logits, relative to the change of the first's, that rounding explains.
 # Rows of a matrix product do not depend on each other, so it is zero, except that experts get other tokens in a batch.
 ROUNDING = 1e-5
@@ -37,18 +41,10 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     capacity or continued positions may not.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    modality = modality_of(model.config)
     rng = np.random.default_rng(0)
     first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
-    logits = []
-    for document in (first, other):
-        examples = [Example(tokens, tokens, "") for tokens in (document, second)]
-        batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
-        del batch["labels"]
-        if gives_scores(model.config):  # one for each token, as the logits of other models
-            batch["score_rows"] = torch.arange(batch["input_ids"].numel())
-        batch["position_ids"] = modality.text_positions(batch["position_ids"])
-        logits.append(evaluate_batch(model, batch, model.device).logits[0].float())
+    with slow_decay(model):
+        logits = [_logits_of(model, [document, second], multiple_of) for document in (first, other)]
     change = (logits[0] - logits[1]).abs().amax(-1)[: FIRST + SECOND]  # without padding
     if bool(change.isnan().any()):
         raise LogitsAreNaN(
@@ -58,6 +54,37 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     own = float(change[:FIRST].max())
     others = float(change[FIRST:].max())
     return others / own if own else others
+
+
+def _logits_of(model: PreTrainedModel, documents: Sequence[np.ndarray], multiple_of: int) -> Tensor:
+    """Return the logits (T, V) of a packed row, fp32."""
+    examples = [Example(tokens, tokens, "") for tokens in documents]
+    batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
+    del batch["labels"]
+    if gives_scores(model.config):  # one for each token, as the logits of other models
+        batch["score_rows"] = torch.arange(batch["input_ids"].numel())
+    batch["position_ids"] = modality_of(model.config).text_positions(batch["position_ids"])
+    logits: Tensor = evaluate_batch(model, batch, model.device).logits
+    return logits[0].float()
+
+
+@contextlib.contextmanager
+def slow_decay(model: nn.Module) -> Iterator[None]:
+    """Let recurrences forget slowly: a state that flows into the next document is then seen above rounding.
+
+    Models begin with decays up to exp(-16) a token, with which it is gone after one.
+    """
+    decays = [p for name, p in model.named_parameters() if name.rpartition(".")[2] == "A_log"]
+    kept = [p.detach().clone() for p in decays]
+    with torch.no_grad():
+        for p in decays:
+            p.fill_(math.log(SLOW_DECAY))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, values in zip(decays, kept, strict=True):
+                p.copy_(values)
 
 
 @torch.no_grad()

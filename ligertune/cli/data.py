@@ -12,7 +12,7 @@ from ligertune.cli.render import console as render
 from ligertune.progress import importing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from ligertune.data.modalities.modality import ModalityReader
     from ligertune.data.prepare import PreparedData, ProgressCallback
@@ -80,6 +80,18 @@ class _PreparedRecipe(NamedTuple):
     reader: ModalityReader | None
 
 
+def _carried_state(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """Return the layers that carry state from one document of a packed row into the next, as training finds them."""
+    from ligertune.models.read_config import may_carry_state
+
+    if not may_carry_state(config):
+        return None
+    from ligertune.planning.options import RunOptions
+    from ligertune.training.build import carried_state  # imports what building a model takes
+
+    return carried_state(RunOptions.of(recipe).build, config)
+
+
 def _prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> _PreparedRecipe:
     """Read and prepare the data as training does."""
     with importing():
@@ -92,7 +104,7 @@ def _prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> _PreparedReci
 
         config = read_config(recipe.model)  # transformers imports the code of its kind here
     modality = modality_of(config)
-    packing, _ = choose_packing(recipe.data, modality.facts)
+    packing, _ = choose_packing(recipe.data, modality.facts, _carried_state(recipe, config))
     tokenizer = load_tokenizer(recipe.model).tokenizer
     reader = modality.load_reader(recipe.model, recipe, tokenizer)
     part = part_of_task(recipe.task)

@@ -5,6 +5,7 @@ It imports no model class of transformers: `ligertune data` needs none, and impo
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,11 @@ from ligertune.planning.hub import check_hub_model
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
+
+ISOLATED_LAYERS = {"full_attention", "sliding_attention"}  # layer types that keep no state across documents
+RECURRENT_LAYERS = {"linear_attention", "conv", "mamba"}  # those of which `carried_state` decides
+# Keys of a configuration whose model may have a recurrence or a convolution: Mamba's, linear attention's, LFM2's.
+STATE_KEYS = re.compile(r"mamba|ssm|conv|state_size|linear_|recurren|rwkv|delta", re.IGNORECASE)
 
 
 def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTrainedConfig:
@@ -106,3 +112,14 @@ def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> An
     if isinstance(value, list | tuple):
         value = max((one for one in value if one is not None), default=None)
     return default if value is None else value
+
+
+def unknown_layers(config: PreTrainedConfig) -> list[str]:
+    """Return the kinds of layers of which nothing is known: they may carry state from document to document."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return sorted(set(kinds) - ISOLATED_LAYERS - RECURRENT_LAYERS)
+
+
+def may_carry_state(config: PreTrainedConfig) -> bool:
+    """Return whether a model may have layers that carry state from token to token, by its configuration alone."""
+    return bool(unknown_layers(config)) or any(STATE_KEYS.search(key) for key in config.get_text_config().to_dict())

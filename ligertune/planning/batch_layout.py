@@ -154,20 +154,27 @@ class StatisticsOptions:
         return StatisticsOptions(BatchLayoutOptions.of(recipe, packing=packing), recipe.train, batching)
 
 
-def choose_packing(data: DataOptions, modality: ModalityFacts) -> tuple[bool, tuple[str, ...]]:
+def choose_packing(
+    data: DataOptions, modality: ModalityFacts, carried_state: str | None
+) -> tuple[bool, tuple[str, ...]]:
     """Resolve `data.packing`: off for a model that packed rows would change, with a note that says so.
 
-    Packing is on by default; a recipe that sets it for such a model raises UserError.
+    A recipe that sets it for such a model raises UserError. carried_state: the layers that carry state from one
+    document of a row into the next, in words.
     """
-    if modality.packs_exactly or not data.packing:
-        return data.packing, ()
-    if "packing" in data.model_fields_set:
-        raise UserError(
-            f"data.packing: in {modality.family} the documents of a packed row would attend to each other's "
-            f"{modality.inputs}.",
-            hint="Write data.packing: false, or leave it out.",
-        )
-    return False, (f"packing is off: it is not exact for {modality.family}",)
+    if data.packing is False:
+        return False, ()
+    if modality.packs_exactly:
+        if carried_state is None:
+            return True, ()
+        why = f"{carried_state} layers carry state from one document of a packed row into the next"
+        off = f"packing is off: {why}"
+    else:
+        why = f"in {modality.family} the documents of a packed row would attend to each other's {modality.inputs}"
+        off = f"packing is off: it is not exact for {modality.family}"
+    if data.packing is True:
+        raise UserError(f"data.packing: {why}.", hint="Write data.packing: false, or leave it out.")
+    return False, (off,)
 
 
 def padding_free_notes(recipe: Recipe) -> tuple[str, ...]:

@@ -69,19 +69,20 @@ class BatchLayoutOptions:
     few_shapes: bool  # every new batch shape costs a graph
     full_determinism: bool
     cp_size: int
+    carried_state: str | None = None  # layers that carry state from one document of a row into the next
 
     @property
     def packing(self) -> bool:
         return self.kind == "packed"
 
     @staticmethod
-    def of(recipe: Recipe, *, packing: bool | None = None) -> BatchLayoutOptions:
+    def of(recipe: Recipe, *, packing: bool | None = None, carried_state: str | None = None) -> BatchLayoutOptions:
         """Copy the values out of a recipe. packing: as resolved for its model; None: the recipe's."""
         kernels = recipe.kernels
         train = recipe.train
         data = recipe.data
         enabled = kernels.enabled is not False
-        packed = data.packing if packing is None else packing
+        packed = data.packing is not False if packing is None else packing
         # Compiled layers with our attention were not measured, so `auto` leaves it out there.
         allowed = enabled and not (kernels.attention == "auto" and train.torch_compile)
         return BatchLayoutOptions(
@@ -95,6 +96,7 @@ class BatchLayoutOptions:
             few_shapes=train.torch_compile or train.cuda_graphs,
             full_determinism=train.full_determinism,
             cp_size=recipe.parallel.cp_size,
+            carried_state=carried_state,
         )
 
     def length_multiple(self, attention_multiple: int) -> int:

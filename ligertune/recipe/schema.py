@@ -225,8 +225,8 @@ class DataSpec(Section):
     """Largest share of a data set's rows that may be dropped; a run that would drop more is refused."""
     streaming: Switch = False
     """Read and shuffle the data during training, in bounded memory; needs train.max_steps."""
-    packing: Switch = True
-    """Pack several examples into each row of max_length tokens; examples do not attend to others."""
+    packing: AutoSwitch = "auto"
+    """Pack several examples into each row of max_length tokens; auto: unless the model would let them see others."""
     padding_free: AutoSwitch = "auto"
     """Without packing: flatten a batch into one row instead of padding it; auto: if the attention supports it."""
     num_proc: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"

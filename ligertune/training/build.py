@@ -32,9 +32,11 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
-from ligertune.models.read_config import read_config
+from ligertune.models.read_config import may_carry_state, read_config, unknown_layers
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
+from ligertune.patching.mixers.kernel_mixers import KernelMixer
+from ligertune.patching.mixers.recognise_mixers import state_carriers
 from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.feature_spec import feature_of
@@ -101,6 +103,21 @@ def preview_model(
         notes=(*preview.notes, *_carried_notes(options, carried)),
         carried=carried,
     )
+
+
+def carried_state(options: BuildOptions, config: PreTrainedConfig) -> str | None:
+    """Return which layers carry state from one document of a packed row into the next, in words, or None.
+
+    Those that our kernels compute do not. The model is built on the meta device, where its configuration leaves open
+    whether it has such layers.
+    """
+    if not may_carry_state(config):
+        return None
+    if kinds := unknown_layers(config):
+        return " and ".join(kinds)
+    model, _ = _load_and_patch(options, copy.deepcopy(config), "eager", dtype=torch.bfloat16, device="meta")
+    carriers = state_carriers(module for module in model.modules() if not isinstance(module, KernelMixer))
+    return " and ".join(sorted(carriers)) or None
 
 
 def trained_model(

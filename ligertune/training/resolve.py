@@ -30,7 +30,7 @@ from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
-from ligertune.training.build import preview_model
+from ligertune.training.build import carried_state, preview_model
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
 from ligertune.training.parallel.distributed import launched_with_fsdp
 from ligertune.training.setup import Job
@@ -80,9 +80,10 @@ def resolve(
     config = read_config(recipe.model)
     check_task(config, recipe.task)
     modality = modality_of(config)
-    packing, packing_notes = choose_packing(recipe.data, modality.facts)
+    state = carried_state(written.build, config)
+    packing, packing_notes = choose_packing(recipe.data, modality.facts, state)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
-    layout = BatchLayoutOptions.of(recipe, packing=packing)
+    layout = BatchLayoutOptions.of(recipe, packing=packing, carried_state=state)
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
     tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)

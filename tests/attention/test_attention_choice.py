@@ -151,6 +151,6 @@ def test_without_packing_auto_is_left_to_transformers():
 
 
 def test_layers_that_carry_a_state_are_refused_when_planned():
-    with pytest.raises(UserError, match=r"data\.packing: llama has linear_attention layers"):
-        choose(layer_types=["linear_attention", "full_attention"])
-    assert choose(packing=False, layer_types=["linear_attention", "full_attention"]).implementation is None
+    with pytest.raises(UserError, match=r"data\.packing: llama has indexed_attention layers"):
+        choose(layer_types=["indexed_attention", "full_attention"])
+    assert choose(packing=False, layer_types=["indexed_attention", "full_attention"]).implementation is None

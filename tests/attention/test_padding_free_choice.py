@@ -74,7 +74,7 @@ PADDED = {
     "CUDA graphs": {"train": {"cuda_graphs": True}},
     "a vision-language model": {"config": transformers.Qwen2VLConfig()},
     "layers with a state": {
-        "config": tiny_models.config_of("llama", layer_types=["linear_attention", "full_attention"])
+        "config": tiny_models.config_of("llama", layer_types=["indexed_attention", "full_attention"])
     },
 }
 
@@ -102,7 +102,7 @@ def test_true_is_padding_free_wherever_that_is_exact(machine, precision, attenti
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"config": PADDED["layers with a state"]["config"]}, "linear_attention layers"),
+        ({"config": PADDED["layers with a state"]["config"]}, "indexed_attention layers"),
         ({"config": transformers.Gemma3Config()}, "each other's images in Gemma 3"),
         ({"model": {"attn_implementation": "varlen"}, "machine": CPU, "precision": FP32}, "varlen cannot be used"),
     ],

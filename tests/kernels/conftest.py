@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 CHECKPOINTING = ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": PRODUCTS})
-ONLY_REFERENCES = {"norms", "attention", "mlp", "moe", "float8", "extra", "recurrence"}  # folders of ops without a form in torch
+# folders of ops without a form in torch
+ONLY_REFERENCES = {"norms", "attention", "mlp", "moe", "float8", "extra", "recurrence"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,12 +11,13 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from ligertune_kernels import causal_conv1d_reference, causal_conv1d_update_reference, gated_delta_rule_reference
+from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
 from torch import Tensor, nn
 
 from ligertune.patching.module_patch import decorator_chain, names_in
@@ -31,6 +32,7 @@ NAMES: dict[Role, re.Pattern[str]] = {
     "chunk_gated_delta_rule": re.compile(r"(torch_)?chunk_gated_delta_rule"),
     "fused_recurrent_gated_delta_rule": re.compile(r"(torch_|fused_)?recurrent_gated_delta_rule"),
 }
+DECAYS = ("A_log", "A")  # parameters of a recurrence
 TOKENS = 70  # of a trial: more than a chunk of 64
 RTOL = 1e-4  # of fp32 results of two ways through a chunk
 ATOL = 1e-5
@@ -82,6 +84,22 @@ def _mixer_spec(whole_forward: Callable[..., Any], definition: Definition) -> Mi
     return MixerSpec(functions)
 
 
+def state_carriers(modules: Iterable[nn.Module]) -> Counter[str]:
+    """Count, by class, those of the modules that mix tokens by a recurrence or a convolution of PyTorch.
+
+    A recurrence has a decay (`A_log`, `A`), or is one of torch's; the convolutions have one filter for each channel.
+    """
+    return Counter(type(module).__name__ for module in modules if _carries_state(module))
+
+
+def _carries_state(module: nn.Module) -> bool:
+    if isinstance(module, nn.RNNBase):
+        return True
+    decays = any(name in module._parameters for name in DECAYS)
+    convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
+    return decays or any(child.groups == child.in_channels > 1 for child in convolutions)
+
+
 def torch_function(function: Any) -> Callable[..., Any]:
     """Return a modelling file's own function, behind the module or package's function that it became."""
     return inspect.unwrap(function.forward if isinstance(function, nn.Module) else function)
@@ -108,7 +126,7 @@ def _try_next_convolution(function: Callable[..., Any]) -> Refusal | None:
         given = answer(functools.partial(function, activation=activation), x, states[0], weight, bias)
         if isinstance(given, Refusal):
             return given
-        expected = causal_conv1d_update_reference(x, states[1], weight, bias, activation=activation)
+        expected = causal_conv1d_step_reference(x, states[1], weight, bias, activation=activation)
         if not close(given, expected, rtol=RTOL, atol=ATOL) or not torch.equal(*states):
             return Refusal("it computes another convolution")
     return None

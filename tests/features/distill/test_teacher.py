@@ -83,9 +83,9 @@ def test_a_teacher_with_a_state_takes_no_packed_rows(tmp_path):
     folder = tmp_path / "recurrent"
     shutil.copytree(save_student(tmp_path / "student"), folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 2}
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "layer_types": ["indexed_attention"] * 2}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    words = r"^distill\.teacher: the teacher takes no packed rows: qwen3 has linear_attention layers"
+    words = r"^distill\.teacher: the teacher takes no packed rows: qwen3 has indexed_attention layers"
     with pytest.raises(UserError, match=words) as no:
         plan_run(tmp_path, **distill_settings(TEACHER, **{"distill.teacher": folder, "data.packing": True}))
     assert no.value.hint == "Write data.packing: false and data.padding_free: false."

@@ -21,7 +21,7 @@ from ligertune_kernels.ops.recurrence.causal_conv1d import MAX_TAPS, Activation
 from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, MAX_WIDTH
 
 
-def causal_conv1d_update_reference(
+def causal_conv1d_step_reference(
     x: torch.Tensor,
     conv_state: torch.Tensor,
     weight: torch.Tensor,
@@ -29,7 +29,7 @@ def causal_conv1d_update_reference(
     *,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """Compute `causal_conv1d_update` in plain torch, in place on `conv_state`."""
+    """Compute `causal_conv1d_step` in plain torch, in place on `conv_state`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens = torch.cat((conv_state.to(wide), x.to(wide)), -1)
     y = F.conv1d(tokens, weight.to(wide)[:, None], None if bias is None else bias.to(wide), groups=x.shape[1])
@@ -76,7 +76,7 @@ def _conv_launch(taps: int, places: int, has_bias: bool, activation: Activation 
     return Launcher(conv_update_kernel, {**constants, "COLS": cols, **launch_options(cols, chip)})
 
 
-def causal_conv1d_update(
+def causal_conv1d_step(
     x: torch.Tensor,  # (B, C, L)
     conv_state: torch.Tensor,  # (B, C, S), S at least W - 1: the last tokens, in place
     weight: torch.Tensor,  # (C, W), W from 2 to 4
@@ -93,13 +93,13 @@ def causal_conv1d_update(
     places = conv_state.shape[-1]
     if weight.shape[0] != n_channels or conv_state.shape[:2] != x.shape[:2] or places < taps - 1 or taps > MAX_TAPS:
         raise ValueError(
-            f"causal_conv1d_update: x {tuple(x.shape)}, conv_state {tuple(conv_state.shape)}, "
+            f"causal_conv1d_step: x {tuple(x.shape)}, conv_state {tuple(conv_state.shape)}, "
             f"weight {tuple(weight.shape)}; expected (B, C, L), (B, C, W - 1 or more) and (C, 2 to 4)"
         )
     if activation not in (None, "silu"):
-        raise ValueError(f'causal_conv1d_update: activation is {activation!r}; expected "silu" or None')
+        raise ValueError(f'causal_conv1d_step: activation is {activation!r}; expected "silu" or None')
     if n_tokens != 1 or not conv_state.is_contiguous() or x.numel() == 0 or not runs_triton(x):
-        return causal_conv1d_update_reference(x, conv_state, weight, bias, activation=activation)
+        return causal_conv1d_step_reference(x, conv_state, weight, bias, activation=activation)
     weight = weight.contiguous()
     y = x.new_empty((batch, n_channels, 1))
     _conv_launch(taps, places, bias is not None, activation, chip_of(x.device))(
@@ -110,7 +110,7 @@ def causal_conv1d_update(
     return y
 
 
-def recurrent_gated_delta_rule_reference(
+def gated_delta_rule_step_reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -121,7 +121,7 @@ def recurrent_gated_delta_rule_reference(
     l2_norm: bool = False,
     initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrent_gated_delta_rule` in plain torch."""
+    """Compute `gated_delta_rule_step` in plain torch."""
     wide = torch.promote_types(query.dtype, torch.float32)
     group = value.shape[2] // key.shape[2]
     q, k = (t.to(wide).repeat_interleave(group, 2) for t in (query, key))
@@ -193,7 +193,7 @@ def _step_launch(heads: int, group: int, key_dim: int, l2_norm: bool, has_initia
     return Launcher(recurrent_step_kernel, {**constants, **launch_options(keys * conv_tiles.STEP_COLS, chip)})
 
 
-def recurrent_gated_delta_rule(
+def gated_delta_rule_step(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
     value: torch.Tensor,  # (B, T, X, V), H divides X: neighbouring value heads share a key head
@@ -211,13 +211,13 @@ def recurrent_gated_delta_rule(
     """
     if query.shape != key.shape or query.shape[:2] != value.shape[:2] or decay.shape != value.shape[:3]:
         raise ValueError(
-            f"recurrent_gated_delta_rule: query {tuple(query.shape)}, key {tuple(key.shape)}, value "
+            f"gated_delta_rule_step: query {tuple(query.shape)}, key {tuple(key.shape)}, value "
             f"{tuple(value.shape)}, decay {tuple(decay.shape)}; expected twice (B, T, H, K), (B, T, X, V), (B, T, X)"
         )
     batch, _, heads, key_dim = key.shape
     value_heads, value_dim = value.shape[2:]
     if value.numel() == 0 or max(key_dim, value_dim) > MAX_WIDTH or not runs_triton(query):
-        return recurrent_gated_delta_rule_reference(
+        return gated_delta_rule_step_reference(
             query, key, value, decay, beta, scale=scale, l2_norm=l2_norm, initial_state=initial_state
         )
     query, key, value, decay, beta = (t.detach().contiguous() for t in (query, key, value, decay, beta))

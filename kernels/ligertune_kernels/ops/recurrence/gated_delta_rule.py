@@ -4,8 +4,9 @@ State S (K, V), decay α = exp(g), learning rate β, for each value head:
 
     S_t = α_t S_{t-1} + β_t k_t (v_t - α_t k_tᵀ S_{t-1})ᵀ        out_t = scale q_tᵀ S_t
 
-In chunks of C tokens (WY form), with G_i the sum of the chunk's g up to token i, and D_ij = exp(G_i - G_j) for j <= i in
-the same document, else 0. S is the state before the chunk, m_i = exp(G_i), or 0 for a document that begins in the chunk:
+In chunks of C tokens (WY form), with G_i the sum of the document's g in the chunk up to token i. D_ij = exp(G_i - G_j)
+for j <= i in the same document, else 0. S is the state before the chunk, m_i = exp(G_i), or 0 for documents that begin
+in the chunk:
 
     A_ij = β_i D_ij k_i·k_j for j < i          T = (I + A)^-1
     v̂    = U - W S                              U = T (β v),  W = T (β m k)
@@ -275,7 +276,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         shape = ctx.shape._replace(keeps_t=True)
         scale = ctx.scale
         chip = chip_of(x.q.device)
-        batch, n_tokens, heads, key_dim = x.k.shape
+        batch, n_tokens, heads, _ = x.k.shape
         value_heads, value_dim = x.v.shape[2:]
         d_out = d_out.contiguous()
         # without a gradient of the final state, the kernel that computes this state again need not store it

@@ -49,7 +49,7 @@ def causal_conv1d_update(
 ) -> torch.Tensor:  # as x
     """Convolve the next tokens, as causal_conv1d_update of causal-conv1d."""
     tokens = x[..., None] if x.ndim == 2 else x
-    y = decode.causal_conv1d_update(tokens, conv_state, weight, bias, activation=_activation(activation))
+    y = decode.causal_conv1d_step(tokens, conv_state, weight, bias, activation=_activation(activation))
     return y[..., 0] if x.ndim == 2 else y
 
 
@@ -109,7 +109,7 @@ def fused_recurrent_gated_delta_rule(
         return chunk_gated_delta_rule(
             *tensors, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, **kwargs
         )
-    out, state = decode.recurrent_gated_delta_rule(
+    out, state = decode.gated_delta_rule_step(
         *tensors, scale=scale, l2_norm=use_qk_l2norm_in_kernel, initial_state=initial_state
     )
     return out, state if output_final_state else None

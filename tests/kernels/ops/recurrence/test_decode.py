@@ -1,8 +1,8 @@
-"""causal_conv1d_update and recurrent_gated_delta_rule: one token after another equals a whole row."""
+"""causal_conv1d_step and gated_delta_rule_step: one token after another equals a whole row."""
 
 import pytest
 import torch
-from ligertune_kernels import causal_conv1d_update, recurrent_gated_delta_rule
+from ligertune_kernels import causal_conv1d_step, gated_delta_rule_step
 from support.kernels.recurrence_loops import convolution_loop, delta_rule_loop
 
 
@@ -12,7 +12,7 @@ def test_a_convolution_token_by_token_is_that_of_the_row(taps, places, bias, dev
     weight = torch.randn(37, taps, device=device)
     offsets = torch.randn(37, device=device) if bias else None
     state = torch.zeros(2, 37, places, device=device)
-    parts = [causal_conv1d_update(t, state, weight, offsets, activation="silu") for t in x.split(1, -1)]
+    parts = [causal_conv1d_step(t, state, weight, offsets, activation="silu") for t in x.split(1, -1)]
     torch.testing.assert_close(torch.cat(parts, -1), convolution_loop(x, weight, offsets, silu=True))
     assert torch.equal(state, x[..., -places:])
 
@@ -31,7 +31,7 @@ def test_a_recurrence_token_by_token_is_that_of_the_row(heads, dtype, tolerance,
     )
     out = []
     for part in zip(*(t.split((1, 2, 4), 1) for t in (query, key, value, decay, beta)), strict=True):
-        found, state = recurrent_gated_delta_rule(*part, l2_norm=True, initial_state=state)
+        found, state = gated_delta_rule_step(*part, l2_norm=True, initial_state=state)
         out.append(found)
     torch.testing.assert_close(torch.cat(out, 1).double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(state.double(), last, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,152 @@
+"""Mixers of hybrid models: every family's function is recognised, computes the same, and keeps documents apart."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from ligertune_kernels.ops.recurrence import package_functions
+from support.models.tiny_families import families, tiny_family
+from torch import nn
+from transformers import PreTrainedModel
+
+from ligertune.attention.document_isolation import check_document_isolation, document_leak
+from ligertune.data.batching.collate import collate_packed
+from ligertune.data.examples import Example
+from ligertune.errors import UserError
+from ligertune.patching.mixers.kernel_mixers import KernelMixer
+from ligertune.patching.mixers.recognise_mixers import recognise_mixer
+from ligertune.patching.packing_checks import install_packing_checks
+from ligertune.patching.patch import patch, unpatch
+from ligertune.patching.probe import Refusal
+
+SLOW = 0.05  # A: a state is then seen in the next document
+LENGTHS = (7, 40, 1, 33)
+
+
+def defines_the_rule(model_type: str) -> bool:
+    folder = Path(transformers.__file__).parent / "models" / model_type.removesuffix("_text")
+    return any("def torch_chunk_gated_delta_rule" in file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
+
+
+FAMILIES = sorted(name for kind, name in families() if kind == "causal" and defines_the_rule(name))
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Return a tiny model of the family, in float32 and with slow decay, as transformers computes it."""
+    made = tiny_family("causal", request.param).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(math.log(SLOW))
+    return made
+
+
+def documents(model: PreTrainedModel) -> list[Example]:
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randint(3, 100, (length,), generator=generator).numpy() for length in LENGTHS)
+    return [Example(ids, ids, "") for ids in rows]
+
+
+def packed_logits(model: PreTrainedModel) -> torch.Tensor:
+    batch = collate_packed(documents(model), pad_token_id=0)
+    del batch["labels"]
+    return model(**batch, use_cache=False).logits[0]
+
+
+def test_families_are_found() -> None:
+    assert {"qwen3_next", "qwen3_5_text", "olmo_hybrid"} <= set(FAMILIES)
+
+
+def test_a_patched_model_computes_the_same(model) -> None:
+    plain = copy.deepcopy(model)
+    report = {row.kernel: row for row in patch(model, rope=False, norm=False, mlp=False, loss="torch").rows}
+    mixers = sum(isinstance(module, KernelMixer) for module in model.modules())
+    assert report["gated_delta_rule"].applied == mixers > 0 and report["gated_delta_rule"].left == 0
+    ids = torch.randint(3, 100, (2, 90), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0  # left padding
+    losses = [
+        m(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss for m in (model, plain)
+    ]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            largest = float(theirs.grad.abs().max())
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5 * largest + 1e-8)
+
+
+def test_left_padding_does_not_enter_the_state(model) -> None:
+    patch(model, loss="torch")
+    ids = torch.randint(3, 100, (1, 30), generator=torch.Generator().manual_seed(2))
+    padded = torch.cat((torch.full((1, 9), 5), ids), 1)
+    mask = (torch.arange(39) >= 9).long()[None]
+    positions = (torch.arange(39) - 9).clamp(min=0)[None]
+    with torch.no_grad():
+        alone = model(input_ids=ids).logits
+        behind = model(input_ids=padded, attention_mask=mask, position_ids=positions).logits[:, 9:]
+    torch.testing.assert_close(behind, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_document_equals_itself_alone(model) -> None:
+    patch(model, loss="torch")
+    model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
+    install_packing_checks(model)
+    rows = [torch.tensor(example.input_ids)[None] for example in documents(model)]
+    grads = torch.randn(sum(LENGTHS), model.config.get_text_config().vocab_size).split(LENGTHS)
+    results = []
+    for logits in (packed_logits(model), torch.cat([model(input_ids=ids).logits[0] for ids in rows])):
+        model.zero_grad()
+        torch.autograd.backward(logits, torch.cat(grads))
+        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for packed, alone in zip(*results, strict=True):
+        torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.detach().abs().max())))
+    assert document_leak(model, multiple_of=1) < 1e-5
+
+
+@pytest.mark.parametrize("function", ["causal_conv1d", "gated_delta_rule"])
+def test_a_leak_is_found_before_training(function, model, monkeypatch) -> None:
+    """Each op once without the places of documents, from freshly initialised decays."""
+    original = getattr(package_functions, function)
+    monkeypatch.setattr(package_functions, function, lambda *args, documents, **options: original(*args, **options))
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            nn.init.constant_(parameter, math.log(16))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    patch(model, loss="torch")
+    model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
+    install_packing_checks(model)
+    with pytest.raises(UserError, match="documents of a packed row see each other"):
+        check_document_isolation(model, multiple_of=1)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_generation_with_a_cache_gives_the_same_tokens(model) -> None:
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(3))
+    answers = []
+    for _ in range(2):
+        answers.append(model.generate(ids, max_new_tokens=12, do_sample=False))
+        patch(model, loss="torch")
+    assert torch.equal(*answers)
+    unpatch(model)
+    assert not any(isinstance(module, KernelMixer) for module in model.modules())
+
+
+def torch_chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
+    """Compute something else under the name of the rule."""
+    return value * beta[..., None], None
+
+
+class OtherMixer(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])[0]
+
+
+def test_a_function_that_computes_something_else_is_left_alone() -> None:
+    found = recognise_mixer(OtherMixer())
+    assert found == Refusal("torch_chunk_gated_delta_rule: it computes another recurrence")
