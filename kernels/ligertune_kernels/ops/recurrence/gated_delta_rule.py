@@ -26,7 +26,8 @@ products are rounded to the tensors' dtype. The backward keeps the inputs alone 
 again: per token and value head it takes (2 K + 3 V + C) numbers, and 2 K V / C for the states, while it runs.
 
 Every document starts from a state of zeros. A scan over chunks runs in parts: documents that begin in different parts
-of a row are computed at the same time. No atomics. Kernels: delta_kernels.py; tiles: tiles.py.
+of a row are computed at the same time. No atomics. Kernels: delta_kernels.py and
+delta_gradients.py; tiles: tiles.py.
 Source: Yang, Kautz and Hatamizadeh, arXiv:2412.06464; chunks: Yang et al., arXiv:2406.06484.
 """
 
@@ -41,7 +42,7 @@ from ligertune_kernels.autograd import autocast_dtype, no_double_backward, witho
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
 from ligertune_kernels.ops.attention.document_attention import Documents
-from ligertune_kernels.ops.recurrence import delta_kernels, tiles
+from ligertune_kernels.ops.recurrence import delta_gradients, delta_kernels, tiles
 from ligertune_kernels.ops.recurrence.tiles import CHUNK, PART, DeltaTile
 
 MAX_WIDTH = 256  # of a head, for the kernels
@@ -131,8 +132,9 @@ class _Launches(NamedTuple):
     outputs: _Launch
     local: _Launch
     gradients: _Launch
-    reads: _Launch
-    writes: _Launch
+    queries: _Launch
+    corrections: _Launch
+    keys: _Launch
 
 
 class _Shape(NamedTuple):
@@ -164,19 +166,19 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
         constants = shared | more | {"COLS": cols, "num_warps": tile.warps, "num_stages": tile.stages}
         return _Launch(Launcher(kernel, constants), cols)
 
-    k = delta_kernels
     ends = {"HAS_INITIAL": shape.has_initial, "HAS_FINAL": shape.has_final}
     precision = tiles.inverse_precision(shape.dtype.itemsize, chip)
     inverse = {"VALUES": values, "KEEPS_T": shape.keeps_t, "PRECISION": precision}
     return _Launches(
         chunk=chosen.chunk,
-        prepare=launch(k.prepare_kernel, chosen.prepare, **inverse),
-        states=launch(k.states_kernel, chosen.states, **ends),
-        outputs=launch(k.outputs_kernel, chosen.outputs, VALUES=values),
-        local=launch(k.local_gradients_kernel, chosen.local, VALUES=values),
-        gradients=launch(k.state_gradients_kernel, chosen.gradients, **ends),
-        reads=launch(k.read_gradients_kernel, chosen.reads, VALUES=values),
-        writes=launch(k.write_gradients_kernel, chosen.writes, VALUES=values),
+        prepare=launch(delta_kernels.prepare_kernel, chosen.prepare, **inverse),
+        states=launch(delta_kernels.states_kernel, chosen.states, **ends),
+        outputs=launch(delta_kernels.outputs_kernel, chosen.outputs, VALUES=values),
+        local=launch(delta_gradients.local_gradients_kernel, chosen.local, VALUES=values),
+        gradients=launch(delta_gradients.state_gradients_kernel, chosen.gradients, **ends),
+        queries=launch(delta_gradients.query_gradients_kernel, chosen.queries, VALUES=values),
+        corrections=launch(delta_gradients.correction_gradients_kernel, chosen.corrections, VALUES=values),
+        keys=launch(delta_gradients.key_gradients_kernel, chosen.keys, VALUES=values),
     )
 
 
@@ -304,22 +306,28 @@ class _GatedDeltaRule(torch.autograd.Function):
             x.strides("q", "k"), n_tokens, n_chunks, part, scale,
         )  # fmt: skip
         dq = x.q.new_empty(x.q.shape)
-        dk = x.k.new_empty(x.k.shape)
-        partial_dk = torch.empty(x.k.shape, dtype=torch.float32, device=d_out.device)
         d_logs = torch.empty_like(made.logs)
-        launches.reads.launcher(
+        launches.queries.launcher(
             chunks_of_keys,
-            (x.q, x.k, made.corrected, d_out, *norms, x.starts, made.states, d_states, dq, partial_dk, d_logs),
+            (x.q, x.k, made.corrected, d_out, *norms, x.starts, made.states, d_states, dq, d_logs),
             x.strides("q", "k"), n_tokens, n_chunks, scale,
         )  # fmt: skip
         dv = x.v.new_empty(x.v.shape)
         d_beta = x.beta.new_empty(x.beta.shape)
-        d_decay = x.decay.new_empty(x.decay.shape)
-        launches.writes.launcher(
+        partial_dk = torch.empty(x.k.shape, dtype=torch.float32, device=d_out.device)
+        launches.corrections.launcher(
             chunks_of_keys,
             (x.k, x.v, made.corrected, d_corrected, x.beta, made.t, made.logs, made.k_norm, x.starts, made.states,
-             partial_dk, d_logs, dk, dv, d_beta, d_decay),
+             partial_dk, dv, d_beta, d_logs),
             x.strides("k", "v"), n_tokens, n_chunks,
+        )  # fmt: skip
+        dk = x.k.new_empty(x.k.shape)
+        d_decay = x.decay.new_empty(x.decay.shape)
+        launches.keys.launcher(
+            chunks_of_keys,
+            (x.q, x.k, made.corrected, d_out, d_corrected, x.beta, made.t, *norms, x.starts, d_states,
+             partial_dk, d_logs, dk, d_decay),
+            x.strides("q", "k"), n_tokens, n_chunks, scale,
         )  # fmt: skip
         return dq, dk, dv, d_decay, d_beta, d_initial if shape.has_initial else None, None, None, None, None
 

@@ -31,8 +31,9 @@ class DeltaTiles(NamedTuple):
     outputs: DeltaTile
     local: DeltaTile
     gradients: DeltaTile
-    reads: DeltaTile
-    writes: DeltaTile
+    queries: DeltaTile
+    corrections: DeltaTile
+    keys: DeltaTile
 
 
 # Not measured yet: the largest that spill nothing.
@@ -40,22 +41,26 @@ DELTA_TILES = (
     DeltaTiles(
         128, 2, CHUNK,
         prepare=DeltaTile(64, 4, 1), states=DeltaTile(32, 4, 2), outputs=DeltaTile(64, 4, 1),
-        local=DeltaTile(64, 4, 1), gradients=DeltaTile(32, 4, 1), reads=DeltaTile(32, 8, 1), writes=DeltaTile(32, 8, 1),
+        local=DeltaTile(64, 4, 1), gradients=DeltaTile(32, 4, 1), queries=DeltaTile(32, 8, 1),
+        corrections=DeltaTile(32, 8, 1), keys=DeltaTile(32, 8, 1),
     ),
     DeltaTiles(
         256, 2, CHUNK,
         prepare=DeltaTile(64, 4, 1), states=DeltaTile(32, 8, 1), outputs=DeltaTile(32, 8, 1),
-        local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), reads=DeltaTile(16, 8, 1), writes=DeltaTile(16, 8, 1),
+        local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
+        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1),
     ),
     DeltaTiles(
         128, 4, CHUNK,
         prepare=DeltaTile(32, 8, 1), states=DeltaTile(16, 8, 1), outputs=DeltaTile(16, 8, 1),
-        local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), reads=DeltaTile(16, 8, 1), writes=DeltaTile(16, 8, 1),
+        local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
+        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1),
     ),
     DeltaTiles(
         256, 4, CHUNK,
         prepare=DeltaTile(32, 8, 1), states=DeltaTile(16, 8, 1), outputs=DeltaTile(16, 8, 1),
-        local=DeltaTile(16, 8, 1), gradients=DeltaTile(16, 8, 1), reads=DeltaTile(16, 8, 1), writes=DeltaTile(16, 8, 1),
+        local=DeltaTile(16, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
+        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1),
     ),
 )  # fmt: skip
 

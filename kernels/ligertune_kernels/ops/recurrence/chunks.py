@@ -1,0 +1,128 @@
+"""Device functions of chunked recurrences: tiles of a chunk's tokens, its documents and its decays."""
+
+from __future__ import annotations
+
+from ligertune_kernels.launcher import tl, triton
+
+
+@triton.jit
+def load_chunk(ptr, first, n_tokens, token_stride, first_col, n_cols, CHUNK: tl.constexpr, COLS: tl.constexpr):
+    """Load (CHUNK, COLS) of a matrix (n_tokens, n_cols) with unit column stride; zero outside."""
+    rows = tl.arange(0, CHUNK)
+    cols = first_col + tl.arange(0, COLS)
+    ptrs = ptr + first.to(tl.int64) * token_stride  # offsets within a tile need 32 bits
+    mask = (first + rows < n_tokens)[:, None] & (cols < n_cols)[None, :]
+    return tl.load(ptrs + rows[:, None] * token_stride + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_chunk(ptr, tile, first, keep, token_stride, first_col, n_cols, CHUNK: tl.constexpr, COLS: tl.constexpr):
+    """Store the rows of a tile that `keep` selects to a matrix (tokens, n_cols)."""
+    cols = first_col + tl.arange(0, COLS)
+    ptrs = ptr + first.to(tl.int64) * token_stride
+    ptrs = ptrs + tl.arange(0, CHUNK)[:, None] * token_stride + cols[None, :]
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=keep[:, None] & (cols < n_cols)[None, :])
+
+
+@triton.jit
+def load_state(ptr, first_col, key_dim, value_dim, KEYS: tl.constexpr, COLS: tl.constexpr):
+    """Load (KEYS, COLS) of a contiguous state (key_dim, value_dim); zero outside."""
+    keys = tl.arange(0, KEYS)
+    cols = first_col + tl.arange(0, COLS)
+    mask = (keys < key_dim)[:, None] & (cols < value_dim)[None, :]
+    return tl.load(ptr + keys[:, None] * value_dim + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_state(ptr, tile, first_col, key_dim, value_dim, KEYS: tl.constexpr, COLS: tl.constexpr):
+    keys = tl.arange(0, KEYS)
+    cols = first_col + tl.arange(0, COLS)
+    mask = (keys < key_dim)[:, None] & (cols < value_dim)[None, :]
+    tl.store(ptr + keys[:, None] * value_dim + cols[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_numbers(ptr, tokens, n_tokens, stride, other: tl.constexpr = 0.0):
+    """Load one number for each token."""
+    return tl.load(ptr + tokens.to(tl.int64) * stride, mask=tokens < n_tokens, other=other)
+
+
+@triton.jit
+def inverse_lengths(
+    norm_ptr, batch, head, tokens, n_tokens, HEADS: tl.constexpr, NORMED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Load 1 / |q| or 1 / |k| of each token; 1 if their lengths are not divided out."""
+    if NORMED:
+        return load_numbers(norm_ptr + batch * n_tokens * HEADS + head, tokens, n_tokens, HEADS)
+    else:
+        return tl.full([CHUNK], 1.0, tl.float32)
+
+
+@triton.jit
+def load_logs(log_ptr, tokens, n_tokens, stride):
+    """Load G of each token, and that of the last token after it: differences are then never positive."""
+    return tl.load(log_ptr + tl.minimum(tokens, n_tokens - 1).to(tl.int64) * stride)
+
+
+@triton.jit
+def load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS: tl.constexpr):
+    """Return the first token of each token's document; tokens after the last belong to its document."""
+    if HAS_DOCUMENTS:
+        return tl.load(starts_ptr + tl.minimum(tokens, n_tokens - 1))
+    else:
+        return tokens * 0
+
+
+@triton.jit
+def visible_tokens(starts, CHUNK: tl.constexpr):
+    """Return which earlier tokens [of the second axis] of a chunk each token sees, itself included."""
+    rows = tl.arange(0, CHUNK)
+    return (rows[:, None] >= rows[None, :]) & (starts[:, None] == starts[None, :])
+
+
+@triton.jit
+def decay_between(logs, starts, CHUNK: tl.constexpr):
+    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0."""
+    # masked before exp: differences of later tokens are positive and may overflow
+    return tl.exp(tl.where(visible_tokens(starts, CHUNK), logs[:, None] - logs[None, :], float("-inf")))
+
+
+@triton.jit
+def decay_between_transposed(logs, starts, CHUNK: tl.constexpr):
+    """Return D_ji with j, the token that is seen, on the first axis."""
+    rows = tl.arange(0, CHUNK)
+    seen = (rows[:, None] <= rows[None, :]) & (starts[:, None] == starts[None, :])
+    return tl.exp(tl.where(seen, logs[None, :] - logs[:, None], float("-inf")))
+
+
+@triton.jit
+def decay_from_state(logs, starts, first):
+    """Return exp(G_i), the factor of the state before the chunk; 0 for documents that begin in the chunk."""
+    return tl.where(starts < tl.maximum(first, 1), tl.exp(logs), 0.0)
+
+
+@triton.jit
+def decay_to_state(
+    logs, starts, log_ptr, starts_ptr, first, n_tokens, stride, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Return the factors of the chunk's tokens, and of the state before it, in the state after it."""
+    last = tl.minimum(first + CHUNK, n_tokens) - 1
+    last_log = tl.load(log_ptr + last.to(tl.int64) * stride)
+    last_start = load_starts(starts_ptr, last, n_tokens, HAS_DOCUMENTS)
+    tokens = tl.exp(tl.where(starts == last_start, last_log - logs, float("-inf")))
+    state = tl.where(last_start < tl.maximum(first, 1), tl.exp(last_log), 0.0)
+    return tokens, state
+
+
+@triton.jit
+def owned_tokens(starts_ptr, ends_ptr, part, part_tokens, n_tokens, HAS_DOCUMENTS: tl.constexpr):
+    """Return the first token, and the one after the last, of the documents that begin in a part; equal if none do."""
+    if HAS_DOCUMENTS:
+        begin = (part * part_tokens).to(tl.int32)
+        last = tl.minimum(begin + part_tokens, n_tokens) - 1
+        begins_here = tl.load(starts_ptr + begin) == begin
+        first = tl.where(begins_here, begin, tl.load(ends_ptr + begin))
+        end = tl.where(first <= last, tl.load(ends_ptr + last), first)
+        return first, end
+    else:
+        return 0, n_tokens
