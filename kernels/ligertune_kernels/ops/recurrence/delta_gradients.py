@@ -59,7 +59,7 @@ def local_gradients_kernel(
         weights *= load_numbers(q_norm_ptr + at_norms, tokens, n_tokens, HEADS)[None, :]
     weights = (weights * decay_between_transposed(logs, starts, CHUNK)).to(q.dtype)
     stride = value_heads * value_dim
-    for col in range(0, VALUES, COLS):
+    for col in range(0, value_dim, COLS):
         d_out = load_chunk(d_out_ptr + at_heads * value_dim, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
         d_corrected = tl.dot(weights, d_out, input_precision=DOT)
         store_chunk(
@@ -185,7 +185,7 @@ def query_gradients_kernel(
     q_scale = inverse_lengths(q_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     dq = tl.zeros([CHUNK, KEYS], tl.float32)
-    for member in range(GROUP):
+    for member in tl.static_range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
         at_values = at_heads * value_dim
@@ -194,7 +194,7 @@ def query_gradients_kernel(
         d_weights = tl.zeros([CHUNK, CHUNK], tl.float32)
         dq_new = tl.zeros([CHUNK, KEYS], tl.float32)
         carried = 0.0  # S·dS
-        for col in range(0, VALUES, COLS):
+        for col in range(0, value_dim, COLS):
             d_out = load_chunk(d_out_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
             v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
             state = load_state(states_ptr + at_chunk, col, key_dim, value_dim, KEYS, COLS)
@@ -254,7 +254,7 @@ def correction_gradients_kernel(
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     dk = tl.zeros([CHUNK, KEYS], tl.float32)
-    for member in range(GROUP):
+    for member in tl.static_range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
         at_values = at_heads * value_dim
@@ -266,7 +266,7 @@ def correction_gradients_kernel(
         d_products = tl.zeros([CHUNK, CHUNK], tl.float32)
         dk_new = tl.zeros([CHUNK, KEYS], tl.float32)
         d_beta = tl.zeros([CHUNK], tl.float32)
-        for col in range(0, VALUES, COLS):
+        for col in range(0, value_dim, COLS):
             d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
             y = tl.dot(tl.trans(t), d_corrected, input_precision=DOT)
             v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
@@ -296,23 +296,19 @@ def correction_gradients_kernel(
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "scale"])
 def key_gradients_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
-    corrected_ptr, d_out_ptr, d_corrected_ptr,  # (B, T, X, V)
-    beta_ptr,  # (B, T, X)
-    t_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
+    corrected_ptr, d_out_ptr,  # (B, T, X, V)
     log_ptr,  # (B, T, X) fp32
     q_norm_ptr, k_norm_ptr,  # (B, T, H) fp32
     starts_ptr,  # (T,) int32
     d_states_ptr,  # (B, T / CHUNK, X, K, V)
-    partial_dk_ptr,  # (B, T, H, K) fp32: of keys that read
-    d_log_ptr,  # (B, T, X) fp32: of tokens that read
-    dk_ptr,  # (B, T, H, K)
-    d_decay_ptr,  # (B, T, X)
+    dk_ptr,  # (B, T, H, K) fp32: in, of keys that read; out, also where queries and the state read them
+    d_log_ptr,  # (B, T, X) fp32: in and out as dk
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
     n_tokens, n_chunks, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dg: add what keys get where queries, later keys and the state after the chunk read them.
+    """Add to dk what keys get where queries and the state after the chunk read them: scale (D ∘ dout v̂ᵀ)ᵀ q + r v̂ dSᵀ.
 
     G of a token that is read has the gradient -k·dk, and that of the last token all that the state got from the chunk.
     """
@@ -322,8 +318,7 @@ def key_gradients_kernel(
     batch = tl.program_id(2).to(tl.int64)
     value_heads = HEADS * GROUP
     first = chunk * CHUNK
-    rows = tl.arange(0, CHUNK)
-    tokens = first + rows
+    tokens = first + tl.arange(0, CHUNK)
     exists = tokens < n_tokens
     last = tl.minimum(first + CHUNK, n_tokens) - 1
     starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
@@ -332,21 +327,19 @@ def key_gradients_kernel(
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     q_scale = inverse_lengths(q_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
-    at_keys = (batch * n_tokens * HEADS + head) * key_dim
     dk = tl.zeros([CHUNK, KEYS], tl.float32)
-    for member in range(GROUP):
+    for member in tl.static_range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
         at_values = at_heads * value_dim
-        at_tile = (batch * n_chunks + chunk) * value_heads + value_head
-        at_tokens = at_heads + tokens.to(tl.int64) * value_heads
+        at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * key_dim * value_dim
         logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
         d_weights = tl.zeros([CHUNK, CHUNK], tl.float32)  # transposed
         dk_new = tl.zeros([CHUNK, KEYS], tl.float32)
-        for col in range(0, VALUES, COLS):
+        for col in range(0, value_dim, COLS):
             d_out = load_chunk(d_out_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
             v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
-            d_state = load_state(d_states_ptr + at_tile * key_dim * value_dim, col, key_dim, value_dim, KEYS, COLS)
+            d_state = load_state(d_states_ptr + at_chunk, col, key_dim, value_dim, KEYS, COLS)
             d_weights = tl.dot(v, tl.trans(d_out), d_weights, input_precision=DOT)
             dk_new = tl.dot(v, tl.trans(d_state), dk_new, input_precision=DOT)
         to_state, _ = decay_to_state(
@@ -355,15 +348,63 @@ def key_gradients_kernel(
         dk_new *= to_state[:, None]
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
         d_last = tl.sum(tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale)
-        decay = decay_between_transposed(logs, starts, CHUNK)
-        d_weights *= decay * (scale * q_scale)[None, :]
+        d_weights *= decay_between_transposed(logs, starts, CHUNK) * (scale * q_scale)[None, :]
         q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, key_dim, CHUNK, KEYS)
         dk_new = tl.dot(d_weights.to(q.dtype), q, dk_new, input_precision=DOT)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        at_tokens = at_heads + tokens.to(tl.int64) * value_heads
+        d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0)
+        d_logs -= tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale
+        d_logs += tl.where(tokens == last, d_last, 0.0)
+        tl.store(d_log_ptr + at_tokens, d_logs, mask=exists)
+        dk += dk_new
+    at_keys = (batch * n_tokens * HEADS + head) * key_dim
+    dk += load_chunk(dk_ptr + at_keys, first, n_tokens, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
+    store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
 
+
+@triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
+def product_gradients_kernel(
+    k_ptr,  # (B, T, H, K)
+    corrected_ptr, d_corrected_ptr,  # (B, T, X, V)
+    beta_ptr,  # (B, T, X)
+    t_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
+    log_ptr,  # (B, T, X) fp32
+    k_norm_ptr,  # (B, T, H) fp32
+    starts_ptr,  # (T,) int32
+    partial_dk_ptr,  # (B, T, H, K) fp32: of all but keys that later keys read
+    d_log_ptr,  # (B, T, X) fp32
+    dk_ptr,  # (B, T, H, K)
+    d_decay_ptr,  # (B, T, X)
+    k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    n_tokens, n_chunks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dg: add what keys get where later keys of the chunk read them, (β D ∘ dA)ᵀ k."""
+    chunk = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    value_heads = HEADS * GROUP
+    first = chunk * CHUNK
+    rows = tl.arange(0, CHUNK)
+    tokens = first + rows
+    exists = tokens < n_tokens
+    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+    stride = value_heads * value_dim
+    k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
+    k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
+    dk = tl.zeros([CHUNK, KEYS], tl.float32)
+    for member in tl.static_range(GROUP):
+        value_head = head * GROUP + member
+        at_heads = batch * n_tokens * value_heads + value_head
+        at_values = at_heads * value_dim
+        at_tile = (batch * n_chunks + chunk) * value_heads + value_head
+        logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
         beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
         t = tl.load(t_ptr + at_tile * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
         d_products = tl.zeros([CHUNK, CHUNK], tl.float32)  # transposed
-        for col in range(0, VALUES, COLS):
+        for col in range(0, value_dim, COLS):
             d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
             y = tl.dot(tl.trans(t), d_corrected, input_precision=DOT)
             v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
@@ -371,14 +412,15 @@ def key_gradients_kernel(
         decay = tl.where(rows[:, None] < rows[None, :], decay_between_transposed(logs, starts, CHUNK), 0.0)
         d_products *= -decay * (beta * k_scale)[None, :]
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
-        dk_new = tl.dot(d_products.to(k.dtype), k, dk_new, input_precision=DOT)
+        dk_new = tl.dot(d_products.to(k.dtype), k, input_precision=DOT)
+        at_tokens = at_heads + tokens.to(tl.int64) * value_heads
         d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0)
         d_logs -= tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale
-        d_logs += tl.where(tokens == last, d_last, 0.0)
         # G of a token sums the decays of the tokens up to it that it sees
         d_decay = tl.sum(tl.where(visible_tokens(starts, CHUNK), d_logs[:, None], 0.0), 0)
         tl.store(d_decay_ptr + at_tokens, d_decay.to(d_decay_ptr.dtype.element_ty), mask=exists)
         dk += dk_new
+    at_keys = (batch * n_tokens * HEADS + head) * key_dim
     dk += load_chunk(partial_dk_ptr + at_keys, first, n_tokens, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
     if NORMED:
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)

@@ -1,4 +1,4 @@
-"""Triton kernels of gated_delta_rule: three forward, five backward. The mathematics: gated_delta_rule.py.
+"""Triton kernels of gated_delta_rule: three forward, six backward. The mathematics: gated_delta_rule.py.
 
 A row of tokens is cut into chunks of CHUNK tokens, which documents may begin and end within. A document's first token
 takes nothing from the state: the state before it is multiplied by 0. So no kernel knows how many documents there are.
@@ -10,7 +10,8 @@ takes nothing from the state: the state before it is multiplied by 0. So no kern
     gradients   part of a row, value head        dS after each chunk, and all of dv̂
     queries     chunk, key head                  dq, and the part of dg of tokens that read by q
     corrections chunk, key head                  dv, dbeta, and the part of dk and dg of tokens that read by k
-    keys        chunk, key head                  dk, dg
+    keys        chunk, key head                  the part of dk and dg of tokens that queries and the state read
+    products    chunk, key head                  dk, dg
 
 The scans `states` and `gradients` go through the chunks one after another. To have more programs, a row is cut into
 parts: the program of a part owns the documents that begin in it, and leaves the part with the last of them. A chunk at
@@ -148,7 +149,7 @@ def prepare_kernel(
         store_chunk(w_row_ptr, w, first, exists, value_heads * key_dim, col, key_dim, CHUNK, COLS)
     v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
     u_row_ptr = u_ptr + at_heads * value_dim
-    for col in range(0, VALUES, COLS):
+    for col in range(0, value_dim, COLS):
         v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, value_dim, CHUNK, COLS).to(tl.float32)
         u = tl.dot(t, (v * beta[:, None]).to(t.dtype), input_precision=DOT)
         store_chunk(u_row_ptr, u, first, exists, value_heads * value_dim, col, value_dim, CHUNK, COLS)
@@ -258,7 +259,7 @@ def outputs_kernel(
     from_state = row_scale * decay_from_state(logs, starts, first)
     stride = value_heads * value_dim
     at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * key_dim * value_dim
-    for col in range(0, VALUES, COLS):
+    for col in range(0, value_dim, COLS):
         state = load_state(states_ptr + at_chunk, col, key_dim, value_dim, KEYS, COLS)
         v = load_chunk(corrected_ptr + at_heads * value_dim, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
         out = tl.dot(q, state, input_precision=DOT) * from_state[:, None]

@@ -135,6 +135,7 @@ class _Launches(NamedTuple):
     queries: _Launch
     corrections: _Launch
     keys: _Launch
+    products: _Launch
 
 
 class _Shape(NamedTuple):
@@ -179,6 +180,7 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
         queries=launch(delta_gradients.query_gradients_kernel, chosen.queries, VALUES=values),
         corrections=launch(delta_gradients.correction_gradients_kernel, chosen.corrections, VALUES=values),
         keys=launch(delta_gradients.key_gradients_kernel, chosen.keys, VALUES=values),
+        products=launch(delta_gradients.product_gradients_kernel, chosen.products, VALUES=values),
     )
 
 
@@ -321,13 +323,18 @@ class _GatedDeltaRule(torch.autograd.Function):
              partial_dk, dv, d_beta, d_logs),
             x.strides("k", "v"), n_tokens, n_chunks,
         )  # fmt: skip
-        dk = x.k.new_empty(x.k.shape)
-        d_decay = x.decay.new_empty(x.decay.shape)
         launches.keys.launcher(
             chunks_of_keys,
-            (x.q, x.k, made.corrected, d_out, d_corrected, x.beta, made.t, *norms, x.starts, d_states,
-             partial_dk, d_logs, dk, d_decay),
+            (x.q, x.k, made.corrected, d_out, *norms, x.starts, d_states, partial_dk, d_logs),
             x.strides("q", "k"), n_tokens, n_chunks, scale,
+        )  # fmt: skip
+        dk = x.k.new_empty(x.k.shape)
+        d_decay = x.decay.new_empty(x.decay.shape)
+        launches.products.launcher(
+            chunks_of_keys,
+            (x.k, made.corrected, d_corrected, x.beta, made.t, made.logs, made.k_norm, x.starts, partial_dk, d_logs,
+             dk, d_decay),
+            x.strides("k"), n_tokens, n_chunks,
         )  # fmt: skip
         return dq, dk, dv, d_decay, d_beta, d_initial if shape.has_initial else None, None, None, None, None
 

@@ -34,6 +34,7 @@ class DeltaTiles(NamedTuple):
     queries: DeltaTile
     corrections: DeltaTile
     keys: DeltaTile
+    products: DeltaTile
 
 
 # Not measured yet: the largest that spill nothing.
@@ -42,25 +43,25 @@ DELTA_TILES = (
         128, 2, CHUNK,
         prepare=DeltaTile(64, 4, 1), states=DeltaTile(32, 4, 2), outputs=DeltaTile(64, 4, 1),
         local=DeltaTile(64, 4, 1), gradients=DeltaTile(32, 4, 1), queries=DeltaTile(32, 8, 1),
-        corrections=DeltaTile(32, 8, 1), keys=DeltaTile(32, 8, 1),
+        corrections=DeltaTile(32, 8, 1), keys=DeltaTile(32, 8, 1), products=DeltaTile(32, 8, 1),
     ),
     DeltaTiles(
         256, 2, CHUNK,
         prepare=DeltaTile(64, 4, 1), states=DeltaTile(32, 8, 1), outputs=DeltaTile(32, 8, 1),
         local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
-        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1),
+        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1), products=DeltaTile(16, 8, 1),
     ),
     DeltaTiles(
         128, 4, CHUNK,
         prepare=DeltaTile(32, 8, 1), states=DeltaTile(16, 8, 1), outputs=DeltaTile(16, 8, 1),
         local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
-        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1),
+        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1), products=DeltaTile(16, 8, 1),
     ),
     DeltaTiles(
         256, 4, CHUNK,
         prepare=DeltaTile(32, 8, 1), states=DeltaTile(16, 8, 1), outputs=DeltaTile(16, 8, 1),
         local=DeltaTile(16, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
-        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1),
+        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1), products=DeltaTile(16, 8, 1),
     ),
 )  # fmt: skip
 
