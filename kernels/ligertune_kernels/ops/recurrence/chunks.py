@@ -6,45 +6,69 @@ from ligertune_kernels.launcher import tl, triton
 
 
 @triton.jit
-def load_chunk(ptr, first, n_tokens, token_stride, first_col, n_cols, CHUNK: tl.constexpr, COLS: tl.constexpr):
-    """Load (CHUNK, COLS) of a matrix (n_tokens, n_cols) with unit column stride; zero outside."""
+def load_chunk(
+    ptr, first, n_tokens, token_stride, first_col, N_COLS: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr
+):
+    """Load (CHUNK, COLS) of a matrix (n_tokens, N_COLS) with unit column stride; zero outside."""
     rows = tl.arange(0, CHUNK)
     cols = first_col + tl.arange(0, COLS)
     ptrs = ptr + first.to(tl.int64) * token_stride  # offsets within a tile need 32 bits
-    mask = (first + rows < n_tokens)[:, None] & (cols < n_cols)[None, :]
+    mask = (first + rows < n_tokens)[:, None]
+    if N_COLS % COLS != 0:
+        mask = mask & (cols < N_COLS)[None, :]
     return tl.load(ptrs + rows[:, None] * token_stride + cols[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def store_chunk(ptr, tile, first, keep, token_stride, first_col, n_cols, CHUNK: tl.constexpr, COLS: tl.constexpr):
-    """Store the rows of a tile that `keep` selects to a matrix (tokens, n_cols)."""
+def store_chunk(
+    ptr, tile, first, keep, token_stride, first_col, N_COLS: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr
+):
+    """Store the rows of a tile that `keep` selects to a matrix (tokens, N_COLS)."""
     cols = first_col + tl.arange(0, COLS)
     ptrs = ptr + first.to(tl.int64) * token_stride
     ptrs = ptrs + tl.arange(0, CHUNK)[:, None] * token_stride + cols[None, :]
-    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=keep[:, None] & (cols < n_cols)[None, :])
+    mask = keep[:, None]
+    if N_COLS % COLS != 0:
+        mask = mask & (cols < N_COLS)[None, :]
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_state(ptr, first_col, key_dim, value_dim, KEYS: tl.constexpr, COLS: tl.constexpr):
-    """Load (KEYS, COLS) of a contiguous state (key_dim, value_dim); zero outside."""
+def _is_in_state(first_col, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr):
+    """Return the mask of a tile (KEYS, COLS) of a state (KEY_DIM, VALUE_DIM)."""
     keys = tl.arange(0, KEYS)
     cols = first_col + tl.arange(0, COLS)
-    mask = (keys < key_dim)[:, None] & (cols < value_dim)[None, :]
-    return tl.load(ptr + keys[:, None] * value_dim + cols[None, :], mask=mask, other=0.0)
+    return (keys < KEY_DIM)[:, None] & (cols < VALUE_DIM)[None, :]
 
 
 @triton.jit
-def store_state(ptr, tile, first_col, key_dim, value_dim, KEYS: tl.constexpr, COLS: tl.constexpr):
-    keys = tl.arange(0, KEYS)
-    cols = first_col + tl.arange(0, COLS)
-    mask = (keys < key_dim)[:, None] & (cols < value_dim)[None, :]
-    tl.store(ptr + keys[:, None] * value_dim + cols[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+def load_state(ptr, first_col, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr):
+    """Load (KEYS, COLS) of a contiguous state (KEY_DIM, VALUE_DIM); zero outside."""
+    ptrs = ptr + tl.arange(0, KEYS)[:, None] * VALUE_DIM + (first_col + tl.arange(0, COLS))[None, :]
+    if KEYS == KEY_DIM and VALUE_DIM % COLS == 0:
+        return tl.load(ptrs)
+    else:
+        mask = _is_in_state(first_col, KEY_DIM, VALUE_DIM, KEYS, COLS)
+        return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_numbers(ptr, tokens, n_tokens, stride, other: tl.constexpr = 0.0):
-    """Load one number for each token."""
-    return tl.load(ptr + tokens.to(tl.int64) * stride, mask=tokens < n_tokens, other=other)
+def store_state(
+    ptr, tile, first_col, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr
+):
+    ptrs = ptr + tl.arange(0, KEYS)[:, None] * VALUE_DIM + (first_col + tl.arange(0, COLS))[None, :]
+    tile = tile.to(ptr.dtype.element_ty)
+    if KEYS == KEY_DIM and VALUE_DIM % COLS == 0:
+        tl.store(ptrs, tile)
+    else:
+        tl.store(ptrs, tile, mask=_is_in_state(first_col, KEY_DIM, VALUE_DIM, KEYS, COLS))
+
+
+@triton.jit
+def load_numbers(ptr, tokens, n_tokens, stride):
+    """Load one number for each token, and that of the last token for those after it, whose tiles are zero."""
+    # no masks, which registers would hold; differences of G are never positive
+    return tl.load(ptr + tl.minimum(tokens, n_tokens - 1).to(tl.int64) * stride)
 
 
 @triton.jit
@@ -56,12 +80,6 @@ def inverse_lengths(
         return load_numbers(norm_ptr + batch * n_tokens * HEADS + head, tokens, n_tokens, HEADS)
     else:
         return tl.full([CHUNK], 1.0, tl.float32)
-
-
-@triton.jit
-def load_logs(log_ptr, tokens, n_tokens, stride):
-    """Load G of each token, and that of the last token after it: differences are then never positive."""
-    return tl.load(log_ptr + tl.minimum(tokens, n_tokens - 1).to(tl.int64) * stride)
 
 
 @triton.jit
@@ -81,17 +99,21 @@ def visible_tokens(starts, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def decay_between(logs, starts, CHUNK: tl.constexpr):
-    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0."""
+def decay_between(logs, starts, CHUNK: tl.constexpr, STRICT: tl.constexpr = False):
+    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0. STRICT: i does not see itself."""
+    rows = tl.arange(0, CHUNK)
+    earlier = (rows[:, None] > rows[None, :]) if STRICT else (rows[:, None] >= rows[None, :])
+    seen = earlier & (starts[:, None] == starts[None, :])
     # masked before exp: differences of later tokens are positive and may overflow
-    return tl.exp(tl.where(visible_tokens(starts, CHUNK), logs[:, None] - logs[None, :], float("-inf")))
+    return tl.exp(tl.where(seen, logs[:, None] - logs[None, :], float("-inf")))
 
 
 @triton.jit
-def decay_between_transposed(logs, starts, CHUNK: tl.constexpr):
+def decay_between_transposed(logs, starts, CHUNK: tl.constexpr, STRICT: tl.constexpr = False):
     """Return D_ji with j, the token that is seen, on the first axis."""
     rows = tl.arange(0, CHUNK)
-    seen = (rows[:, None] <= rows[None, :]) & (starts[:, None] == starts[None, :])
+    later = (rows[:, None] < rows[None, :]) if STRICT else (rows[:, None] <= rows[None, :])
+    seen = later & (starts[:, None] == starts[None, :])
     return tl.exp(tl.where(seen, logs[None, :] - logs[:, None], float("-inf")))
 
 

@@ -11,7 +11,6 @@ from ligertune_kernels.ops.recurrence.chunks import (
     decay_to_state,
     inverse_lengths,
     load_chunk,
-    load_logs,
     load_numbers,
     load_starts,
     load_state,
@@ -30,10 +29,11 @@ def local_gradients_kernel(
     q_norm_ptr, k_norm_ptr,  # (B, T, H) fp32
     starts_ptr,  # (T,) int32
     d_corrected_ptr,  # (B, T, X, V)
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Write the part of dv̂ that comes from outputs of the same chunk: dv̂_j = scale Σ_i D_ij (q_i·k_j) dout_i."""
     scale = fp32(scale)
@@ -47,23 +47,23 @@ def local_gradients_kernel(
     exists = tokens < n_tokens
     starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
     at_heads = batch * n_tokens * value_heads + value_head
-    logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+    logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
-    q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, key_dim, CHUNK, KEYS)
+    q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
     weights = tl.dot(k, tl.trans(q), input_precision=DOT) * scale
     if NORMED:
         at_norms = batch * n_tokens * HEADS + head
         weights *= load_numbers(k_norm_ptr + at_norms, tokens, n_tokens, HEADS)[:, None]
         weights *= load_numbers(q_norm_ptr + at_norms, tokens, n_tokens, HEADS)[None, :]
     weights = (weights * decay_between_transposed(logs, starts, CHUNK)).to(q.dtype)
-    stride = value_heads * value_dim
-    for col in range(0, value_dim, COLS):
-        d_out = load_chunk(d_out_ptr + at_heads * value_dim, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
+    stride = value_heads * VALUE_DIM
+    for col in range(0, VALUE_DIM, COLS):
+        d_out = load_chunk(d_out_ptr + at_heads * VALUE_DIM, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
         d_corrected = tl.dot(weights, d_out, input_precision=DOT)
         store_chunk(
-            d_corrected_ptr + at_heads * value_dim, d_corrected, first, exists, stride, col, value_dim, CHUNK, COLS
+            d_corrected_ptr + at_heads * VALUE_DIM, d_corrected, first, exists, stride, col, VALUE_DIM, CHUNK, COLS
         )
 
 
@@ -79,11 +79,11 @@ def state_gradients_kernel(
     d_corrected_ptr,  # (B, T, X, V): in, the local part; out, all
     d_states_ptr,  # (B, T / CHUNK, X, K, V): of the state after each chunk
     d_initial_ptr,  # (B, X, K, V) fp32
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, n_chunks, part_tokens, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
-    DOT: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Carry dS back through the chunks: dv̂_j += r_j dSᵀ k_j, then dS = s dS + Σ_i exp(G_i) q_i dout_iᵀ - Wᵀ dv̂."""
     scale = fp32(scale)
@@ -99,15 +99,15 @@ def state_gradients_kernel(
     at_norms = batch * n_tokens * HEADS + head
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    w_row_ptr = w_ptr + at_heads * key_dim
-    d_out_row_ptr = d_out_ptr + at_heads * value_dim
-    d_corrected_row_ptr = d_corrected_ptr + at_heads * value_dim
-    stride = value_heads * value_dim
-    at_state = (batch * value_heads + value_head) * key_dim * value_dim
+    w_row_ptr = w_ptr + at_heads * KEY_DIM
+    d_out_row_ptr = d_out_ptr + at_heads * VALUE_DIM
+    d_corrected_row_ptr = d_corrected_ptr + at_heads * VALUE_DIM
+    stride = value_heads * VALUE_DIM
+    at_state = (batch * value_heads + value_head) * KEY_DIM * VALUE_DIM
     d_state = tl.zeros([KEYS, COLS], tl.float32)
-    if HAS_FINAL:
+    if HAS_FINAL:  # noqa: SIM102  # a constant alone removes the branch
         if own_end == n_tokens:
-            d_state += load_state(d_final_ptr + at_state, col, key_dim, value_dim, KEYS, COLS).to(tl.float32)
+            d_state += load_state(d_final_ptr + at_state, col, KEY_DIM, VALUE_DIM, KEYS, COLS).to(tl.float32)
     first_chunk = own_first // CHUNK
     end_chunk = tl.cdiv(own_end, CHUNK)
     for back in range(0, end_chunk - first_chunk):
@@ -116,9 +116,9 @@ def state_gradients_kernel(
         tokens = first + tl.arange(0, CHUNK)
         owned = (tokens >= own_first) & (tokens < own_end)
         if tl.minimum(first + CHUNK, n_tokens) <= own_end:  # else the chunk's last token belongs to another program
-            at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * key_dim * value_dim
-            store_state(d_states_ptr + at_chunk, d_state, col, key_dim, value_dim, KEYS, COLS)
-        logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+            at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
+            store_state(d_states_ptr + at_chunk, d_state, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
+        logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
         starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
         to_state, kept = decay_to_state(
             logs, starts, log_ptr + at_heads, starts_ptr, first, n_tokens, value_heads, HAS_DOCUMENTS, CHUNK
@@ -127,20 +127,20 @@ def state_gradients_kernel(
         if NORMED:
             to_state *= load_numbers(k_norm_ptr + at_norms, tokens, n_tokens, HEADS)
             from_state *= load_numbers(q_norm_ptr + at_norms, tokens, n_tokens, HEADS)
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
-        local = load_chunk(d_corrected_row_ptr, first, n_tokens, stride, col, value_dim, CHUNK, COLS).to(tl.float32)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
+        local = load_chunk(d_corrected_row_ptr, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
         d_corrected = local + tl.dot(k, d_state.to(k.dtype), input_precision=DOT) * to_state[:, None]
         d_corrected = tl.where(owned[:, None], d_corrected, 0.0)
-        store_chunk(d_corrected_row_ptr, d_corrected, first, owned, stride, col, value_dim, CHUNK, COLS)
-        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, key_dim, CHUNK, KEYS)
-        d_out = load_chunk(d_out_row_ptr, first, n_tokens, stride, col, value_dim, CHUNK, COLS).to(tl.float32)
-        w = load_chunk(w_row_ptr, first, n_tokens, value_heads * key_dim, 0, key_dim, CHUNK, KEYS)
+        store_chunk(d_corrected_row_ptr, d_corrected, first, owned, stride, col, VALUE_DIM, CHUNK, COLS)
+        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
+        d_out = load_chunk(d_out_row_ptr, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
+        w = load_chunk(w_row_ptr, first, n_tokens, value_heads * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
         d_read = (d_out * from_state[:, None]).to(q.dtype)
         d_state = tl.dot(tl.trans(q), d_read, d_state * kept, input_precision=DOT)
         d_state -= tl.dot(tl.trans(w), d_corrected.to(w.dtype), input_precision=DOT)
-    if HAS_INITIAL:
+    if HAS_INITIAL:  # noqa: SIM102  # a constant alone removes the branch
         if own_first == 0:
-            store_state(d_initial_ptr + at_state, d_state, col, key_dim, value_dim, KEYS, COLS)
+            store_state(d_initial_ptr + at_state, d_state, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
 
 
 @triton.jit
@@ -161,10 +161,11 @@ def query_gradients_kernel(
     states_ptr, d_states_ptr,  # (B, T / CHUNK, X, K, V)
     dq_ptr,  # (B, T, H, K)
     d_log_ptr,  # (B, T, X) fp32: the part of the gradient of G
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, n_chunks, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Write dq = scale (m dout Sᵀ + (D ∘ dout v̂ᵀ) k).
 
@@ -178,35 +179,35 @@ def query_gradients_kernel(
     first = chunk * CHUNK
     tokens = first + tl.arange(0, CHUNK)
     exists = tokens < n_tokens
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    stride = value_heads * value_dim
+    stride = value_heads * VALUE_DIM
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     q_scale = inverse_lengths(q_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     dq = tl.zeros([CHUNK, KEYS], tl.float32)
-    for member in tl.static_range(GROUP):
+    for member in range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
-        at_values = at_heads * value_dim
-        at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * key_dim * value_dim
-        logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+        at_values = at_heads * VALUE_DIM
+        at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
+        starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+        logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
         d_weights = tl.zeros([CHUNK, CHUNK], tl.float32)
         dq_new = tl.zeros([CHUNK, KEYS], tl.float32)
         carried = 0.0  # S·dS
-        for col in range(0, value_dim, COLS):
-            d_out = load_chunk(d_out_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
-            v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
-            state = load_state(states_ptr + at_chunk, col, key_dim, value_dim, KEYS, COLS)
-            d_state = load_state(d_states_ptr + at_chunk, col, key_dim, value_dim, KEYS, COLS)
+        for col in range(0, VALUE_DIM, COLS):
+            d_out = load_chunk(d_out_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+            v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+            state = load_state(states_ptr + at_chunk, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
+            d_state = load_state(d_states_ptr + at_chunk, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
             carried += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
             d_weights = tl.dot(d_out, tl.trans(v), d_weights, input_precision=DOT)
             dq_new = tl.dot(d_out, tl.trans(state), dq_new, input_precision=DOT)
         dq_new *= (scale * decay_from_state(logs, starts, first))[:, None]
         d_weights *= decay_between(logs, starts, CHUNK) * (scale * k_scale)[None, :]  # k enters as it is
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dq_new = tl.dot(d_weights.to(k.dtype), k, dq_new, input_precision=DOT)
-        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, key_dim, CHUNK, KEYS)
+        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         _, kept = decay_to_state(
             logs, starts, log_ptr + at_heads, starts_ptr, first, n_tokens, value_heads, HAS_DOCUMENTS, CHUNK
         )
@@ -215,10 +216,10 @@ def query_gradients_kernel(
         tl.store(d_log_ptr + at_heads + tokens.to(tl.int64) * value_heads, d_logs, mask=exists)
         dq += dq_new
     if NORMED:
-        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, key_dim, CHUNK, KEYS)
+        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dq = _through_norm(dq, q, q_scale)
-    at_keys = (batch * n_tokens * HEADS + head) * key_dim
-    store_chunk(dq_ptr + at_keys, dq, first, exists, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
+    at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
+    store_chunk(dq_ptr + at_keys, dq, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
@@ -235,10 +236,11 @@ def correction_gradients_kernel(
     dv_ptr,  # (B, T, X, V)
     d_beta_ptr,  # (B, T, X)
     d_log_ptr,  # (B, T, X) fp32: in, the part of q; out, that of k, too
-    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride, key_dim, value_dim,
+    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride,
     n_tokens, n_chunks,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Differentiate v̂ = T β (v - m kᵀ S) where a key reads: write dv and dbeta, and add up dk and the gradient of G."""
     chunk = tl.program_id(0)
@@ -249,48 +251,48 @@ def correction_gradients_kernel(
     rows = tl.arange(0, CHUNK)
     tokens = first + rows
     exists = tokens < n_tokens
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    stride = value_heads * value_dim
+    stride = value_heads * VALUE_DIM
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     dk = tl.zeros([CHUNK, KEYS], tl.float32)
-    for member in tl.static_range(GROUP):
+    for member in range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
-        at_values = at_heads * value_dim
+        at_values = at_heads * VALUE_DIM
         at_tile = (batch * n_chunks + chunk) * value_heads + value_head
         at_tokens = at_heads + tokens.to(tl.int64) * value_heads
-        logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+        starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+        logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
         beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
         t = tl.load(t_ptr + at_tile * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
         d_products = tl.zeros([CHUNK, CHUNK], tl.float32)
         dk_new = tl.zeros([CHUNK, KEYS], tl.float32)
         d_beta = tl.zeros([CHUNK], tl.float32)
-        for col in range(0, value_dim, COLS):
-            d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
+        for col in range(0, VALUE_DIM, COLS):
+            d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
             y = tl.dot(tl.trans(t), d_corrected, input_precision=DOT)
             v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
-            v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, value_dim, CHUNK, COLS).to(tl.float32)
+            v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
             d_beta += tl.sum(y * v, 1)
-            store_chunk(dv_ptr + at_values, y * beta[:, None], first, exists, stride, col, value_dim, CHUNK, COLS)
-            corrected = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
-            state = load_state(states_ptr + at_tile * key_dim * value_dim, col, key_dim, value_dim, KEYS, COLS)
+            store_chunk(dv_ptr + at_values, y * beta[:, None], first, exists, stride, col, VALUE_DIM, CHUNK, COLS)
+            corrected = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+            state = load_state(states_ptr + at_tile * KEY_DIM * VALUE_DIM, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
             y = y.to(corrected.dtype)
             d_products = tl.dot(y, tl.trans(corrected), d_products, input_precision=DOT)
             dk_new = tl.dot(y, tl.trans(state), dk_new, input_precision=DOT)
         # without the factor beta, which is differentiated, too
         dk_new *= -decay_from_state(logs, starts, first)[:, None]
-        decay = tl.where(rows[:, None] > rows[None, :], decay_between(logs, starts, CHUNK), 0.0)
+        decay = decay_between(logs, starts, CHUNK, STRICT=True)
         d_products *= -decay * k_scale[None, :]
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk_new = tl.dot(d_products.to(k.dtype), k, dk_new, input_precision=DOT)
         reads = tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale
         tl.store(d_beta_ptr + at_tokens, (d_beta + reads).to(d_beta_ptr.dtype.element_ty), mask=exists)
         d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0) + beta * reads
         tl.store(d_log_ptr + at_tokens, d_logs, mask=exists)
         dk += dk_new * beta[:, None]
-    at_keys = (batch * n_tokens * HEADS + head) * key_dim
-    store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
+    at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
+    store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "scale"])
@@ -303,10 +305,11 @@ def key_gradients_kernel(
     d_states_ptr,  # (B, T / CHUNK, X, K, V)
     dk_ptr,  # (B, T, H, K) fp32: in, of keys that read; out, also where queries and the state read them
     d_log_ptr,  # (B, T, X) fp32: in and out as dk
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, n_chunks, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Add to dk what keys get where queries and the state after the chunk read them: scale (D ∘ dout v̂ᵀ)ᵀ q + r v̂ dSᵀ.
 
@@ -321,46 +324,46 @@ def key_gradients_kernel(
     tokens = first + tl.arange(0, CHUNK)
     exists = tokens < n_tokens
     last = tl.minimum(first + CHUNK, n_tokens) - 1
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    stride = value_heads * value_dim
+    stride = value_heads * VALUE_DIM
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     q_scale = inverse_lengths(q_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     dk = tl.zeros([CHUNK, KEYS], tl.float32)
-    for member in tl.static_range(GROUP):
+    for member in range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
-        at_values = at_heads * value_dim
-        at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * key_dim * value_dim
-        logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+        at_values = at_heads * VALUE_DIM
+        at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
+        starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+        logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
         d_weights = tl.zeros([CHUNK, CHUNK], tl.float32)  # transposed
         dk_new = tl.zeros([CHUNK, KEYS], tl.float32)
-        for col in range(0, value_dim, COLS):
-            d_out = load_chunk(d_out_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
-            v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
-            d_state = load_state(d_states_ptr + at_chunk, col, key_dim, value_dim, KEYS, COLS)
+        for col in range(0, VALUE_DIM, COLS):
+            d_out = load_chunk(d_out_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+            v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+            d_state = load_state(d_states_ptr + at_chunk, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
             d_weights = tl.dot(v, tl.trans(d_out), d_weights, input_precision=DOT)
             dk_new = tl.dot(v, tl.trans(d_state), dk_new, input_precision=DOT)
         to_state, _ = decay_to_state(
             logs, starts, log_ptr + at_heads, starts_ptr, first, n_tokens, value_heads, HAS_DOCUMENTS, CHUNK
         )
         dk_new *= to_state[:, None]
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         d_last = tl.sum(tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale)
         d_weights *= decay_between_transposed(logs, starts, CHUNK) * (scale * q_scale)[None, :]
-        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, key_dim, CHUNK, KEYS)
+        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk_new = tl.dot(d_weights.to(q.dtype), q, dk_new, input_precision=DOT)
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         at_tokens = at_heads + tokens.to(tl.int64) * value_heads
         d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0)
         d_logs -= tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale
         d_logs += tl.where(tokens == last, d_last, 0.0)
         tl.store(d_log_ptr + at_tokens, d_logs, mask=exists)
         dk += dk_new
-    at_keys = (batch * n_tokens * HEADS + head) * key_dim
-    dk += load_chunk(dk_ptr + at_keys, first, n_tokens, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
-    store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
+    at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
+    dk += load_chunk(dk_ptr + at_keys, first, n_tokens, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
+    store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
@@ -376,10 +379,11 @@ def product_gradients_kernel(
     d_log_ptr,  # (B, T, X) fp32
     dk_ptr,  # (B, T, H, K)
     d_decay_ptr,  # (B, T, X)
-    k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, n_chunks,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dg: add what keys get where later keys of the chunk read them, (β D ∘ dA)ᵀ k."""
     chunk = tl.program_id(0)
@@ -390,28 +394,28 @@ def product_gradients_kernel(
     rows = tl.arange(0, CHUNK)
     tokens = first + rows
     exists = tokens < n_tokens
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    stride = value_heads * value_dim
+    stride = value_heads * VALUE_DIM
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     dk = tl.zeros([CHUNK, KEYS], tl.float32)
-    for member in tl.static_range(GROUP):
+    for member in range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
-        at_values = at_heads * value_dim
+        at_values = at_heads * VALUE_DIM
         at_tile = (batch * n_chunks + chunk) * value_heads + value_head
-        logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+        starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+        logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
         beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
         t = tl.load(t_ptr + at_tile * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
         d_products = tl.zeros([CHUNK, CHUNK], tl.float32)  # transposed
-        for col in range(0, value_dim, COLS):
-            d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
+        for col in range(0, VALUE_DIM, COLS):
+            d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
             y = tl.dot(tl.trans(t), d_corrected, input_precision=DOT)
-            v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
+            v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
             d_products = tl.dot(v, tl.trans(y.to(v.dtype)), d_products, input_precision=DOT)
-        decay = tl.where(rows[:, None] < rows[None, :], decay_between_transposed(logs, starts, CHUNK), 0.0)
+        decay = decay_between_transposed(logs, starts, CHUNK, STRICT=True)
         d_products *= -decay * (beta * k_scale)[None, :]
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk_new = tl.dot(d_products.to(k.dtype), k, input_precision=DOT)
         at_tokens = at_heads + tokens.to(tl.int64) * value_heads
         d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0)
@@ -420,9 +424,9 @@ def product_gradients_kernel(
         d_decay = tl.sum(tl.where(visible_tokens(starts, CHUNK), d_logs[:, None], 0.0), 0)
         tl.store(d_decay_ptr + at_tokens, d_decay.to(d_decay_ptr.dtype.element_ty), mask=exists)
         dk += dk_new
-    at_keys = (batch * n_tokens * HEADS + head) * key_dim
-    dk += load_chunk(partial_dk_ptr + at_keys, first, n_tokens, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
+    at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
+    dk += load_chunk(partial_dk_ptr + at_keys, first, n_tokens, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
     if NORMED:
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk = _through_norm(dk, k, k_scale)
-    store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * key_dim, 0, key_dim, CHUNK, KEYS)
+    store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)

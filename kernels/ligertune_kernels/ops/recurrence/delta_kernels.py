@@ -34,7 +34,6 @@ from ligertune_kernels.ops.recurrence.chunks import (
     decay_from_state,
     decay_to_state,
     load_chunk,
-    load_logs,
     load_numbers,
     load_starts,
     load_state,
@@ -89,11 +88,11 @@ def prepare_kernel(
     u_ptr,  # (B, T, X, V)
     q_norm_ptr, k_norm_ptr,  # (B, T, H) fp32: 1 / |q|, 1 / |k|
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    v_batch_stride, v_token_stride, v_head_stride, key_dim, value_dim,
+    v_batch_stride, v_token_stride, v_head_stride,
     n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    KEEPS_T: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, VALUES: tl.constexpr,
-    PRECISION: tl.constexpr, DOT: tl.constexpr,
+    KEEPS_T: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
+    COLS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Write what a chunk computes without the state."""
     chunk = tl.program_id(0)
@@ -119,11 +118,11 @@ def prepare_kernel(
     k_squares = tl.zeros([CHUNK], tl.float32)
     q_squares = tl.zeros([CHUNK], tl.float32)
     for col in tl.static_range(0, KEYS, COLS):
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, key_dim, CHUNK, COLS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
         products = tl.dot(k, tl.trans(k), products, input_precision=DOT)
         if NORMED:
             k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
-            q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, key_dim, CHUNK, COLS).to(tl.float32)
+            q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
             q_squares += tl.sum(q * q, 1)
     key_scale = tl.full([CHUNK], 1.0, tl.float32)
     if NORMED:
@@ -133,26 +132,26 @@ def prepare_kernel(
         tl.store(k_norm_ptr + at_norms, key_scale, mask=owns_norms)
         tl.store(q_norm_ptr + at_norms, tl.rsqrt(q_squares + NORM_EPS), mask=owns_norms)
 
-    rows = tl.arange(0, CHUNK)
-    scaled = products * (key_scale * beta)[:, None] * key_scale[None, :] * decay_between(logs, starts, CHUNK)
-    t = _inverse(tl.where(rows[:, None] > rows[None, :], scaled, 0.0), CHUNK, PRECISION)
+    products *= (key_scale * beta)[:, None] * key_scale[None, :]
+    t = _inverse(products * decay_between(logs, starts, CHUNK, STRICT=True), CHUNK, PRECISION)
     t = t.to(k_ptr.dtype.element_ty)
     if KEEPS_T:
         at_tile = ((batch * n_chunks + chunk) * value_heads + value_head) * CHUNK * CHUNK
+        rows = tl.arange(0, CHUNK)
         tl.store(t_ptr + at_tile + rows[:, None] * CHUNK + rows[None, :], t)
 
     from_state = key_scale * beta * decay_from_state(logs, starts, first)
-    w_row_ptr = w_ptr + at_heads * key_dim
+    w_row_ptr = w_ptr + at_heads * KEY_DIM
     for col in tl.static_range(0, KEYS, COLS):
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, key_dim, CHUNK, COLS).to(tl.float32)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
         w = tl.dot(t, (k * from_state[:, None]).to(t.dtype), input_precision=DOT)
-        store_chunk(w_row_ptr, w, first, exists, value_heads * key_dim, col, key_dim, CHUNK, COLS)
+        store_chunk(w_row_ptr, w, first, exists, value_heads * KEY_DIM, col, KEY_DIM, CHUNK, COLS)
     v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
-    u_row_ptr = u_ptr + at_heads * value_dim
-    for col in range(0, value_dim, COLS):
-        v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, value_dim, CHUNK, COLS).to(tl.float32)
+    u_row_ptr = u_ptr + at_heads * VALUE_DIM
+    for col in range(0, VALUE_DIM, COLS):
+        v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
         u = tl.dot(t, (v * beta[:, None]).to(t.dtype), input_precision=DOT)
-        store_chunk(u_row_ptr, u, first, exists, value_heads * value_dim, col, value_dim, CHUNK, COLS)
+        store_chunk(u_row_ptr, u, first, exists, value_heads * VALUE_DIM, col, VALUE_DIM, CHUNK, COLS)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "part_tokens"])
@@ -166,11 +165,11 @@ def states_kernel(
     initial_ptr,  # (B, X, K, V)
     states_ptr,  # (B, T / CHUNK, X, K, V)
     final_ptr,  # (B, X, K, V) fp32
-    k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, n_chunks, part_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
-    DOT: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Carry the state through the chunks: v̂ = U - W S, then S = s S + Σ r_j k_j v̂_jᵀ."""
     col = tl.program_id(0) * COLS
@@ -183,37 +182,37 @@ def states_kernel(
 
     at_heads = batch * n_tokens * value_heads + value_head
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    w_row_ptr = w_ptr + at_heads * key_dim
-    u_row_ptr = u_ptr + at_heads * value_dim
-    at_state = (batch * value_heads + value_head) * key_dim * value_dim
+    w_row_ptr = w_ptr + at_heads * KEY_DIM
+    u_row_ptr = u_ptr + at_heads * VALUE_DIM
+    at_state = (batch * value_heads + value_head) * KEY_DIM * VALUE_DIM
     state = tl.zeros([KEYS, COLS], tl.float32)
-    if HAS_INITIAL:
+    if HAS_INITIAL:  # noqa: SIM102  # a constant alone removes the branch
         if own_first == 0:
-            state += load_state(initial_ptr + at_state, col, key_dim, value_dim, KEYS, COLS).to(tl.float32)
+            state += load_state(initial_ptr + at_state, col, KEY_DIM, VALUE_DIM, KEYS, COLS).to(tl.float32)
     for chunk in range(own_first // CHUNK, tl.cdiv(own_end, CHUNK)):
         first = chunk * CHUNK
         tokens = first + tl.arange(0, CHUNK)
         owned = (tokens >= own_first) & (tokens < own_end)
         if first >= own_first:  # else a document of another program flows into the chunk
-            at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * key_dim * value_dim
-            store_state(states_ptr + at_chunk, state, col, key_dim, value_dim, KEYS, COLS)
-        w = load_chunk(w_row_ptr, first, n_tokens, value_heads * key_dim, 0, key_dim, CHUNK, KEYS)
-        u = load_chunk(u_row_ptr, first, n_tokens, value_heads * value_dim, col, value_dim, CHUNK, COLS).to(tl.float32)
+            at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
+            store_state(states_ptr + at_chunk, state, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
+        w = load_chunk(w_row_ptr, first, n_tokens, value_heads * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
+        u = load_chunk(u_row_ptr, first, n_tokens, value_heads * VALUE_DIM, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
         corrected = u - tl.dot(w, state.to(w.dtype), input_precision=DOT)
-        store_chunk(u_row_ptr, corrected, first, owned, value_heads * value_dim, col, value_dim, CHUNK, COLS)
-        logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+        store_chunk(u_row_ptr, corrected, first, owned, value_heads * VALUE_DIM, col, VALUE_DIM, CHUNK, COLS)
+        logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
         starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
         to_state, kept = decay_to_state(
             logs, starts, log_ptr + at_heads, starts_ptr, first, n_tokens, value_heads, HAS_DOCUMENTS, CHUNK
         )
         if NORMED:
             to_state *= load_numbers(k_norm_ptr + batch * n_tokens * HEADS + head, tokens, n_tokens, HEADS)
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         added = (corrected * tl.where(owned, to_state, 0.0)[:, None]).to(k.dtype)
         state = tl.dot(tl.trans(k), added, state * kept, input_precision=DOT)
-    if HAS_FINAL:
+    if HAS_FINAL:  # noqa: SIM102  # a constant alone removes the branch
         if (own_end == n_tokens) & (own_first < own_end):
-            store_state(final_ptr + at_state, state, col, key_dim, value_dim, KEYS, COLS)
+            store_state(final_ptr + at_state, state, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "scale"])
@@ -225,10 +224,11 @@ def outputs_kernel(
     starts_ptr,  # (T,) int32
     states_ptr,  # (B, T / CHUNK, X, K, V)
     out_ptr,  # (B, T, X, V)
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, key_dim, value_dim,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, n_chunks, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Write out_i = scale (exp(G_i) q_iᵀ S + Σ_j D_ij (q_i·k_j) v̂_j)."""
     scale = fp32(scale)
@@ -242,12 +242,12 @@ def outputs_kernel(
     exists = tokens < n_tokens
     starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
     at_heads = batch * n_tokens * value_heads + value_head
-    logs = load_logs(log_ptr + at_heads, tokens, n_tokens, value_heads)
+    logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
 
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
-    q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, key_dim, CHUNK, KEYS)
+    q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, key_dim, CHUNK, KEYS)
+    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
     row_scale = tl.full([CHUNK], 1.0, tl.float32) * scale
     col_scale = tl.full([CHUNK], 1.0, tl.float32)
     if NORMED:
@@ -257,11 +257,11 @@ def outputs_kernel(
     weights = tl.dot(q, tl.trans(k), input_precision=DOT) * row_scale[:, None] * col_scale[None, :]
     weights = (weights * decay_between(logs, starts, CHUNK)).to(q.dtype)
     from_state = row_scale * decay_from_state(logs, starts, first)
-    stride = value_heads * value_dim
-    at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * key_dim * value_dim
-    for col in range(0, value_dim, COLS):
-        state = load_state(states_ptr + at_chunk, col, key_dim, value_dim, KEYS, COLS)
-        v = load_chunk(corrected_ptr + at_heads * value_dim, first, n_tokens, stride, col, value_dim, CHUNK, COLS)
+    stride = value_heads * VALUE_DIM
+    at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
+    for col in range(0, VALUE_DIM, COLS):
+        state = load_state(states_ptr + at_chunk, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
+        v = load_chunk(corrected_ptr + at_heads * VALUE_DIM, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
         out = tl.dot(q, state, input_precision=DOT) * from_state[:, None]
         out = tl.dot(weights, v, out, input_precision=DOT)
-        store_chunk(out_ptr + at_heads * value_dim, out, first, exists, stride, col, value_dim, CHUNK, COLS)
+        store_chunk(out_ptr + at_heads * VALUE_DIM, out, first, exists, stride, col, VALUE_DIM, CHUNK, COLS)

@@ -158,7 +158,8 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
     chosen = tiles.delta_tiles(shape.key_dim, shape.dtype.itemsize, chip)
     shared = {
         "HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm, "HAS_DOCUMENTS": shape.has_documents,
-        "CHUNK": chosen.chunk, "KEYS": tiles.padded(shape.key_dim), "DOT": "ieee",
+        "CHUNK": chosen.chunk, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim,
+        "KEYS": tiles.padded(shape.key_dim), "DOT": "ieee",
     }  # fmt: skip
     values = tiles.padded(shape.value_dim)
 
@@ -169,18 +170,18 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
 
     ends = {"HAS_INITIAL": shape.has_initial, "HAS_FINAL": shape.has_final}
     precision = tiles.inverse_precision(shape.dtype.itemsize, chip)
-    inverse = {"VALUES": values, "KEEPS_T": shape.keeps_t, "PRECISION": precision}
+    inverse = {"KEEPS_T": shape.keeps_t, "PRECISION": precision}
     return _Launches(
         chunk=chosen.chunk,
         prepare=launch(delta_kernels.prepare_kernel, chosen.prepare, **inverse),
         states=launch(delta_kernels.states_kernel, chosen.states, **ends),
-        outputs=launch(delta_kernels.outputs_kernel, chosen.outputs, VALUES=values),
-        local=launch(delta_gradients.local_gradients_kernel, chosen.local, VALUES=values),
+        outputs=launch(delta_kernels.outputs_kernel, chosen.outputs),
+        local=launch(delta_gradients.local_gradients_kernel, chosen.local),
         gradients=launch(delta_gradients.state_gradients_kernel, chosen.gradients, **ends),
-        queries=launch(delta_gradients.query_gradients_kernel, chosen.queries, VALUES=values),
-        corrections=launch(delta_gradients.correction_gradients_kernel, chosen.corrections, VALUES=values),
-        keys=launch(delta_gradients.key_gradients_kernel, chosen.keys, VALUES=values),
-        products=launch(delta_gradients.product_gradients_kernel, chosen.products, VALUES=values),
+        queries=launch(delta_gradients.query_gradients_kernel, chosen.queries),
+        corrections=launch(delta_gradients.correction_gradients_kernel, chosen.corrections),
+        keys=launch(delta_gradients.key_gradients_kernel, chosen.keys),
+        products=launch(delta_gradients.product_gradients_kernel, chosen.products),
     )
 
 
@@ -197,9 +198,8 @@ class _Inputs(NamedTuple):
     ends: torch.Tensor
 
     def strides(self, *names: str) -> tuple[int, ...]:
-        """Return strides of rows, tokens and heads, and the widths of heads: what Triton specialises on."""
-        strides = [stride for name in names for stride in getattr(self, name).stride()[:3]]
-        return (*strides, self.k.shape[-1], self.v.shape[-1])
+        """Return strides of rows, tokens and heads, which Triton specialises on."""
+        return tuple(stride for name in names for stride in getattr(self, name).stride()[:3])
 
 
 class _Prepared(NamedTuple):
