@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import ligertune_kernels as kernels
 import pytest
@@ -45,6 +46,14 @@ def mixed(hidden: torch.Tensor, weights: torch.Tensor, *matrices_and_biases: tor
     return kernels.experts(hidden, index, weights.bfloat16().float(), *projections)
 
 
+def remembered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rate: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    # Decay and beta keep their dtype under autocast, and are exact in every dtype.
+    decay = -rate.bfloat16().float().square()
+    return kernels.gated_delta_rule(q, k, v, decay, beta.bfloat16().float().sigmoid(), l2_norm=True)[0]
+
+
 # op -> (shapes of the differentiable tensors, call)
 CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]] = {
     "rms_norm": (((ROWS, WIDTH), (WIDTH,)), kernels.rms_norm),
@@ -57,6 +66,11 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
     "group_norm": (((2, 4, WIDTH), (4,), (4,)), lambda x, *scale: kernels.group_norm(x, 2, *scale)),
     "apply_rope": (((1, 2, 16, 8), (1, 1, 16, 8)), rotated),
     "document_attention": (((ROWS, 4, 16), (ROWS, 2, 16), (ROWS, 2, 16)), attended),
+    "causal_conv1d": (((2, 5, ROWS), (5, 3), (5,)), partial(kernels.causal_conv1d, activation="silu")),
+    "gated_delta_rule": (
+        ((1, ROWS, 1, 16), (1, ROWS, 1, 16), (1, ROWS, 2, 16), (1, ROWS, 2), (1, ROWS, 2)),
+        remembered,
+    ),
     "swiglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.swiglu),
     "geglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.geglu),
     "reglu": (((ROWS, WIDTH), (ROWS, WIDTH)), lambda *pair: kernels.reglu(*pair, squared=True)),
@@ -112,6 +126,8 @@ EMPTY = [
     *(("group_norm", (shape, (4,), (4,))) for shape in ((0, 4, 3), (2, 4, 0))),
     ("apply_rope", ((0, 2, 16, 8), (0, 2, 16, 8))),
     ("document_attention", ((0, 4, 16), (0, 2, 16), (0, 2, 16))),
+    ("causal_conv1d", ((2, 4, 0), (4, 3), (4,))),
+    ("gated_delta_rule", ((1, 0, 1, 8), (1, 0, 1, 8), (1, 0, 2, 8), (1, 0, 2), (1, 0, 2))),
     ("swiglu", ((2, 0, 8), (2, 0, 8))),
     ("geglu", ((2, 0, 8), (2, 0, 8))),
     ("reglu", ((2, 0, 8), (2, 0, 8))),
@@ -191,7 +207,7 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
 def test_autocast_computes_products_in_its_dtype(name, device) -> None:
     """Matrix products in bfloat16, as linear layers; norms, activations and losses of logits in the input's dtype."""
     call, leaves = example(name, device)
-    product = "linear" in name or name in ("document_attention", "experts")
+    product = "linear" in name or name in ("document_attention", "experts", "gated_delta_rule")
     plain = [t.detach().bfloat16().requires_grad_() for t in leaves] if product else leaves
     expected = call(*plain)
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -170,6 +170,60 @@ def _attention() -> list[Case]:
     return [case(128, BF16), case(64, FP16), *more, *on_the_first(*long, early=("sm90",)), *others]
 
 
+def _causal_conv1d() -> list[Case]:
+    """Channels of Qwen3.5-4B, as projections make them; a row of documents; fewer taps."""
+
+    def case(channels: int, dtype: torch.dtype, taps: int = 4, packed: bool = True) -> Case:
+        places = meta(ROWS, dtype=torch.int32)
+        documents = kernels.Documents(places, places) if packed else None
+
+        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            options = {"activation": "silu" if packed else None, "documents": documents}
+            return kernels.causal_conv1d(x.transpose(1, 2), weight, bias, **options)
+
+        return Case(call, ((1, ROWS, channels), (channels, taps), (channels,)), dtype)
+
+    return [case(8192, BF16), *on_the_first(case(8192, FP16, packed=False), case(1000, FP32, taps=2))]
+
+
+def _causal_conv1d_step() -> list[Case]:
+    x, state, weight = meta(8, 8192, 1), meta(8, 8192, 4), meta(8192, 4)
+    call = partial(kernels.causal_conv1d_step, x, state, weight, activation="silu")
+    return [Case(call, (), BF16, backward=False)]
+
+
+def _gated_delta_rule() -> list[Case]:
+    """Two value heads per key head, as in Qwen3.5; each width of the table of tiles; states in and out."""
+
+    def case(width: int, dtype: torch.dtype, *, packed: bool = True) -> Case:
+        places = meta(ROWS, dtype=torch.int32)
+
+        def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, beta: torch.Tensor) -> object:
+            given = (query, key, value, beta.float(), beta)
+            if packed:
+                documents = kernels.Documents(places, places)
+                return kernels.gated_delta_rule(*given, l2_norm=True, documents=documents)[0]
+            state = meta(1, 8, width, width, dtype=FP32).requires_grad_()
+            return kernels.gated_delta_rule(*given, initial_state=state, output_final_state=True)
+
+        heads = ((1, ROWS, 4, width), (1, ROWS, 4, width), (1, ROWS, 8, width))
+        return Case(call, (*heads, (1, ROWS, 8)), dtype)
+
+    more = on_the_first(case(64, FP16, packed=False), case(128, FP32))
+    return [
+        case(128, BF16),
+        *more,
+        *later(case(256, BF16), case(128, BF16, packed=False), case(256, FP32), case(96, FP16)),
+    ]
+
+
+def _gated_delta_rule_step() -> list[Case]:
+    shapes = ((8, 1, 16, 128), (8, 1, 16, 128), (8, 1, 32, 128), (8, 1, 32), (8, 1, 32))
+    state = meta(8, 32, 128, 128, dtype=FP32)
+    call = partial(kernels.gated_delta_rule_step, *(meta(*shape) for shape in shapes), initial_state=state)
+    return [Case(call, (), BF16, backward=False)]
+
+
 def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
     """The most common form of an op in each dtype; other activations on the first chips only."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
@@ -395,6 +449,10 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "group_norm": _group_norm,
     "apply_rope": _rope,
     "document_attention": _attention,
+    "causal_conv1d": _causal_conv1d,
+    "causal_conv1d_step": _causal_conv1d_step,
+    "gated_delta_rule": _gated_delta_rule,
+    "gated_delta_rule_step": _gated_delta_rule_step,
     "swiglu": lambda: _gated(kernels.swiglu, partial(kernels.swiglu, alpha=1.702, limit=7.0, up_offset=1.0, scale=0.5)),
     "reglu": lambda: _gated(kernels.reglu, partial(kernels.reglu, squared=True)),
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),

@@ -28,7 +28,7 @@ from ligertune_kernels.chips import Chip
 from ligertune_kernels.jit.device_functions import silu, silu_grad
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.attention.document_attention import Documents
-from ligertune_kernels.ops.recurrence import conv_tiles
+from ligertune_kernels.ops.recurrence import tiles
 
 Activation = Literal["silu"]
 MAX_TAPS = 4
@@ -204,8 +204,8 @@ def _launchers(shape: _Shape, chip: Chip) -> tuple[Launcher, Launcher]:
         "TAPS": shape.taps, "HAS_BIAS": shape.has_bias, "HAS_DOCUMENTS": shape.has_documents,
         "SILU": shape.activation == "silu",
     }  # fmt: skip
-    forward = conv_tiles.forward_constants(chip)
-    backward = conv_tiles.backward_constants(chip)
+    forward = tiles.conv_forward_constants(chip)
+    backward = tiles.conv_backward_constants(chip)
     return Launcher(conv_forward_kernel, shared | forward), Launcher(conv_backward_kernel, shared | backward)
 
 
@@ -230,12 +230,12 @@ class _Conv(torch.autograd.Function):
         _, launch = _launchers(ctx.shape, chip_of(x.device))
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx = x.new_empty(x.shape)
-        runs = -(-n_tokens // conv_tiles.RUN)
+        runs = -(-n_tokens // tiles.RUN)
         partial = torch.empty((batch * runs, MAX_TAPS + 1, n_channels), dtype=torch.float32, device=x.device)
         launch(
             (runs, -(-n_channels // launch.constants["COLS"]), batch),
             (x, dy, weight, bias, starts, dx, partial),
-            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, conv_tiles.RUN,
+            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, tiles.RUN,
         )  # fmt: skip
         sums = partial.sum(0)
         dw = sums[: ctx.shape.taps].flip(0).t().to(weight.dtype).contiguous()

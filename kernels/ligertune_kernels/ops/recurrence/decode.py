@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import fp32, silu
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
-from ligertune_kernels.ops.recurrence import conv_tiles, tiles
+from ligertune_kernels.ops.recurrence import tiles
 from ligertune_kernels.ops.recurrence.causal_conv1d import MAX_TAPS, Activation
-from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, MAX_WIDTH
+from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS
 
 
 def causal_conv1d_step_reference(
@@ -72,7 +72,7 @@ def conv_update_kernel(
 @cached
 def _conv_launch(taps: int, places: int, has_bias: bool, activation: Activation | None, chip: Chip) -> Launcher:
     constants = {"TAPS": taps, "PLACES": places, "HAS_BIAS": has_bias, "SILU": activation == "silu"}
-    cols = conv_tiles.UPDATE_CHANNELS
+    cols = tiles.UPDATE_CHANNELS
     return Launcher(conv_update_kernel, {**constants, "COLS": cols, **launch_options(cols, chip)})
 
 
@@ -103,7 +103,7 @@ def causal_conv1d_step(
     weight = weight.contiguous()
     y = x.new_empty((batch, n_channels, 1))
     _conv_launch(taps, places, bias is not None, activation, chip_of(x.device))(
-        (-(-n_channels // conv_tiles.UPDATE_CHANNELS), batch, 1),
+        (-(-n_channels // tiles.UPDATE_CHANNELS), batch, 1),
         (x, conv_state, weight, weight if bias is None else bias.contiguous(), y),
         (*x.stride()[:2], n_channels),
     )  # fmt: skip
@@ -188,9 +188,9 @@ def _step_launch(heads: int, group: int, key_dim: int, l2_norm: bool, has_initia
     keys = tiles.padded(key_dim)
     constants = {
         "HEADS": heads, "GROUP": group, "NORMED": l2_norm, "HAS_INITIAL": has_initial, "KEYS": keys,
-        "COLS": conv_tiles.STEP_COLS, "EPSILON": EPS,
+        "COLS": tiles.STEP_COLS, "EPSILON": EPS,
     }  # fmt: skip
-    return Launcher(recurrent_step_kernel, {**constants, **launch_options(keys * conv_tiles.STEP_COLS, chip)})
+    return Launcher(recurrent_step_kernel, {**constants, **launch_options(keys * tiles.STEP_COLS, chip)})
 
 
 def gated_delta_rule_step(
@@ -216,7 +216,7 @@ def gated_delta_rule_step(
         )
     batch, _, heads, key_dim = key.shape
     value_heads, value_dim = value.shape[2:]
-    if value.numel() == 0 or max(key_dim, value_dim) > MAX_WIDTH or not runs_triton(query):
+    if value.numel() == 0 or max(key_dim, value_dim) > tiles.MAX_WIDTH or not runs_triton(query):
         return gated_delta_rule_step_reference(
             query, key, value, decay, beta, scale=scale, l2_norm=l2_norm, initial_state=initial_state
         )
@@ -228,7 +228,7 @@ def gated_delta_rule_step(
         heads, value_heads // heads, key_dim, l2_norm, initial_state is not None, chip_of(query.device)
     )
     launch(
-        (-(-value_dim // conv_tiles.STEP_COLS), value_heads, batch),
+        (-(-value_dim // tiles.STEP_COLS), value_heads, batch),
         (query, key, value, decay, beta, initial, out, final),
         (key_dim, value_dim), query.shape[1], key_dim**-0.5 if scale is None else float(scale),
     )  # fmt: skip

@@ -40,12 +40,11 @@ import torch
 
 from ligertune_kernels.autograd import autocast_dtype, no_double_backward, without_autocast
 from ligertune_kernels.chips import Chip
-from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton
+from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence import delta_gradients, delta_kernels, tiles
-from ligertune_kernels.ops.recurrence.tiles import CHUNK, PART, DeltaTile
+from ligertune_kernels.ops.recurrence.tiles import PART, REFERENCE_CHUNK, DeltaTile
 
-MAX_WIDTH = 256  # of a head, for the kernels
 EPS = 1e-6  # of the norm of q and k
 
 
@@ -70,12 +69,12 @@ def gated_delta_rule_reference(
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
     q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
     starts = torch.zeros(n_tokens, dtype=torch.int32, device=query.device) if documents is None else documents.starts
-    missing = -n_tokens % CHUNK
+    missing = -n_tokens % REFERENCE_CHUNK
     if missing:  # tokens of the last document that change nothing
         starts = torch.cat((starts, starts[-1:].expand(missing)))
     q, k, v, g, b = (_in_chunks(t.to(wide), missing) for t in (q, k, value, decay, beta))
-    starts = starts.view(-1, CHUNK)  # (N, C)
-    firsts = torch.arange(len(starts), device=query.device) * CHUNK
+    starts = starts.view(-1, REFERENCE_CHUNK)  # (N, C)
+    firsts = torch.arange(len(starts), device=query.device) * REFERENCE_CHUNK
 
     seen = (starts[:, :, None] == starts[:, None, :]).tril()
     logs = (seen.to(wide) @ g[..., None])[..., 0]  # (B, X, N, C)
@@ -83,7 +82,8 @@ def gated_delta_rule_reference(
     reads = logs.exp() * (starts < firsts.clamp(min=1)[:, None])
     to_state = between[..., -1, :]
     kept = reads[..., -1]
-    system = (b[..., None] * between * (k @ k.mT)).tril(-1) + torch.eye(CHUNK, dtype=wide, device=query.device)
+    identity = torch.eye(REFERENCE_CHUNK, dtype=wide, device=query.device)
+    system = (b[..., None] * between * (k @ k.mT)).tril(-1) + identity
     u, w = (
         torch.linalg.solve_triangular(system, t, upper=False, unitriangular=True)
         for t in (b[..., None] * v, (b * reads)[..., None] * k)
@@ -106,7 +106,7 @@ def _in_chunks(t: torch.Tensor, missing: int) -> torch.Tensor:
     """(B, T, X, ...) -> (B, X, N, C, ...), with zeros for the missing tokens."""
     if missing:
         t = torch.cat((t, t.new_zeros(t.shape[0], missing, *t.shape[2:])), 1)
-    return t.unflatten(1, (-1, CHUNK)).movedim(3, 1)
+    return t.unflatten(1, (-1, REFERENCE_CHUNK)).movedim(3, 1)
 
 
 class _Terms(NamedTuple):
@@ -155,7 +155,7 @@ class _Shape(NamedTuple):
 
 @cached
 def _launches(shape: _Shape, chip: Chip) -> _Launches:
-    chosen = tiles.delta_tiles(shape.key_dim, shape.dtype.itemsize, chip)
+    chosen = tiles.delta_tiles(max(shape.key_dim, shape.value_dim), shape.dtype.itemsize, chip)
     shared = {
         "HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm, "HAS_DOCUMENTS": shape.has_documents,
         "CHUNK": chosen.chunk, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim,
@@ -356,7 +356,7 @@ def gated_delta_rule(
 
     scale: factor of the outputs, by default 1 / sqrt(K). l2_norm: divide queries and keys by their lengths.
     documents: packed documents of one row (B = 1), each of which starts from zeros. Under autocast query, key and value
-    are converted to its dtype. The reference runs for heads wider than 256.
+    are converted to its dtype. The reference runs for heads wider than 256, and wider than 128 in float32 and on RDNA.
 
     Raises ValueError on mismatched shapes or dtypes, and for documents with an initial or final state.
     """
@@ -366,7 +366,7 @@ def gated_delta_rule(
     has_states = initial_state is not None or output_final_state
     _check(query, key, value, decay, beta, initial_state, documents, has_states=has_states)
     key_dim, value_dim = key.shape[-1], value.shape[-1]
-    if value.numel() == 0 or max(key_dim, value_dim) > MAX_WIDTH or not runs_triton(query):
+    if value.numel() == 0 or not tiles.runs_delta_kernels(query, max(key_dim, value_dim)):
         options = {"scale": scale, "l2_norm": l2_norm, "initial_state": initial_state, "documents": documents}
         with without_autocast(query.device):
             out, final = (

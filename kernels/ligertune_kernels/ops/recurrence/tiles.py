@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ligertune_kernels.chips import Chip
-from ligertune_kernels.launcher import triton
+import torch
 
-CHUNK = 64  # tokens of a chunk: a row of Hopper's products; longer chunks would need a larger inverse
+from ligertune_kernels.chips import Chip, ChipRule, launch_options
+from ligertune_kernels.launcher import chip_of, runs_triton, triton
+
+REFERENCE_CHUNK = 64  # tokens of a chunk of the reference, as in transformers
 PART = 1024  # tokens of a packed row in which a program of a scan looks for documents of its own
 MIN_WIDTH = 16  # of a factor of a product
+MAX_WIDTH = 256  # of a head
+MAX_WIDTH_FP32 = 128  # wider heads spill with every tile
+WARPGROUPS = ChipRule(("sm90", "sm10"), "products of 64 rows, and shared memory for their factors")
+NARROW_REGISTERS = ChipRule(("gfx11", "gfx12"), "heads of 256 columns spill with every tile")
 
 
 class DeltaTile(NamedTuple):
@@ -17,13 +23,13 @@ class DeltaTile(NamedTuple):
 
     cols: int
     warps: int
-    stages: int
+    stages: int = 1
 
 
 class DeltaTiles(NamedTuple):
-    """Launches of all kernels, for key heads up to a width and numbers of a size."""
+    """Launches of all kernels, for heads up to a width and numbers of a size."""
 
-    key_width: int
+    width: int
     itemsize: int
     chunk: int  # tokens
     prepare: DeltaTile
@@ -37,31 +43,32 @@ class DeltaTiles(NamedTuple):
     products: DeltaTile
 
 
-# Not measured yet: the largest that spill nothing.
+# Not measured yet: the largest that spill nothing. Warpgroups take chunks of 64 tokens, which halve the scan's steps.
+WARPGROUP_TILES = DeltaTiles(
+    width=128, itemsize=2, chunk=64,
+    prepare=DeltaTile(64, 4), states=DeltaTile(32, 4, 2), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
+    gradients=DeltaTile(32, 4), queries=DeltaTile(64, 8), corrections=DeltaTile(32, 8), keys=DeltaTile(64, 8),
+    products=DeltaTile(64, 8),
+)  # fmt: skip
 DELTA_TILES = (
     DeltaTiles(
-        128, 2, CHUNK,
-        prepare=DeltaTile(64, 4, 1), states=DeltaTile(32, 4, 2), outputs=DeltaTile(64, 4, 1),
-        local=DeltaTile(64, 4, 1), gradients=DeltaTile(32, 4, 1), queries=DeltaTile(32, 8, 1),
-        corrections=DeltaTile(32, 8, 1), keys=DeltaTile(32, 8, 1), products=DeltaTile(32, 8, 1),
+        width=128, itemsize=2, chunk=32,
+        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(64, 4),
+        gradients=DeltaTile(16, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(16, 8), keys=DeltaTile(32, 4),
+        products=DeltaTile(32, 4),
     ),
     DeltaTiles(
-        256, 2, CHUNK,
-        prepare=DeltaTile(64, 4, 1), states=DeltaTile(32, 8, 1), outputs=DeltaTile(32, 8, 1),
-        local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
-        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1), products=DeltaTile(16, 8, 1),
+        width=256, itemsize=2, chunk=32,
+        prepare=DeltaTile(64, 8), states=DeltaTile(32, 8), outputs=DeltaTile(32, 8), local=DeltaTile(32, 8),
+        gradients=DeltaTile(16, 8), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8), keys=DeltaTile(32, 8),
+        products=DeltaTile(32, 8),
     ),
+    # without matrix units every factor of a product is in registers
     DeltaTiles(
-        128, 4, CHUNK,
-        prepare=DeltaTile(32, 8, 1), states=DeltaTile(16, 8, 1), outputs=DeltaTile(16, 8, 1),
-        local=DeltaTile(32, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
-        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1), products=DeltaTile(16, 8, 1),
-    ),
-    DeltaTiles(
-        256, 4, CHUNK,
-        prepare=DeltaTile(32, 8, 1), states=DeltaTile(16, 8, 1), outputs=DeltaTile(16, 8, 1),
-        local=DeltaTile(16, 8, 1), gradients=DeltaTile(16, 8, 1), queries=DeltaTile(16, 8, 1),
-        corrections=DeltaTile(16, 8, 1), keys=DeltaTile(16, 8, 1), products=DeltaTile(16, 8, 1),
+        width=128, itemsize=4, chunk=16,
+        prepare=DeltaTile(16, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(16, 8),
+        gradients=DeltaTile(16, 8), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8), keys=DeltaTile(16, 8),
+        products=DeltaTile(16, 8),
     ),
 )  # fmt: skip
 
@@ -71,12 +78,47 @@ def padded(width: int) -> int:
     return max(MIN_WIDTH, triton.next_power_of_2(width))
 
 
-def delta_tiles(key_dim: int, itemsize: int, chip: Chip) -> DeltaTiles:
-    """Return the launches for heads of at most 256 columns."""
-    return next(t for t in DELTA_TILES if padded(key_dim) <= t.key_width and itemsize == t.itemsize)
+def delta_tiles(width: int, itemsize: int, chip: Chip) -> DeltaTiles:
+    """Return the launches for heads of at most this width, for which `runs_delta_kernels` holds."""
+    if width <= WARPGROUP_TILES.width and itemsize == WARPGROUP_TILES.itemsize and WARPGROUPS.holds(chip):
+        return WARPGROUP_TILES
+    return next(tiles for tiles in DELTA_TILES if width <= tiles.width and itemsize == tiles.itemsize)
+
+
+def runs_delta_kernels(query: torch.Tensor, width: int) -> bool:
+    """Return whether kernels compute the gated delta rule of heads of at most this width; else the reference does."""
+    if not runs_triton(query):
+        return False
+    fp32 = query.dtype is torch.float32
+    narrow = fp32 or NARROW_REGISTERS.holds(chip_of(query.device))
+    return width <= (MAX_WIDTH_FP32 if narrow else MAX_WIDTH)
 
 
 def inverse_precision(itemsize: int, chip: Chip) -> str:
     """Return the precision of the products of the inverse, which is rounded to the tensors' dtype afterwards."""
     # tf32 has the 10 bits of fp16 and more than bf16; AMD's compiler has it on few GPUs, and its fp32 products are fast
     return "tf32" if itemsize == 2 and chip.vendor == "nvidia" else "ieee"
+
+
+# The convolution. Not measured yet.
+CONV_ROWS = 32  # tokens of a tile: the three before it, which it reads again, cost a tenth more of the L2 cache
+CONV_COLS = 128  # channels: 256 bytes of a token
+RUN = 128  # tokens of a program of the backward: the three after it, read again, cost 2 %
+RUN_COLS = 256  # channels: 8 for each thread of a warp, 16 bytes
+UNROLLED = 4  # tokens whose loads a program of the backward has under way
+
+
+def conv_forward_constants(chip: Chip) -> dict[str, int | bool]:
+    """Return the constants of conv_forward_kernel."""
+    return {"ROWS": CONV_ROWS, "COLS": CONV_COLS, **launch_options(CONV_ROWS * CONV_COLS, chip)}
+
+
+def conv_backward_constants(chip: Chip) -> dict[str, int | bool]:
+    """Return the constants of conv_backward_kernel."""
+    warps = max(1, RUN_COLS // 8 // chip.warp_size)
+    return {"UNROLLED": UNROLLED, "COLS": RUN_COLS, "num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
+
+
+# Steps of generation.
+UPDATE_CHANNELS = 256  # of a program that takes one token
+STEP_COLS = 32  # columns of the state in a program of the recurrent step: 128 keys of them are 32 registers of a thread
