@@ -15,7 +15,7 @@ from ligertune.attention import flash_4
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
-from ligertune.models.read_config import config_value, unknown_layers
+from ligertune.models.read_config import RECURRENT_LAYERS, config_value, unknown_layers
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 from ligertune.planning.precision import Precision
@@ -178,6 +178,12 @@ def check_layers(config: PreTrainedConfig, carried_state: str | None = None) -> 
 
 def check_shared_rows(config: PreTrainedConfig) -> None:
     """Raise UserError if a part of a row would not be computed as it is within the whole row."""
+    if set(getattr(config.get_text_config(), "layer_types", None) or ()) & RECURRENT_LAYERS:
+        raise UserError(
+            f"parallel.cp_size: recurrences of {config.model_type} carry their state through a row from its first token "
+            "to its last, so the ranks that share one would wait for each other.",
+            hint="Leave it out.",
+        )
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # rope_parameters are one dictionary, or one per layer type
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}

@@ -81,6 +81,8 @@ def test_context_parallel_refuses_length_dependent_rope_and_images():
         check_shared_rows(tiny_models.config_of("phi3", rope_parameters=rope))
     with pytest.raises(UserError, match="vision-language"):
         check_shared_rows(transformers.LlavaConfig())
+    with pytest.raises(UserError, match=r"parallel\.cp_size: recurrences of qwen3_5_text carry their state"):
+        check_shared_rows(transformers.Qwen3_5TextConfig())
 
 
 def test_flex_attention_is_chosen_for_vision_language_models_that_support_it():

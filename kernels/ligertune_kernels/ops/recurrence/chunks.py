@@ -92,18 +92,25 @@ def load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def visible_tokens(starts, CHUNK: tl.constexpr):
-    """Return which earlier tokens [of the second axis] of a chunk each token sees, itself included."""
+def visible_tokens(starts, CHUNK: tl.constexpr, STRICT: tl.constexpr = False):
+    """Return which earlier tokens [of the second axis] of a chunk each token sees; itself, too, unless STRICT."""
     rows = tl.arange(0, CHUNK)
-    return (rows[:, None] >= rows[None, :]) & (starts[:, None] == starts[None, :])
+    earlier = (rows[:, None] > rows[None, :]) if STRICT else (rows[:, None] >= rows[None, :])
+    return earlier & (starts[:, None] == starts[None, :])
+
+
+@triton.jit
+def visible_tokens_transposed(starts, CHUNK: tl.constexpr, STRICT: tl.constexpr = False):
+    """Return which later tokens [of the second axis] of a chunk see each token."""
+    rows = tl.arange(0, CHUNK)
+    later = (rows[:, None] < rows[None, :]) if STRICT else (rows[:, None] <= rows[None, :])
+    return later & (starts[:, None] == starts[None, :])
 
 
 @triton.jit
 def decay_between(logs, starts, CHUNK: tl.constexpr, STRICT: tl.constexpr = False):
-    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0. STRICT: i does not see itself."""
-    rows = tl.arange(0, CHUNK)
-    earlier = (rows[:, None] > rows[None, :]) if STRICT else (rows[:, None] >= rows[None, :])
-    seen = earlier & (starts[:, None] == starts[None, :])
+    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0."""
+    seen = visible_tokens(starts, CHUNK, STRICT)
     # masked before exp: differences of later tokens are positive and may overflow
     return tl.exp(tl.where(seen, logs[:, None] - logs[None, :], float("-inf")))
 
@@ -111,9 +118,7 @@ def decay_between(logs, starts, CHUNK: tl.constexpr, STRICT: tl.constexpr = Fals
 @triton.jit
 def decay_between_transposed(logs, starts, CHUNK: tl.constexpr, STRICT: tl.constexpr = False):
     """Return D_ji with j, the token that is seen, on the first axis."""
-    rows = tl.arange(0, CHUNK)
-    later = (rows[:, None] < rows[None, :]) if STRICT else (rows[:, None] <= rows[None, :])
-    seen = later & (starts[:, None] == starts[None, :])
+    seen = visible_tokens_transposed(starts, CHUNK, STRICT)
     return tl.exp(tl.where(seen, logs[None, :] - logs[:, None], float("-inf")))
 
 

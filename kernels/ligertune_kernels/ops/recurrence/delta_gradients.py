@@ -223,33 +223,72 @@ def query_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def correction_gradients_kernel(
-    k_ptr,  # (B, T, H, K)
-    v_ptr, corrected_ptr, d_corrected_ptr,  # (B, T, X, V)
+def value_gradients_kernel(
+    v_ptr, d_corrected_ptr,  # (B, T, X, V): y is written over dv̂
     beta_ptr,  # (B, T, X)
     t_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
-    log_ptr,  # (B, T, X) fp32
-    k_norm_ptr,  # (B, T, H) fp32
-    starts_ptr,  # (T,) int32
-    states_ptr,  # (B, T / CHUNK, X, K, V)
-    dk_ptr,  # (B, T, H, K) fp32: of the unit vector of a key that reads
     dv_ptr,  # (B, T, X, V)
-    d_beta_ptr,  # (B, T, X)
-    d_log_ptr,  # (B, T, X) fp32: in, the part of q; out, that of k, too
-    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride,
+    d_beta_ptr,  # (B, T, X) fp32: the part of v
+    v_batch_stride, v_token_stride, v_head_stride,
     n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Differentiate v̂ = T β (v - m kᵀ S) where a key reads: write dv and dbeta, and add up dk and the gradient of G."""
+    """Differentiate U = T (β v): write y = Tᵀ dv̂, dv = β y, and the part y·v of dbeta."""
     chunk = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    value_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     value_heads = HEADS * GROUP
     first = chunk * CHUNK
     rows = tl.arange(0, CHUNK)
     tokens = first + rows
+    exists = tokens < n_tokens
+    stride = value_heads * VALUE_DIM
+    at_heads = batch * n_tokens * value_heads + value_head
+    at_values = at_heads * VALUE_DIM
+    at_tile = ((batch * n_chunks + chunk) * value_heads + value_head) * CHUNK * CHUNK
+    beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
+    t = tl.load(t_ptr + at_tile + rows[:, None] * CHUNK + rows[None, :])
+    v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
+    d_beta = tl.zeros([CHUNK], tl.float32)
+    for col in range(0, VALUE_DIM, COLS):
+        d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+        v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
+        y = tl.dot(tl.trans(t), d_corrected, input_precision=DOT)
+        d_beta += tl.sum(y * v, 1)
+        store_chunk(dv_ptr + at_values, y * beta[:, None], first, exists, stride, col, VALUE_DIM, CHUNK, COLS)
+        tl.debug_barrier()  # all threads have read dv̂
+        store_chunk(d_corrected_ptr + at_values, y, first, exists, stride, col, VALUE_DIM, CHUNK, COLS)
+    tl.store(d_beta_ptr + at_heads + tokens.to(tl.int64) * value_heads, d_beta, mask=exists)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
+def correction_gradients_kernel(
+    k_ptr,  # (B, T, H, K)
+    corrected_ptr, y_ptr,  # (B, T, X, V)
+    beta_ptr,  # (B, T, X)
+    log_ptr,  # (B, T, X) fp32
+    k_norm_ptr,  # (B, T, H) fp32
+    starts_ptr,  # (T,) int32
+    states_ptr,  # (B, T / CHUNK, X, K, V)
+    dk_ptr,  # (B, T, H, K) fp32: of the unit vector of a key that reads
+    partial_d_beta_ptr,  # (B, T, X) fp32
+    d_beta_ptr,  # (B, T, X)
+    d_log_ptr,  # (B, T, X) fp32: in, the part of q; out, that of k, too
+    k_batch_stride, k_token_stride, k_head_stride,
+    n_tokens, n_chunks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Differentiate v̂ = T β (v - m kᵀ S) where a key reads: write dbeta, and add up dk and the gradient of G."""
+    chunk = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    value_heads = HEADS * GROUP
+    first = chunk * CHUNK
+    tokens = first + tl.arange(0, CHUNK)
     exists = tokens < n_tokens
     stride = value_heads * VALUE_DIM
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
@@ -259,35 +298,27 @@ def correction_gradients_kernel(
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
         at_values = at_heads * VALUE_DIM
-        at_tile = (batch * n_chunks + chunk) * value_heads + value_head
-        at_tokens = at_heads + tokens.to(tl.int64) * value_heads
+        at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
         starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
         logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
-        beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
-        t = tl.load(t_ptr + at_tile * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
         d_products = tl.zeros([CHUNK, CHUNK], tl.float32)
         dk_new = tl.zeros([CHUNK, KEYS], tl.float32)
-        d_beta = tl.zeros([CHUNK], tl.float32)
         for col in range(0, VALUE_DIM, COLS):
-            d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
-            y = tl.dot(tl.trans(t), d_corrected, input_precision=DOT)
-            v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
-            v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
-            d_beta += tl.sum(y * v, 1)
-            store_chunk(dv_ptr + at_values, y * beta[:, None], first, exists, stride, col, VALUE_DIM, CHUNK, COLS)
-            corrected = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
-            state = load_state(states_ptr + at_tile * KEY_DIM * VALUE_DIM, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
-            y = y.to(corrected.dtype)
-            d_products = tl.dot(y, tl.trans(corrected), d_products, input_precision=DOT)
+            y = load_chunk(y_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+            v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
+            state = load_state(states_ptr + at_chunk, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
+            d_products = tl.dot(y, tl.trans(v), d_products, input_precision=DOT)
             dk_new = tl.dot(y, tl.trans(state), dk_new, input_precision=DOT)
         # without the factor beta, which is differentiated, too
         dk_new *= -decay_from_state(logs, starts, first)[:, None]
-        decay = decay_between(logs, starts, CHUNK, STRICT=True)
-        d_products *= -decay * k_scale[None, :]
+        d_products *= -decay_between(logs, starts, CHUNK, STRICT=True) * k_scale[None, :]
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk_new = tl.dot(d_products.to(k.dtype), k, dk_new, input_precision=DOT)
         reads = tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale
-        tl.store(d_beta_ptr + at_tokens, (d_beta + reads).to(d_beta_ptr.dtype.element_ty), mask=exists)
+        at_tokens = at_heads + tokens.to(tl.int64) * value_heads
+        d_beta = tl.load(partial_d_beta_ptr + at_tokens, mask=exists, other=0.0) + reads
+        tl.store(d_beta_ptr + at_tokens, d_beta.to(d_beta_ptr.dtype.element_ty), mask=exists)
+        beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
         d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0) + beta * reads
         tl.store(d_log_ptr + at_tokens, d_logs, mask=exists)
         dk += dk_new * beta[:, None]
@@ -366,12 +397,11 @@ def key_gradients_kernel(
     store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
+@triton.jit(do_not_specialize=["n_tokens"])
 def product_gradients_kernel(
     k_ptr,  # (B, T, H, K)
-    corrected_ptr, d_corrected_ptr,  # (B, T, X, V)
+    corrected_ptr, y_ptr,  # (B, T, X, V)
     beta_ptr,  # (B, T, X)
-    t_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
     log_ptr,  # (B, T, X) fp32
     k_norm_ptr,  # (B, T, H) fp32
     starts_ptr,  # (T,) int32
@@ -380,7 +410,7 @@ def product_gradients_kernel(
     dk_ptr,  # (B, T, H, K)
     d_decay_ptr,  # (B, T, X)
     k_batch_stride, k_token_stride, k_head_stride,
-    n_tokens, n_chunks,
+    n_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
     DOT: tl.constexpr,
@@ -391,8 +421,7 @@ def product_gradients_kernel(
     batch = tl.program_id(2).to(tl.int64)
     value_heads = HEADS * GROUP
     first = chunk * CHUNK
-    rows = tl.arange(0, CHUNK)
-    tokens = first + rows
+    tokens = first + tl.arange(0, CHUNK)
     exists = tokens < n_tokens
     stride = value_heads * VALUE_DIM
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
@@ -402,17 +431,14 @@ def product_gradients_kernel(
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
         at_values = at_heads * VALUE_DIM
-        at_tile = (batch * n_chunks + chunk) * value_heads + value_head
         starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
         logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
-        beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
-        t = tl.load(t_ptr + at_tile * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
         d_products = tl.zeros([CHUNK, CHUNK], tl.float32)  # transposed
         for col in range(0, VALUE_DIM, COLS):
-            d_corrected = load_chunk(d_corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
-            y = tl.dot(tl.trans(t), d_corrected, input_precision=DOT)
+            y = load_chunk(y_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
             v = load_chunk(corrected_ptr + at_values, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
-            d_products = tl.dot(v, tl.trans(y.to(v.dtype)), d_products, input_precision=DOT)
+            d_products = tl.dot(v, tl.trans(y), d_products, input_precision=DOT)
+        beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
         decay = decay_between_transposed(logs, starts, CHUNK, STRICT=True)
         d_products *= -decay * (beta * k_scale)[None, :]
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
@@ -420,9 +446,7 @@ def product_gradients_kernel(
         at_tokens = at_heads + tokens.to(tl.int64) * value_heads
         d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0)
         d_logs -= tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale
-        # G of a token sums the decays of the tokens up to it that it sees
-        d_decay = tl.sum(tl.where(visible_tokens(starts, CHUNK), d_logs[:, None], 0.0), 0)
-        tl.store(d_decay_ptr + at_tokens, d_decay.to(d_decay_ptr.dtype.element_ty), mask=exists)
+        tl.store(d_log_ptr + at_tokens, d_logs, mask=exists)
         dk += dk_new
     at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
     dk += load_chunk(partial_dk_ptr + at_keys, first, n_tokens, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
@@ -430,3 +454,11 @@ def product_gradients_kernel(
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk = _through_norm(dk, k, k_scale)
     store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
+    tl.debug_barrier()  # other threads have written d_logs
+    for member in range(GROUP):  # a loop of its own: its masks would take the other loop's registers
+        at_tokens = batch * n_tokens * value_heads + head * GROUP + member + tokens.to(tl.int64) * value_heads
+        starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+        d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0)
+        # G of a token sums its decay and those of the tokens that it sees
+        d_decay = tl.sum(tl.where(visible_tokens(starts, CHUNK), d_logs[:, None], 0.0), 0)
+        tl.store(d_decay_ptr + at_tokens, d_decay.to(d_decay_ptr.dtype.element_ty), mask=exists)

@@ -1,4 +1,4 @@
-"""Triton kernels of gated_delta_rule: three forward, six backward. The mathematics: gated_delta_rule.py.
+"""Triton kernels of gated_delta_rule: three forward, seven backward. The mathematics: gated_delta_rule.py.
 
 A row of tokens is cut into chunks of CHUNK tokens, which documents may begin and end within. A document's first token
 takes nothing from the state: the state before it is multiplied by 0. So no kernel knows how many documents there are.
@@ -8,8 +8,9 @@ takes nothing from the state: the state before it is multiplied by 0. So no kern
     outputs     chunk, value head                out
     local       chunk, value head                dv̂ from the outputs of the same chunk
     gradients   part of a row, value head        dS after each chunk, and all of dv̂
+    values      chunk, value head                y, dv, and the part of dbeta of v
     queries     chunk, key head                  dq, and the part of dg of tokens that read by q
-    corrections chunk, key head                  dv, dbeta, and the part of dk and dg of tokens that read by k
+    corrections chunk, key head                  dbeta, and the part of dk and dg of tokens that read by k
     keys        chunk, key head                  the part of dk and dg of tokens that queries and the state read
     products    chunk, key head                  dk, dg
 

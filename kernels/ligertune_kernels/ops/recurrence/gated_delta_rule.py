@@ -132,6 +132,7 @@ class _Launches(NamedTuple):
     outputs: _Launch
     local: _Launch
     gradients: _Launch
+    values: _Launch
     queries: _Launch
     corrections: _Launch
     keys: _Launch
@@ -178,6 +179,7 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
         outputs=launch(delta_kernels.outputs_kernel, chosen.outputs),
         local=launch(delta_gradients.local_gradients_kernel, chosen.local),
         gradients=launch(delta_gradients.state_gradients_kernel, chosen.gradients, **ends),
+        values=launch(delta_gradients.value_gradients_kernel, chosen.values),
         queries=launch(delta_gradients.query_gradients_kernel, chosen.queries),
         corrections=launch(delta_gradients.correction_gradients_kernel, chosen.corrections),
         keys=launch(delta_gradients.key_gradients_kernel, chosen.keys),
@@ -307,6 +309,13 @@ class _GatedDeltaRule(torch.autograd.Function):
             (x.q, x.k, made.w, d_out, *norms, x.starts, x.ends, d_final, d_corrected, d_states, d_initial),
             x.strides("q", "k"), n_tokens, n_chunks, part, scale,
         )  # fmt: skip
+        dv = x.v.new_empty(x.v.shape)
+        partial_d_beta = torch.empty_like(made.logs)
+        launches.values.launcher(
+            chunks_of_values,
+            (x.v, d_corrected, x.beta, made.t, dv, partial_d_beta), x.strides("v"), n_tokens, n_chunks,
+        )  # fmt: skip
+        y = d_corrected  # written over it
         dq = x.q.new_empty(x.q.shape)
         d_logs = torch.empty_like(made.logs)
         launches.queries.launcher(
@@ -314,14 +323,13 @@ class _GatedDeltaRule(torch.autograd.Function):
             (x.q, x.k, made.corrected, d_out, *norms, x.starts, made.states, d_states, dq, d_logs),
             x.strides("q", "k"), n_tokens, n_chunks, scale,
         )  # fmt: skip
-        dv = x.v.new_empty(x.v.shape)
         d_beta = x.beta.new_empty(x.beta.shape)
         partial_dk = torch.empty(x.k.shape, dtype=torch.float32, device=d_out.device)
         launches.corrections.launcher(
             chunks_of_keys,
-            (x.k, x.v, made.corrected, d_corrected, x.beta, made.t, made.logs, made.k_norm, x.starts, made.states,
-             partial_dk, dv, d_beta, d_logs),
-            x.strides("k", "v"), n_tokens, n_chunks,
+            (x.k, made.corrected, y, x.beta, made.logs, made.k_norm, x.starts, made.states, partial_dk,
+             partial_d_beta, d_beta, d_logs),
+            x.strides("k"), n_tokens, n_chunks,
         )  # fmt: skip
         launches.keys.launcher(
             chunks_of_keys,
@@ -332,9 +340,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         d_decay = x.decay.new_empty(x.decay.shape)
         launches.products.launcher(
             chunks_of_keys,
-            (x.k, made.corrected, d_corrected, x.beta, made.t, made.logs, made.k_norm, x.starts, partial_dk, d_logs,
-             dk, d_decay),
-            x.strides("k"), n_tokens, n_chunks,
+            (x.k, made.corrected, y, x.beta, made.logs, made.k_norm, x.starts, partial_dk, d_logs, dk, d_decay),
+            x.strides("k"), n_tokens,
         )  # fmt: skip
         return dq, dk, dv, d_decay, d_beta, d_initial if shape.has_initial else None, None, None, None, None
 

@@ -37,6 +37,7 @@ class DeltaTiles(NamedTuple):
     outputs: DeltaTile
     local: DeltaTile
     gradients: DeltaTile
+    values: DeltaTile
     queries: DeltaTile
     corrections: DeltaTile
     keys: DeltaTile
@@ -48,27 +49,27 @@ WARPGROUP_TILES = DeltaTiles(
     width=128, itemsize=2, chunk=64,
     prepare=DeltaTile(64, 4), states=DeltaTile(32, 4, 2), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
     gradients=DeltaTile(32, 4), queries=DeltaTile(64, 8), corrections=DeltaTile(32, 8), keys=DeltaTile(64, 8),
-    products=DeltaTile(64, 8),
+    values=DeltaTile(64, 4), products=DeltaTile(64, 8),
 )  # fmt: skip
 DELTA_TILES = (
     DeltaTiles(
         width=128, itemsize=2, chunk=32,
         prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(64, 4),
         gradients=DeltaTile(16, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(16, 8), keys=DeltaTile(32, 4),
-        products=DeltaTile(32, 4),
+        values=DeltaTile(64, 4), products=DeltaTile(32, 4),
     ),
     DeltaTiles(
         width=256, itemsize=2, chunk=32,
         prepare=DeltaTile(64, 8), states=DeltaTile(32, 8), outputs=DeltaTile(32, 8), local=DeltaTile(32, 8),
         gradients=DeltaTile(16, 8), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8), keys=DeltaTile(32, 8),
-        products=DeltaTile(32, 8),
+        values=DeltaTile(64, 4), products=DeltaTile(32, 8),
     ),
     # without matrix units every factor of a product is in registers
     DeltaTiles(
         width=128, itemsize=4, chunk=16,
         prepare=DeltaTile(16, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(16, 8),
         gradients=DeltaTile(16, 8), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8), keys=DeltaTile(16, 8),
-        products=DeltaTile(16, 8),
+        values=DeltaTile(64, 4), products=DeltaTile(16, 8),
     ),
 )  # fmt: skip
 
