@@ -166,7 +166,8 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
 
     def launch(kernel: Callable, tile: DeltaTile, **more: int | bool | str) -> _Launch:
         cols = min(tile.cols, values)
-        constants = shared | more | {"COLS": cols, "num_warps": tile.warps, "num_stages": tile.stages}
+        sizes = {"COLS": cols, "num_warps": tile.warps, "num_stages": tile.stages}
+        constants = shared | more | sizes | tiles.delta_options(chip)
         return _Launch(Launcher(kernel, constants), cols)
 
     ends = {"HAS_INITIAL": shape.has_initial, "HAS_FINAL": shape.has_final}
@@ -363,7 +364,8 @@ def gated_delta_rule(
 
     scale: factor of the outputs, by default 1 / sqrt(K). l2_norm: divide queries and keys by their lengths.
     documents: packed documents of one row (B = 1), each of which starts from zeros. Under autocast query, key and value
-    are converted to its dtype. The reference runs for heads wider than 256, and wider than 128 in float32 and on RDNA.
+    are converted to its dtype. The reference runs for heads wider than 256, and wider than 128 in float32,
+    except on CDNA.
 
     Raises ValueError on mismatched shapes or dtypes, and for documents with an initial or final state.
     """

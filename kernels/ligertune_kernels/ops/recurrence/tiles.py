@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,9 +13,8 @@ REFERENCE_CHUNK = 64  # tokens of a chunk of the reference, as in transformers
 PART = 1024  # tokens of a packed row in which a program of a scan looks for documents of its own
 MIN_WIDTH = 16  # of a factor of a product
 MAX_WIDTH = 256  # of a head
-MAX_WIDTH_FP32 = 128  # wider heads spill with every tile
-WARPGROUPS = ChipRule(("sm90", "sm10"), "products of 64 rows, and shared memory for their factors")
-NARROW_REGISTERS = ChipRule(("gfx11", "gfx12"), "heads of 256 columns spill with every tile")
+WARPGROUPS = ChipRule(("sm90",), "products of 64 rows from registers; on sm100 chunks of 64 tokens spill")
+Chips = Literal["hopper", "nvidia", "cdna", "rdna", "interpreter"]
 
 
 class DeltaTile(NamedTuple):
@@ -29,6 +28,7 @@ class DeltaTile(NamedTuple):
 class DeltaTiles(NamedTuple):
     """Launches of all kernels, for heads up to a width and numbers of a size."""
 
+    chips: tuple[Chips, ...]
     width: int
     itemsize: int
     chunk: int  # tokens
@@ -44,32 +44,75 @@ class DeltaTiles(NamedTuple):
     products: DeltaTile
 
 
-# Not measured yet: the largest that spill nothing. Warpgroups take chunks of 64 tokens, which halve the scan's steps.
-WARPGROUP_TILES = DeltaTiles(
-    width=128, itemsize=2, chunk=64,
-    prepare=DeltaTile(64, 4), states=DeltaTile(32, 4, 2), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
-    gradients=DeltaTile(32, 4), queries=DeltaTile(64, 8), corrections=DeltaTile(32, 8), keys=DeltaTile(64, 8),
-    values=DeltaTile(64, 4), products=DeltaTile(64, 8),
-)  # fmt: skip
+# Not measured yet: the largest that spill nothing. Chunks of 64 tokens halve the steps of the scans and the states in
+# memory, and take twice the registers.
 DELTA_TILES = (
     DeltaTiles(
-        width=128, itemsize=2, chunk=32,
-        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(64, 4),
-        gradients=DeltaTile(16, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(16, 8), keys=DeltaTile(32, 4),
-        values=DeltaTile(64, 4), products=DeltaTile(32, 4),
+        ("hopper",), width=128, itemsize=2, chunk=64,
+        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4, 2), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
+        gradients=DeltaTile(32, 4), values=DeltaTile(64, 4), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8),
+        keys=DeltaTile(32, 8), products=DeltaTile(32, 8),
     ),
     DeltaTiles(
-        width=256, itemsize=2, chunk=32,
-        prepare=DeltaTile(64, 8), states=DeltaTile(32, 8), outputs=DeltaTile(32, 8), local=DeltaTile(32, 8),
-        gradients=DeltaTile(16, 8), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8), keys=DeltaTile(32, 8),
-        values=DeltaTile(64, 4), products=DeltaTile(32, 8),
+        ("nvidia", "cdna", "interpreter"), width=128, itemsize=2, chunk=32,
+        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
+        gradients=DeltaTile(32, 4), values=DeltaTile(64, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(32, 4),
+        keys=DeltaTile(32, 4), products=DeltaTile(32, 4),
     ),
-    # without matrix units every factor of a product is in registers
     DeltaTiles(
-        width=128, itemsize=4, chunk=16,
-        prepare=DeltaTile(16, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(16, 8),
-        gradients=DeltaTile(16, 8), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8), keys=DeltaTile(16, 8),
-        values=DeltaTile(64, 4), products=DeltaTile(16, 8),
+        ("hopper", "nvidia", "interpreter"), width=256, itemsize=2, chunk=32,
+        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
+        gradients=DeltaTile(32, 8), values=DeltaTile(64, 4), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8),
+        keys=DeltaTile(32, 8), products=DeltaTile(32, 8),
+    ),
+    DeltaTiles(
+        ("cdna",), width=256, itemsize=2, chunk=32,  # a thread of 4 warps has 512 registers
+        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
+        gradients=DeltaTile(32, 4), values=DeltaTile(64, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(32, 4),
+        keys=DeltaTile(32, 4), products=DeltaTile(32, 4),
+    ),
+    DeltaTiles(
+        ("rdna",), width=64, itemsize=2, chunk=32,
+        prepare=DeltaTile(32, 4), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(32, 4),
+        gradients=DeltaTile(32, 4), values=DeltaTile(32, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(32, 4),
+        keys=DeltaTile(32, 4), products=DeltaTile(32, 4),
+    ),
+    DeltaTiles(
+        ("rdna",), width=128, itemsize=2, chunk=32,
+        prepare=DeltaTile(32, 4), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(32, 4),
+        gradients=DeltaTile(32, 8), values=DeltaTile(32, 4), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8),
+        keys=DeltaTile(32, 8), products=DeltaTile(32, 4),
+    ),
+    DeltaTiles(
+        ("rdna",), width=256, itemsize=2, chunk=32,
+        prepare=DeltaTile(32, 8), states=DeltaTile(32, 8), outputs=DeltaTile(16, 8), local=DeltaTile(32, 8),
+        gradients=DeltaTile(16, 8), values=DeltaTile(32, 8), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8),
+        keys=DeltaTile(16, 8), products=DeltaTile(32, 8),
+    ),
+    # float32 without matrix units: both factors of a product are in registers
+    DeltaTiles(
+        ("hopper", "nvidia", "rdna"), width=128, itemsize=4, chunk=16,
+        prepare=DeltaTile(32, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(16, 8),
+        gradients=DeltaTile(16, 8), values=DeltaTile(32, 4), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8),
+        keys=DeltaTile(16, 8), products=DeltaTile(16, 8),
+    ),
+    DeltaTiles(
+        ("cdna",), width=128, itemsize=4, chunk=32,
+        prepare=DeltaTile(32, 4), states=DeltaTile(16, 4), outputs=DeltaTile(16, 4), local=DeltaTile(32, 4),
+        gradients=DeltaTile(16, 4), values=DeltaTile(32, 4), queries=DeltaTile(16, 4), corrections=DeltaTile(16, 4),
+        keys=DeltaTile(16, 4), products=DeltaTile(16, 4),
+    ),
+    DeltaTiles(
+        ("cdna",), width=256, itemsize=4, chunk=32,
+        prepare=DeltaTile(32, 4), states=DeltaTile(16, 4), outputs=DeltaTile(16, 4), local=DeltaTile(32, 4),
+        gradients=DeltaTile(16, 4), values=DeltaTile(32, 4), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 4),
+        keys=DeltaTile(16, 8), products=DeltaTile(16, 8),
+    ),
+    DeltaTiles(
+        ("interpreter",), width=256, itemsize=4, chunk=64,  # the inverse of a chunk of Hopper
+        prepare=DeltaTile(16, 4), states=DeltaTile(16, 4), outputs=DeltaTile(16, 4), local=DeltaTile(16, 4),
+        gradients=DeltaTile(16, 4), values=DeltaTile(16, 4), queries=DeltaTile(16, 4), corrections=DeltaTile(16, 4),
+        keys=DeltaTile(16, 4), products=DeltaTile(16, 4),
     ),
 )  # fmt: skip
 
@@ -79,20 +122,31 @@ def padded(width: int) -> int:
     return max(MIN_WIDTH, triton.next_power_of_2(width))
 
 
-def delta_tiles(width: int, itemsize: int, chip: Chip) -> DeltaTiles:
-    """Return the launches for heads of at most this width, for which `runs_delta_kernels` holds."""
-    if width <= WARPGROUP_TILES.width and itemsize == WARPGROUP_TILES.itemsize and WARPGROUPS.holds(chip):
-        return WARPGROUP_TILES
-    return next(tiles for tiles in DELTA_TILES if width <= tiles.width and itemsize == tiles.itemsize)
+def _chips(chip: Chip) -> Chips:
+    if chip.vendor == "amd":
+        return "cdna" if chip.warp_size == 64 else "rdna"
+    if WARPGROUPS.holds(chip):
+        return "hopper"
+    return chip.vendor
+
+
+def delta_tiles(width: int, itemsize: int, chip: Chip) -> DeltaTiles | None:
+    """Return the launches for heads of at most this width, None where no tile fits the chip."""
+    chips = _chips(chip)
+    fitting = (t for t in DELTA_TILES if chips in t.chips and width <= t.width and itemsize == t.itemsize)
+    return next(fitting, None)
+
+
+def delta_options(chip: Chip) -> dict[str, int]:
+    """Return options of the compiler."""
+    # Matrix instructions of 32 x 32 leave a product of chunks to one of the warps, the others compute it, too; their
+    # rows need a mask each, which spill scalar registers.
+    return {"matrix_instr_nonkdim": 16} if _chips(chip) == "cdna" else {}
 
 
 def runs_delta_kernels(query: torch.Tensor, width: int) -> bool:
     """Return whether kernels compute the gated delta rule of heads of at most this width; else the reference does."""
-    if not runs_triton(query):
-        return False
-    fp32 = query.dtype is torch.float32
-    narrow = fp32 or NARROW_REGISTERS.holds(chip_of(query.device))
-    return width <= (MAX_WIDTH_FP32 if narrow else MAX_WIDTH)
+    return runs_triton(query) and delta_tiles(width, query.dtype.itemsize, chip_of(query.device)) is not None
 
 
 def inverse_precision(itemsize: int, chip: Chip) -> str:
