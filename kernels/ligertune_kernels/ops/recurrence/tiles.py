@@ -54,10 +54,10 @@ DELTA_TILES = (
         keys=DeltaTile(32, 8), products=DeltaTile(32, 8),
     ),
     DeltaTiles(
-        ("nvidia", "cdna", "interpreter"), width=128, itemsize=2, chunk=32,
-        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
-        gradients=DeltaTile(32, 4), values=DeltaTile(64, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(32, 4),
-        keys=DeltaTile(32, 4), products=DeltaTile(32, 4),
+        ("nvidia", "interpreter"), width=128, itemsize=2, chunk=32,
+        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4, 2), outputs=DeltaTile(32, 4), local=DeltaTile(64, 4),
+        gradients=DeltaTile(32, 4), values=DeltaTile(64, 4), queries=DeltaTile(16, 4), corrections=DeltaTile(64, 4),
+        keys=DeltaTile(64, 4), products=DeltaTile(32, 4),
     ),
     DeltaTiles(
         ("hopper", "nvidia", "interpreter"), width=256, itemsize=2, chunk=32,
@@ -94,7 +94,7 @@ DELTA_TILES = (
         ("hopper", "nvidia", "rdna"), width=128, itemsize=4, chunk=16,
         prepare=DeltaTile(32, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(16, 8),
         gradients=DeltaTile(16, 8), values=DeltaTile(32, 4), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8),
-        keys=DeltaTile(16, 8), products=DeltaTile(16, 8),
+        keys=DeltaTile(16, 8), products=DeltaTile(32, 8),
     ),
     DeltaTiles(
         ("cdna",), width=128, itemsize=4, chunk=32,
