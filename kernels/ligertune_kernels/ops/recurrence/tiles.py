@@ -84,8 +84,8 @@ DELTA_TILES = (
         keys=DeltaTile(32, 8), products=DeltaTile(32, 4),
     ),
     DeltaTiles(
-        ("rdna",), width=256, itemsize=2, chunk=32,
-        prepare=DeltaTile(32, 8), states=DeltaTile(32, 8), outputs=DeltaTile(16, 8), local=DeltaTile(32, 8),
+        ("rdna",), width=256, itemsize=2, chunk=16,
+        prepare=DeltaTile(32, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(32, 8),
         gradients=DeltaTile(16, 8), values=DeltaTile(32, 8), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8),
         keys=DeltaTile(16, 8), products=DeltaTile(32, 8),
     ),
