@@ -252,6 +252,34 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
     return _Prepared(logs, t, w, corrected, q_norm, k_norm, states)
 
 
+def _scan_back(
+    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return dv̂, dS after each chunk and the gradient of the initial state, which come from later tokens."""
+    launches = _launches(shape, chip_of(x.q.device))
+    batch, n_tokens, value_heads, value_dim = x.v.shape
+    n_chunks = made.states.shape[1]
+    norms = made.logs, made.q_norm, made.k_norm
+    d_corrected = torch.empty_like(made.corrected)
+    launches.local.launcher(
+        (n_chunks, value_heads, batch),
+        (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens, scale,
+    )  # fmt: skip
+    d_states = torch.empty_like(made.states)
+    d_initial = torch.empty(
+        x.initial_state.shape if shape.has_initial else (0,), dtype=torch.float32, device=d_out.device
+    )
+    d_final = d_final.contiguous() if shape.has_final else d_out
+    part = _part(shape, n_tokens)
+    columns = -(-value_dim // launches.gradients.cols)
+    launches.gradients.launcher(
+        (columns, value_heads, batch * -(-n_tokens // part)),
+        (x.q, x.k, made.w, d_out, *norms, x.starts, x.ends, d_final, d_corrected, d_states, d_initial),
+        x.strides("q", "k"), n_tokens, n_chunks, part, scale,
+    )  # fmt: skip
+    return d_corrected, d_states, d_initial if shape.has_initial else None
+
+
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, decay, beta, initial_state, starts, ends, shape, scale):
@@ -284,36 +312,19 @@ class _GatedDeltaRule(torch.autograd.Function):
         scale = ctx.scale
         chip = chip_of(x.q.device)
         batch, n_tokens, heads, _ = x.k.shape
-        value_heads, value_dim = x.v.shape[2:]
         d_out = d_out.contiguous()
         # without a gradient of the final state, the kernel that computes this state again need not store it
         made = _prepare(x, shape._replace(has_final=False), chip, x.decay)
         launches = _launches(shape, chip)
         n_chunks = made.states.shape[1]
-        chunks_of_values = (n_chunks, value_heads, batch)
         chunks_of_keys = (n_chunks, heads, batch)
         norms = made.logs, made.q_norm, made.k_norm
 
-        d_corrected = torch.empty_like(made.corrected)
-        launches.local.launcher(
-            chunks_of_values, (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens, scale
-        )
-        d_states = torch.empty_like(made.states)
-        d_initial = torch.empty(
-            x.initial_state.shape if shape.has_initial else (0,), dtype=torch.float32, device=d_out.device
-        )
-        d_final = d_final.contiguous() if shape.has_final else d_out
-        part = _part(shape, n_tokens)
-        columns = -(-value_dim // launches.gradients.cols)
-        launches.gradients.launcher(
-            (columns, value_heads, batch * -(-n_tokens // part)),
-            (x.q, x.k, made.w, d_out, *norms, x.starts, x.ends, d_final, d_corrected, d_states, d_initial),
-            x.strides("q", "k"), n_tokens, n_chunks, part, scale,
-        )  # fmt: skip
+        d_corrected, d_states, d_initial = _scan_back(x, made, shape, d_out, d_final, scale)
         dv = x.v.new_empty(x.v.shape)
         partial_d_beta = torch.empty_like(made.logs)
         launches.values.launcher(
-            chunks_of_values,
+            (n_chunks, x.v.shape[2], batch),
             (x.v, d_corrected, x.beta, made.t, dv, partial_d_beta), x.strides("v"), n_tokens, n_chunks,
         )  # fmt: skip
         y = d_corrected  # written over it
@@ -344,7 +355,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             (x.k, made.corrected, y, x.beta, made.logs, made.k_norm, x.starts, partial_dk, d_logs, dk, d_decay),
             x.strides("k"), n_tokens,
         )  # fmt: skip
-        return dq, dk, dv, d_decay, d_beta, d_initial if shape.has_initial else None, None, None, None, None
+        return dq, dk, dv, d_decay, d_beta, d_initial, None, None, None, None
 
 
 def gated_delta_rule(
@@ -374,7 +385,8 @@ def gated_delta_rule(
         query, key, value = (t.to(dtype) for t in (query, key, value))
     has_states = initial_state is not None or output_final_state
     _check(query, key, value, decay, beta, initial_state, documents, has_states=has_states)
-    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    key_dim = key.shape[-1]
+    value_dim = value.shape[-1]
     if value.numel() == 0 or not tiles.runs_delta_kernels(query, max(key_dim, value_dim)):
         options = {"scale": scale, "l2_norm": l2_norm, "initial_state": initial_state, "documents": documents}
         with without_autocast(query.device):
@@ -390,7 +402,8 @@ def gated_delta_rule(
         has_final=output_final_state,
     )  # fmt: skip
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    decay, beta = decay.contiguous(), beta.contiguous()
+    decay = decay.contiguous()
+    beta = beta.contiguous()
     # stand-ins that no kernel reads
     initial = decay if initial_state is None else initial_state.contiguous()
     starts, ends = (decay, decay) if documents is None else documents[:2]
