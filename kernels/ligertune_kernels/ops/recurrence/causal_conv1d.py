@@ -10,10 +10,10 @@ Backward, with dz = dy, or dy silu'(z), for the tokens that see t:
 
 Everything is computed in fp32 and rounded once. The backward keeps x and computes z again.
 
-A program of the forward has a tile of tokens and channels, and reads it once per tap, mostly from the L1 cache. A
-program of the backward walks along a run of tokens with its channels' last three x, dz and sums in registers: as tiles,
-z would be computed once per tap, and its exponentials would take longer than the memory. It reads three tokens of the
-next run, and adds its part of dw and db to no other program's: column sums follow. There are no atomics.
+A program walks along a run of tokens with the last three x of its channels in registers, in the backward also dz and
+sums: as tiles, z would be computed once per tap, and its exponentials would take longer than the memory. The backward
+reads three tokens of the next run, and adds its part of dw and db to no other program's: column sums follow. There are
+no atomics.
 """
 
 from __future__ import annotations
@@ -66,7 +66,54 @@ def _tap(w_ptr, cols, lag: tl.constexpr, n_channels, TAPS: tl.constexpr):
         return cols * 0.0
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
+def _load_token(ptr, token, token_stride, n_tokens, cols, n_channels):
+    """Load the channels `cols` of one token; zero outside of the row."""
+    there = (token >= 0) & (token < n_tokens)
+    return tl.load(ptr + token * token_stride + cols, mask=(cols < n_channels) & there, other=0.0)
+
+
+@triton.jit
+def _load_tokens(ptr, token, token_stride, n_tokens, cols, n_channels):
+    """Load four tokens from `token` on."""
+    return (
+        _load_token(ptr, token, token_stride, n_tokens, cols, n_channels),
+        _load_token(ptr, token + 1, token_stride, n_tokens, cols, n_channels),
+        _load_token(ptr, token + 2, token_stride, n_tokens, cols, n_channels),
+        _load_token(ptr, token + 3, token_stride, n_tokens, cols, n_channels),
+    )
+
+
+@triton.jit
+def _place(starts_ptr, token, n_tokens, HAS_DOCUMENTS: tl.constexpr):
+    """Return how many tokens of its document stand before a token; without documents at least 3."""
+    if HAS_DOCUMENTS:
+        return token - tl.load(starts_ptr + tl.minimum(token, n_tokens - 1))
+    else:
+        return 3  # a constant, which removes the masks: tokens outside of the row are zero
+
+
+@triton.jit
+def _places(starts_ptr, token, n_tokens, HAS_DOCUMENTS: tl.constexpr):
+    return (
+        _place(starts_ptr, token, n_tokens, HAS_DOCUMENTS),
+        _place(starts_ptr, token + 1, n_tokens, HAS_DOCUMENTS),
+        _place(starts_ptr, token + 2, n_tokens, HAS_DOCUMENTS),
+        _place(starts_ptr, token + 3, n_tokens, HAS_DOCUMENTS),
+    )
+
+
+@triton.jit
+def _convolve(x0, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS: tl.constexpr):
+    z = bias + w0 * x0 + w1 * seen1
+    if TAPS > 2:
+        z += w2 * seen2
+    if TAPS > 3:
+        z += w3 * seen3
+    return z
+
+
+@triton.jit(do_not_specialize=["n_tokens", "run"])
 def conv_forward_kernel(
     x_ptr,  # (B, T, C)
     w_ptr,  # (C, TAPS)
@@ -74,37 +121,46 @@ def conv_forward_kernel(
     starts_ptr,  # (T,) int32
     y_ptr,  # (B, T, C)
     x_batch_stride, x_token_stride, n_channels,
-    n_tokens,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    n_tokens, run,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    rows = tl.arange(0, ROWS)
+    """Write y of a run of tokens. Names end in the lag: x2 is x two tokens back."""
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     batch = tl.program_id(2).to(tl.int64)
-    exists = (first + rows < n_tokens)[:, None] & (cols < n_channels)[None, :]
-    back = (first + rows).to(tl.int32)
-    if HAS_DOCUMENTS:
-        back -= tl.load(starts_ptr + first + rows, mask=first + rows < n_tokens, other=0)
-    z = tl.zeros([ROWS, COLS], tl.float32)
+    inside = cols < n_channels
+    first = tl.program_id(0).to(tl.int64) * run
+    end = tl.minimum(first + run, n_tokens)
+    x_ptr += batch * x_batch_stride
+    y_ptr += batch * n_tokens * n_channels
+    w0 = _tap(w_ptr, cols, 0, n_channels, TAPS)
+    w1 = _tap(w_ptr, cols, 1, n_channels, TAPS)
+    w2 = _tap(w_ptr, cols, 2, n_channels, TAPS)
+    w3 = _tap(w_ptr, cols, 3, n_channels, TAPS)
+    bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
-        z += tl.load(b_ptr + cols, mask=cols < n_channels, other=0.0).to(tl.float32)[None, :]
-    x_ptrs = x_ptr + batch * x_batch_stride + first * x_token_stride
-    for lag in tl.static_range(TAPS):
-        ptrs = x_ptrs + (rows - lag)[:, None] * x_token_stride + cols[None, :]
-        x = tl.load(ptrs, mask=exists & (back >= lag)[:, None], other=0.0).to(tl.float32)
-        z += _tap(w_ptr, cols, lag, n_channels, TAPS)[None, :] * x
-    if SILU:
-        z = silu(z)
-    y_ptrs = y_ptr + (batch * n_tokens + first) * n_channels + rows[:, None] * n_channels + cols[None, :]
-    tl.store(y_ptrs, z.to(y_ptr.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def _load_token(ptr, token, token_stride, n_tokens, cols, n_channels):
-    """Load the channels `cols` of one token, fp32; zero outside of the row."""
-    there = (token >= 0) & (token < n_tokens)
-    return tl.load(ptr + token * token_stride + cols, mask=(cols < n_channels) & there, other=0.0).to(tl.float32)
+        bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    x1 = _load_token(x_ptr, first - 1, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
+    x2 = _load_token(x_ptr, first - 2, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
+    x3 = _load_token(x_ptr, first - 3, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
+    ahead = _load_tokens(x_ptr, first, x_token_stride, n_tokens, cols, n_channels)
+    for block in range(0, end - first, 4):
+        xs = ahead
+        # before the first store, which the compiler does not move loads over
+        ahead = _load_tokens(x_ptr, first + block + 4, x_token_stride, n_tokens, cols, n_channels)
+        places = _places(starts_ptr, first + block, n_tokens, HAS_DOCUMENTS)
+        for i in tl.static_range(4):
+            token = first + block + i
+            x0 = xs[i].to(tl.float32)
+            seen1 = tl.where(places[i] >= 1, x1, 0.0)
+            seen2 = tl.where(places[i] >= 2, x2, 0.0)
+            seen3 = tl.where(places[i] >= 3, x3, 0.0)
+            z = _convolve(x0, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS)
+            if SILU:
+                z = silu(z)
+            tl.store(y_ptr + token * n_channels + cols, z.to(y_ptr.dtype.element_ty), mask=inside & (token < end))
+            x3 = x2
+            x2 = x1
+            x1 = x0
 
 
 @triton.jit(do_not_specialize=["n_tokens", "run"])
@@ -117,10 +173,9 @@ def conv_backward_kernel(
     partial_ptr,  # (B * runs, MAX_TAPS + 1, C) fp32: dw by lag, then db
     x_batch_stride, x_token_stride, dy_batch_stride, dy_token_stride, n_channels,
     n_tokens, run,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
-    UNROLLED: tl.constexpr, COLS: tl.constexpr,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of a run of tokens, and its part of dw and db. Names end in the lag: x2 is x two tokens back."""
+    """Write dx of a run of tokens, and its part of dw and db."""
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     batch = tl.program_id(2).to(tl.int64)
     inside = cols < n_channels
@@ -136,9 +191,9 @@ def conv_backward_kernel(
     bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
         bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    x1 = _load_token(x_ptr, first - 1, x_token_stride, n_tokens, cols, n_channels)
-    x2 = _load_token(x_ptr, first - 2, x_token_stride, n_tokens, cols, n_channels)
-    x3 = _load_token(x_ptr, first - 3, x_token_stride, n_tokens, cols, n_channels)
+    x1 = _load_token(x_ptr, first - 1, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
+    x2 = _load_token(x_ptr, first - 2, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
+    x3 = _load_token(x_ptr, first - 3, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
     dx1 = tl.zeros([COLS], tl.float32)
     dx2 = tl.zeros([COLS], tl.float32)
     dx3 = tl.zeros([COLS], tl.float32)
@@ -148,33 +203,36 @@ def conv_backward_kernel(
     dw3 = tl.zeros([COLS], tl.float32)
     db = tl.zeros([COLS], tl.float32)
     # three tokens more than the run: they see its last ones
-    for block in range(0, end - first + 3, UNROLLED):
-        for i in tl.static_range(UNROLLED):
+    xs_ahead = _load_tokens(x_ptr, first, x_token_stride, n_tokens, cols, n_channels)
+    dys_ahead = _load_tokens(dy_ptr, first, dy_token_stride, n_tokens, cols, n_channels)
+    for block in range(0, end - first + 3, 4):
+        xs = xs_ahead
+        dys = dys_ahead
+        # before the first store, which the compiler does not move loads over
+        xs_ahead = _load_tokens(x_ptr, first + block + 4, x_token_stride, n_tokens, cols, n_channels)
+        dys_ahead = _load_tokens(dy_ptr, first + block + 4, dy_token_stride, n_tokens, cols, n_channels)
+        places = _places(starts_ptr, first + block, n_tokens, HAS_DOCUMENTS)
+        for i in tl.static_range(4):
             token = first + block + i
-            x0 = _load_token(x_ptr, token, x_token_stride, n_tokens, cols, n_channels)
-            dy = _load_token(dy_ptr, token, dy_token_stride, n_tokens, cols, n_channels)
-            back = token
-            if HAS_DOCUMENTS:
-                back -= tl.load(starts_ptr + tl.minimum(token, n_tokens - 1))
-            # 0 for tokens of other documents
-            seen1 = tl.where(back >= 1, x1, 0.0)
-            seen2 = tl.where(back >= 2, x2, 0.0)
-            seen3 = tl.where(back >= 3, x3, 0.0)
-            dz = dy
+            x0 = xs[i].to(tl.float32)
+            seen1 = tl.where(places[i] >= 1, x1, 0.0)
+            seen2 = tl.where(places[i] >= 2, x2, 0.0)
+            seen3 = tl.where(places[i] >= 3, x3, 0.0)
+            dz = dys[i].to(tl.float32)
             if SILU:
-                dz *= silu_grad(bias + w0 * x0 + w1 * seen1 + w2 * seen2 + w3 * seen3)
+                dz *= silu_grad(_convolve(x0, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS))
             owned = tl.where(token < end, dz, 0.0)
             dw0 += owned * x0
             dw1 += owned * seen1
             dw2 += owned * seen2
             dw3 += owned * seen3
             db += owned
-            dx3 += tl.where(back >= 3, w3 * dz, 0.0)
+            dx3 += tl.where(places[i] >= 3, w3 * dz, 0.0)
             ended = token - 3
             keep = inside & (ended >= first) & (ended < end)
             tl.store(dx_ptr + ended * n_channels + cols, dx3.to(dx_ptr.dtype.element_ty), mask=keep)
-            dx3 = dx2 + tl.where(back >= 2, w2 * dz, 0.0)
-            dx2 = dx1 + tl.where(back >= 1, w1 * dz, 0.0)
+            dx3 = dx2 + tl.where(places[i] >= 2, w2 * dz, 0.0)
+            dx2 = dx1 + tl.where(places[i] >= 1, w1 * dz, 0.0)
             dx1 = w0 * dz
             x3 = x2
             x2 = x1
@@ -216,8 +274,8 @@ class _Conv(torch.autograd.Function):
         launch, _ = _launchers(shape, chip_of(x.device))
         constants = launch.constants
         y = x.new_empty(x.shape)
-        grid = (-(-n_tokens // constants["ROWS"]), -(-n_channels // constants["COLS"]), batch)
-        launch(grid, (x, weight, bias, starts, y), (*x.stride()[:2], n_channels), n_tokens)
+        grid = (-(-n_tokens // tiles.FORWARD_RUN), -(-n_channels // constants["COLS"]), batch)
+        launch(grid, (x, weight, bias, starts, y), (*x.stride()[:2], n_channels), n_tokens, tiles.FORWARD_RUN)
         ctx.save_for_backward(x, weight, bias, starts)
         ctx.shape = shape
         return y
@@ -230,12 +288,12 @@ class _Conv(torch.autograd.Function):
         _, launch = _launchers(ctx.shape, chip_of(x.device))
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx = x.new_empty(x.shape)
-        runs = -(-n_tokens // tiles.RUN)
+        runs = -(-n_tokens // tiles.BACKWARD_RUN)
         partial = torch.empty((batch * runs, MAX_TAPS + 1, n_channels), dtype=torch.float32, device=x.device)
         launch(
             (runs, -(-n_channels // launch.constants["COLS"]), batch),
             (x, dy, weight, bias, starts, dx, partial),
-            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, tiles.RUN,
+            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, tiles.BACKWARD_RUN,
         )  # fmt: skip
         sums = partial.sum(0)
         dw = sums[: ctx.shape.taps].flip(0).t().to(weight.dtype).contiguous()

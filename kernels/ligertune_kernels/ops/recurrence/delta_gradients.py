@@ -426,7 +426,9 @@ def product_gradients_kernel(
     stride = value_heads * VALUE_DIM
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     k_scale = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
-    dk = tl.zeros([CHUNK, KEYS], tl.float32)
+    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
+    products = tl.dot(k, tl.trans(k), input_precision=DOT) * k_scale[:, None]
+    sums = tl.zeros([CHUNK, CHUNK], tl.float32)  # of d_products over value heads, which share k
     for member in range(GROUP):
         value_head = head * GROUP + member
         at_heads = batch * n_tokens * value_heads + value_head
@@ -441,17 +443,16 @@ def product_gradients_kernel(
         beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
         decay = decay_between_transposed(logs, starts, CHUNK, STRICT=True)
         d_products *= -decay * (beta * k_scale)[None, :]
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
-        dk_new = tl.dot(d_products.to(k.dtype), k, input_precision=DOT)
         at_tokens = at_heads + tokens.to(tl.int64) * value_heads
         d_logs = tl.load(d_log_ptr + at_tokens, mask=exists, other=0.0)
-        d_logs -= tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale
+        d_logs -= tl.sum(d_products * products, 1)  # k·dk
         tl.store(d_log_ptr + at_tokens, d_logs, mask=exists)
-        dk += dk_new
+        sums += d_products
     at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
+    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
+    dk = tl.dot(sums.to(k.dtype), k, input_precision=DOT)
     dk += load_chunk(partial_dk_ptr + at_keys, first, n_tokens, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
     if NORMED:
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk = _through_norm(dk, k, k_scale)
     store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
     tl.debug_barrier()  # other threads have written d_logs

@@ -49,26 +49,37 @@ NORM_EPS = tl.constexpr(1e-6)  # of fla and transformers: 1 / sqrt(sum of square
 
 
 @triton.jit
+def _identity():
+    places = tl.arange(0, SUBCHUNK)
+    return tl.where(places[:, None] == places[None, :], 1.0, 0.0)[None, :, :]
+
+
+@triton.jit
+def _between_blocks(tiles, SIZE: tl.constexpr):
+    """Return the part of lower triangular tiles (TILES, SUBCHUNK, SUBCHUNK) that joins neighbouring blocks of SIZE."""
+    block = tl.arange(0, SUBCHUNK) // SIZE
+    joined = (block[:, None] // 2 == block[None, :] // 2) & (block[:, None] != block[None, :])
+    return tl.where(joined[None, :, :], tiles, 0.0)
+
+
+@triton.jit
 def _inverse(strict, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + L)^-1 for a strictly lower triangular L (CHUNK, CHUNK), fp32.
 
-    Diagonal tiles X are inverted row by row, as forward substitution does. With M = X (L without these tiles), whose
-    fourth power is 0 for four tiles, the inverse is (I - M) (I + M²) X. A product over all powers of L would be cheaper
-    and cancels: with equal keys its terms reach 10^18.
+    Blocks on the diagonal are joined in pairs, from one token to SUBCHUNK: with B the part of L between the two, the
+    inverse X of both becomes X - X B X. With M = X (L without these tiles), whose fourth power is 0 for four tiles, the
+    inverse is (I - M) (I + M²) X. A product over all powers of L would be cheaper and cancels: with equal keys its
+    terms reach 10^18.
     """
     TILES: tl.constexpr = CHUNK // SUBCHUNK
     rows = tl.arange(0, CHUNK)
     diagonal = (rows[:, None] // SUBCHUNK) == (rows[None, :] // SUBCHUNK)
     tiled = tl.reshape(tl.where(diagonal, strict, 0.0), (TILES, SUBCHUNK, TILES, SUBCHUNK))
     tiles = tl.sum(tiled, 2)  # (TILES, SUBCHUNK, SUBCHUNK)
-    places = tl.arange(0, SUBCHUNK)
-    inverse = tl.zeros([TILES, SUBCHUNK, SUBCHUNK], tl.float32)
-    inverse += tl.where(places[:, None] == places[None, :], 1.0, 0.0)[None, :, :]
-    for i in range(1, SUBCHUNK):
-        is_row = (places == i)[None, :, None]
-        factors = tl.sum(tl.where(is_row, tiles, 0.0), 1)  # (TILES, SUBCHUNK): row i of each tile
-        row = tl.sum(factors[:, :, None] * inverse, 1)
-        inverse = tl.where(is_row, inverse - row[:, None, :], inverse)
+    inverse = _identity() - _between_blocks(tiles, 1)
+    for doubling in tl.static_range(1, 4):
+        between = tl.dot(inverse, _between_blocks(tiles, 2**doubling), input_precision=PRECISION)
+        inverse -= tl.dot(between, inverse, input_precision=PRECISION)
     spread = tl.broadcast_to(inverse[:, :, None, :], (TILES, SUBCHUNK, TILES, SUBCHUNK))
     x = tl.where(diagonal, tl.reshape(spread, (CHUNK, CHUNK)), 0.0)
     m = tl.dot(x, tl.where(diagonal, 0.0, strict), input_precision=PRECISION)
@@ -113,25 +124,26 @@ def prepare_kernel(
     tl.store(log_ptr + at_heads + tokens.to(tl.int64) * value_heads, logs, mask=exists)
     beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
 
-    q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     k_squares = tl.zeros([CHUNK], tl.float32)
-    q_squares = tl.zeros([CHUNK], tl.float32)
     for col in tl.static_range(0, KEYS, COLS):
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
         products = tl.dot(k, tl.trans(k), products, input_precision=DOT)
         if NORMED:
             k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
-            q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-            q_squares += tl.sum(q * q, 1)
     key_scale = tl.full([CHUNK], 1.0, tl.float32)
     if NORMED:
         key_scale = tl.rsqrt(k_squares + NORM_EPS)
-        at_norms = batch * n_tokens * HEADS + head + tokens.to(tl.int64) * HEADS
-        owns_norms = exists & (value_head % GROUP == 0)
-        tl.store(k_norm_ptr + at_norms, key_scale, mask=owns_norms)
-        tl.store(q_norm_ptr + at_norms, tl.rsqrt(q_squares + NORM_EPS), mask=owns_norms)
+        if value_head % GROUP == 0:  # else another program writes them
+            at_norms = batch * n_tokens * HEADS + head + tokens.to(tl.int64) * HEADS
+            tl.store(k_norm_ptr + at_norms, key_scale, mask=exists)
+            q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
+            q_squares = tl.zeros([CHUNK], tl.float32)
+            for col in tl.static_range(0, KEYS, COLS):
+                q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+                q_squares += tl.sum(q * q, 1)
+            tl.store(q_norm_ptr + at_norms, tl.rsqrt(q_squares + NORM_EPS), mask=exists)
 
     products *= (key_scale * beta)[:, None] * key_scale[None, :]
     t = _inverse(products * decay_between(logs, starts, CHUNK, STRICT=True), CHUNK, PRECISION)
