@@ -75,10 +75,13 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _other_sections(work: Import) -> None:
-    """Remove keys with the name of a section here and another type, such as `eval: true`; `model: a/b` is an alias."""
+    """Remove keys with the name of a section here and another type, such as `eval: true`; `model: a/b` is a name."""
     for name, value in list(work.data.items()):
         is_section = "properties" in keys().get(name, {})
-        if is_section and not isinstance(value, dict) and not (name == "model" and isinstance(value, str)):
+        if name == "model" and isinstance(value, str):
+            work.document.remove((name,))  # rules write other keys of the section
+            work.put("model.model_name_or_path", value, name)
+        elif is_section and not isinstance(value, dict):
             _leave_unknown(work, (name,))
 
 

@@ -65,7 +65,7 @@ def _add_items(work: Import, which: str, source: KeyPath, given: Any, converted:
         for name in nested(new):  # "type.format" stood in the section `type`
             work.origins[(*path, name)] = (*source, *name.split("."))
         items.append(new)
-        if not isinstance(given, Mapping):  # a path, or a weight of a mixer
+        if not isinstance(given, Mapping) or not given:  # a path, a weight of a mixer, or only empty keys
             work.trace(source, dotted(path))
             continue
         for at, _ in leaves(given):
