@@ -180,8 +180,8 @@ def check_shared_rows(config: PreTrainedConfig) -> None:
     """Raise UserError if a part of a row would not be computed as it is within the whole row."""
     if set(getattr(config.get_text_config(), "layer_types", None) or ()) & RECURRENT_LAYERS:
         raise UserError(
-            f"parallel.cp_size: recurrences of {config.model_type} carry their state through a row from its first token "
-            "to its last, so the ranks that share one would wait for each other.",
+            f"parallel.cp_size: recurrences of {config.model_type} carry their state through a row from its first "
+            "token to its last, so the ranks that share one would wait for each other.",
             hint="Leave it out.",
         )
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}

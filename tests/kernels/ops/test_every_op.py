@@ -51,7 +51,7 @@ def remembered(
 ) -> torch.Tensor:
     # Decay and beta keep their dtype under autocast, and are exact in every dtype.
     decay = -rate.bfloat16().float().square()
-    return kernels.gated_delta_rule(q, k, v, decay, beta.bfloat16().float().sigmoid(), l2_norm=True)[0]
+    return kernels.gated_delta_rule(q, k, v, decay, beta.bfloat16().float().sigmoid(), l2_norm=True)
 
 
 # op -> (shapes of the differentiable tensors, call)

@@ -202,9 +202,9 @@ def _gated_delta_rule() -> list[Case]:
             given = (query, key, value, beta.float(), beta)
             if packed:
                 documents = kernels.Documents(places, places)
-                return kernels.gated_delta_rule(*given, l2_norm=True, documents=documents)[0]
+                return kernels.gated_delta_rule(*given, l2_norm=True, documents=documents)
             state = meta(1, 8, width, width, dtype=FP32).requires_grad_()
-            return kernels.gated_delta_rule(*given, initial_state=state, output_final_state=True)
+            return kernels.gated_delta_rule_with_states(*given, initial_state=state)
 
         heads = ((1, ROWS, 4, width), (1, ROWS, 4, width), (1, ROWS, 8, width))
         return Case(call, (*heads, (1, ROWS, 8)), dtype)

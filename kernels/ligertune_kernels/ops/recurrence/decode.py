@@ -117,7 +117,6 @@ def gated_delta_rule_step_reference(
     decay: torch.Tensor,
     beta: torch.Tensor,
     *,
-    scale: float | None = None,
     l2_norm: bool = False,
     initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +126,7 @@ def gated_delta_rule_step_reference(
     q, k = (t.to(wide).repeat_interleave(group, 2) for t in (query, key))
     if l2_norm:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
-    q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
+    q = q * query.shape[-1] ** -0.5
     v, g, b = (t.to(wide) for t in (value, decay, beta))
     batch, n_tokens, heads, value_dim = v.shape
     state = v.new_zeros(batch, heads, k.shape[-1], value_dim) if initial_state is None else initial_state.to(wide)
@@ -200,7 +199,6 @@ def gated_delta_rule_step(
     decay: torch.Tensor,  # (B, T, X): logarithms, at most 0
     beta: torch.Tensor,  # (B, T, X)
     *,
-    scale: float | None = None,
     l2_norm: bool = False,
     initial_state: torch.Tensor | None = None,  # (B, X, K, V)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T, X, V); (B, X, K, V) float32
@@ -218,7 +216,7 @@ def gated_delta_rule_step(
     value_heads, value_dim = value.shape[2:]
     if value.numel() == 0 or max(key_dim, value_dim) > tiles.MAX_WIDTH or not runs_triton(query):
         return gated_delta_rule_step_reference(
-            query, key, value, decay, beta, scale=scale, l2_norm=l2_norm, initial_state=initial_state
+            query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state
         )
     query, key, value, decay, beta = (t.detach().contiguous() for t in (query, key, value, decay, beta))
     out = torch.empty_like(value, dtype=query.dtype)
@@ -230,6 +228,6 @@ def gated_delta_rule_step(
     launch(
         (-(-value_dim // tiles.STEP_COLS), value_heads, batch),
         (query, key, value, decay, beta, initial, out, final),
-        (key_dim, value_dim), query.shape[1], key_dim**-0.5 if scale is None else float(scale),
+        (key_dim, value_dim), query.shape[1], key_dim**-0.5,
     )  # fmt: skip
     return out, final

@@ -55,19 +55,18 @@ def gated_delta_rule_reference(
     decay: torch.Tensor,
     beta: torch.Tensor,
     *,
-    scale: float | None = None,
     l2_norm: bool = False,
     initial_state: torch.Tensor | None = None,
     documents: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `gated_delta_rule` in plain torch, in chunks, with the final state."""
+    """Compute `gated_delta_rule` and `gated_delta_rule_with_states` in plain torch, in chunks."""
     wide = torch.promote_types(query.dtype, torch.float32)
     group = value.shape[2] // key.shape[2]
     n_tokens = query.shape[1]
     q, k = (t.to(wide).repeat_interleave(group, 2) for t in (query, key))
     if l2_norm:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
-    q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
+    q = q * query.shape[-1] ** -0.5
     starts = torch.zeros(n_tokens, dtype=torch.int32, device=query.device) if documents is None else documents.starts
     missing = -n_tokens % REFERENCE_CHUNK
     if missing:  # tokens of the last document that change nothing
@@ -109,13 +108,6 @@ def _in_chunks(t: torch.Tensor, missing: int) -> torch.Tensor:
     return t.unflatten(1, (-1, REFERENCE_CHUNK)).movedim(3, 1)
 
 
-class _Terms(NamedTuple):
-    """Options of one call."""
-
-    scale: float
-    l2_norm: bool
-
-
 class _Launch(NamedTuple):
     """A kernel with its constants, and the columns of its programs."""
 
@@ -148,10 +140,14 @@ class _Shape(NamedTuple):
     value_dim: int
     dtype: torch.dtype
     l2_norm: bool
-    has_documents: bool
-    has_initial: bool
-    has_final: bool  # forward: the final state is asked for; backward: it has a gradient
+    has_documents: bool = False
+    has_initial: bool = False
+    has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
     keeps_t: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.key_dim**-0.5
 
 
 @cached
@@ -253,7 +249,7 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
 
 
 def _scan_back(
-    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor, scale: float
+    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return dv̂, dS after each chunk and the gradient of the initial state, which come from later tokens."""
     launches = _launches(shape, chip_of(x.q.device))
@@ -263,7 +259,7 @@ def _scan_back(
     d_corrected = torch.empty_like(made.corrected)
     launches.local.launcher(
         (n_chunks, value_heads, batch),
-        (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens, scale,
+        (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens, shape.scale,
     )  # fmt: skip
     d_states = torch.empty_like(made.states)
     d_initial = torch.empty(
@@ -275,31 +271,30 @@ def _scan_back(
     launches.gradients.launcher(
         (columns, value_heads, batch * -(-n_tokens // part)),
         (x.q, x.k, made.w, d_out, *norms, x.starts, x.ends, d_final, d_corrected, d_states, d_initial),
-        x.strides("q", "k"), n_tokens, n_chunks, part, scale,
+        x.strides("q", "k"), n_tokens, n_chunks, part, shape.scale,
     )  # fmt: skip
     return d_corrected, d_states, d_initial if shape.has_initial else None
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, decay, beta, initial_state, starts, ends, shape, scale):
-        chip = chip_of(q.device)
-        x = _Inputs(q, k, v, decay, beta, initial_state, starts, ends)
-        batch, n_tokens, value_heads, value_dim = v.shape
-        final_state = decay.new_empty(
-            (batch, value_heads, k.shape[-1], value_dim) if shape.has_final else (0,), dtype=torch.float32
+    def forward(ctx, shape, *inputs):
+        x = _Inputs(*inputs)
+        chip = chip_of(x.q.device)
+        batch, n_tokens, value_heads, value_dim = x.v.shape
+        final_state = x.decay.new_empty(
+            (batch, value_heads, shape.key_dim, value_dim) if shape.has_final else (0,), dtype=torch.float32
         )
         made = _prepare(x, shape, chip, final_state)
-        out = q.new_empty(v.shape)
+        out = x.q.new_empty(x.v.shape)
         n_chunks = made.states.shape[1]
         _launches(shape, chip).outputs.launcher(
             (n_chunks, value_heads, batch),
-            (q, k, made.corrected, made.logs, made.q_norm, made.k_norm, starts, made.states, out),
-            x.strides("q", "k"), n_tokens, n_chunks, scale,
+            (x.q, x.k, made.corrected, made.logs, made.q_norm, made.k_norm, x.starts, made.states, out),
+            x.strides("q", "k"), n_tokens, n_chunks, shape.scale,
         )  # fmt: skip
         ctx.save_for_backward(*x)
         ctx.shape = shape
-        ctx.scale = scale
         if not shape.has_final:
             ctx.mark_non_differentiable(final_state)
         return out, final_state
@@ -309,7 +304,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx, d_out, d_final):
         x = _Inputs(*ctx.saved_tensors)
         shape = ctx.shape._replace(keeps_t=True)
-        scale = ctx.scale
+        scale = shape.scale
         chip = chip_of(x.q.device)
         batch, n_tokens, heads, _ = x.k.shape
         d_out = d_out.contiguous()
@@ -320,7 +315,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         chunks_of_keys = (n_chunks, heads, batch)
         norms = made.logs, made.q_norm, made.k_norm
 
-        d_corrected, d_states, d_initial = _scan_back(x, made, shape, d_out, d_final, scale)
+        d_corrected, d_states, d_initial = _scan_back(x, made, shape, d_out, d_final)
         dv = x.v.new_empty(x.v.shape)
         partial_d_beta = torch.empty_like(made.logs)
         launches.values.launcher(
@@ -355,7 +350,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             (x.k, made.corrected, y, x.beta, made.logs, made.k_norm, x.starts, partial_dk, d_logs, dk, d_decay),
             x.strides("k"), n_tokens,
         )  # fmt: skip
-        return dq, dk, dv, d_decay, d_beta, d_initial, None, None, None, None
+        return None, dq, dk, dv, d_decay, d_beta, d_initial, None, None
 
 
 def gated_delta_rule(
@@ -365,79 +360,99 @@ def gated_delta_rule(
     decay: torch.Tensor,  # (B, T, X): logarithms, at most 0
     beta: torch.Tensor,  # (B, T, X)
     *,
-    scale: float | None = None,
+    l2_norm: bool = False,
+    documents: Documents | None = None,
+) -> torch.Tensor:  # (B, T, X, V) contiguous
+    """Compute the gated delta rule of each row, from a state of zeros. Deterministic.
+
+    l2_norm: divide queries and keys by their lengths. documents: packed documents of one row (B = 1), each of which
+    starts from zeros. Under autocast query, key and value are converted to its dtype. The reference runs for heads
+    wider than 256, and wider than 128 in float32, except on CDNA.
+
+    Raises ValueError on mismatched shapes or dtypes.
+    """
+    _check(query, key, value, decay, beta)
+    if documents is not None and (
+        value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2])
+    ):
+        raise ValueError(
+            f"gated_delta_rule: documents have starts {tuple(documents.starts.shape)} and value {tuple(value.shape)}; "
+            "expected (T,) and (1, T, X, V)"
+        )
+    if value.numel() == 0:
+        return torch.zeros_like(value)
+    query, key, value = _autocast(query, key, value)
+    if not tiles.runs_delta_kernels(query, max(key.shape[-1], value.shape[-1])):
+        with without_autocast(query.device):
+            return gated_delta_rule_reference(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)[0]
+    shape = _shape(key, value, l2_norm)._replace(has_documents=documents is not None)
+    decay = decay.contiguous()
+    # stand-ins that no kernel reads
+    starts, ends = (decay, decay) if documents is None else documents[:2]
+    out, _ = _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), decay, starts, ends)
+    return out
+
+
+def gated_delta_rule_with_states(
+    query: torch.Tensor,  # (B, T, H, K)
+    key: torch.Tensor,  # (B, T, H, K)
+    value: torch.Tensor,  # (B, T, X, V)
+    decay: torch.Tensor,  # (B, T, X)
+    beta: torch.Tensor,  # (B, T, X)
+    *,
     l2_norm: bool = False,
     initial_state: torch.Tensor | None = None,  # (B, X, K, V)
-    output_final_state: bool = False,
-    documents: Documents | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # (B, T, X, V) contiguous; (B, X, K, V) float32
-    """Compute the gated delta rule of each row, and its final state if asked for. Deterministic.
-
-    scale: factor of the outputs, by default 1 / sqrt(K). l2_norm: divide queries and keys by their lengths.
-    documents: packed documents of one row (B = 1), each of which starts from zeros. Under autocast query, key and value
-    are converted to its dtype. The reference runs for heads wider than 256, and wider than 128 in float32,
-    except on CDNA.
-
-    Raises ValueError on mismatched shapes or dtypes, and for documents with an initial or final state.
-    """
-    dtype = autocast_dtype(query.device)
-    if dtype is not None and query.dtype is not torch.float64:
-        query, key, value = (t.to(dtype) for t in (query, key, value))
-    has_states = initial_state is not None or output_final_state
-    _check(query, key, value, decay, beta, initial_state, documents, has_states=has_states)
-    key_dim = key.shape[-1]
-    value_dim = value.shape[-1]
-    if value.numel() == 0 or not tiles.runs_delta_kernels(query, max(key_dim, value_dim)):
-        options = {"scale": scale, "l2_norm": l2_norm, "initial_state": initial_state, "documents": documents}
+) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T, X, V) contiguous; (B, X, K, V) float32
+    """Compute `gated_delta_rule` from a state, or zeros, and the state after the last token; both have gradients."""
+    _check(query, key, value, decay, beta)
+    batch, _, value_heads, value_dim = value.shape
+    expected = (batch, value_heads, key.shape[-1], value_dim)
+    if initial_state is not None and initial_state.shape != expected:
+        raise ValueError(f"gated_delta_rule: initial_state is {tuple(initial_state.shape)}; expected {expected}")
+    if value.numel() == 0:
+        state = value.new_zeros(expected, dtype=torch.float32)
+        return torch.zeros_like(value), state if initial_state is None else initial_state.float()
+    query, key, value = _autocast(query, key, value)
+    if not tiles.runs_delta_kernels(query, max(key.shape[-1], value_dim)):
         with without_autocast(query.device):
-            out, final = (
-                _empty(query, value, initial_state)
-                if value.numel() == 0
-                else gated_delta_rule_reference(query, key, value, decay, beta, **options)
+            return gated_delta_rule_reference(
+                query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state
             )
-        return out, final if output_final_state else None
-    shape = _Shape(
-        heads=key.shape[2], group=value.shape[2] // key.shape[2], key_dim=key_dim, value_dim=value_dim,
-        dtype=query.dtype, l2_norm=l2_norm, has_documents=documents is not None, has_initial=initial_state is not None,
-        has_final=output_final_state,
-    )  # fmt: skip
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    shape = _shape(key, value, l2_norm)._replace(has_initial=initial_state is not None, has_final=True)
     decay = decay.contiguous()
-    beta = beta.contiguous()
     # stand-ins that no kernel reads
     initial = decay if initial_state is None else initial_state.contiguous()
-    starts, ends = (decay, decay) if documents is None else documents[:2]
-    scale = key_dim**-0.5 if scale is None else float(scale)
-    out, final = _GatedDeltaRule.apply(query, key, value, decay, beta, initial, starts, ends, shape, scale)
-    return out, final if output_final_state else None
+    return _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), initial, decay, decay)
 
 
-def _empty(
-    query: torch.Tensor, value: torch.Tensor, initial_state: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of no token, and the state unchanged."""
-    batch, _, heads, value_dim = value.shape
-    state = value.new_zeros((batch, heads, query.shape[-1], value_dim), dtype=torch.float32)
-    return torch.zeros_like(value), state if initial_state is None else initial_state.float()
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None or tensors[0].dtype is torch.float64:
+        return tensors
+    return tuple(t.to(dtype) for t in tensors)
+
+
+def _shape(key: torch.Tensor, value: torch.Tensor, l2_norm: bool) -> _Shape:
+    heads, key_dim = key.shape[2:]
+    value_heads, value_dim = value.shape[2:]
+    return _Shape(heads, value_heads // heads, key_dim, value_dim, key.dtype, l2_norm)
+
+
+def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors with unit column stride."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
 def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    documents: Documents | None,
-    *,
-    has_states: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> None:
     if query.ndim != 4 or value.ndim != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
         raise ValueError(
             f"gated_delta_rule: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
             "expected twice (B, T, H, K) and (B, T, X, V)"
         )
-    heads, value_heads = key.shape[2], value.shape[2]
+    heads = key.shape[2]
+    value_heads = value.shape[2]
     if heads == 0 or value_heads % heads:
         raise ValueError(f"gated_delta_rule: {value_heads} value heads and {heads} key heads; expected a multiple")
     if not (query.dtype == key.dtype == value.dtype):
@@ -445,15 +460,3 @@ def _check(
     for name, t in (("decay", decay), ("beta", beta)):
         if t.shape != value.shape[:3]:
             raise ValueError(f"gated_delta_rule: {name} is {tuple(t.shape)}; expected {tuple(value.shape[:3])}")
-    expected = (value.shape[0], value_heads, key.shape[-1], value.shape[-1])
-    if initial_state is not None and initial_state.shape != expected:
-        raise ValueError(f"gated_delta_rule: initial_state is {tuple(initial_state.shape)}; expected {expected}")
-    if documents is None:
-        return
-    if has_states:
-        raise ValueError("gated_delta_rule: packed documents start from zeros; leave out initial and final states")
-    if value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2]):
-        raise ValueError(
-            f"gated_delta_rule: documents have starts {tuple(documents.starts.shape)} and value {tuple(value.shape)}; "
-            "expected (T,) and (1, T, X, V)"
-        )

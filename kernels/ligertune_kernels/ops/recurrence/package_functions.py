@@ -12,14 +12,17 @@ Other arguments of the packages change how they compute, and are accepted withou
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence import decode
 from ligertune_kernels.ops.recurrence.causal_conv1d import Activation, causal_conv1d
-from ligertune_kernels.ops.recurrence.gated_delta_rule import gated_delta_rule
+from ligertune_kernels.ops.recurrence.gated_delta_rule import gated_delta_rule, gated_delta_rule_with_states
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ACTIVATIONS: dict[str | None, Activation | None] = {None: None, "silu": "silu", "swish": "silu"}
 
@@ -53,37 +56,39 @@ def causal_conv1d_update(
     return y[..., 0] if x.ndim == 2 else y
 
 
+class RuleOptions(TypedDict, total=False):
+    """What the two functions of the gated delta rule take by name. Anything else has no effect."""
+
+    scale: float | None  # of the outputs, by default 1 / sqrt(K)
+    initial_state: torch.Tensor | None  # (B, X, K, V)
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    cu_seqlens: torch.Tensor | None
+    document_places: torch.Tensor | None
+
+
 def chunk_gated_delta_rule(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
     value: torch.Tensor,  # (B, T, X, V)
     g: torch.Tensor,  # (B, T, X)
     beta: torch.Tensor,  # (B, T, X)
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,  # (B, X, K, V)
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    *,
-    document_places: torch.Tensor | None = None,
-    **kwargs: Any,
+    **options: Unpack[RuleOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # (B, T, X, V), (B, X, K, V) float32
     """Compute the gated delta rule within documents, as chunk_gated_delta_rule of flash-linear-attention.
 
     Raises ValueError for states of packed documents.
     """
-    return gated_delta_rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        scale=scale,
-        l2_norm=use_qk_l2norm_in_kernel,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        documents=_documents(query.shape[1], document_places, cu_seqlens, None),
-    )
+    tensors = (query, key, value, g, beta)
+    documents = _documents(query.shape[1], options.get("document_places"), options.get("cu_seqlens"), None)
+    l2_norm = options.get("use_qk_l2norm_in_kernel", False)
+    initial_state = options.get("initial_state")
+    if initial_state is None and not options.get("output_final_state"):
+        return _scaled(gated_delta_rule(*tensors, l2_norm=l2_norm, documents=documents), key, options), None
+    if documents is not None:
+        raise ValueError("gated_delta_rule: packed documents start from zeros; leave out initial and final states")
+    out, state = gated_delta_rule_with_states(*tensors, l2_norm=l2_norm, initial_state=initial_state)
+    return _scaled(out, key, options), state if options.get("output_final_state") else None
 
 
 def fused_recurrent_gated_delta_rule(
@@ -92,12 +97,7 @@ def fused_recurrent_gated_delta_rule(
     value: torch.Tensor,  # (B, T, X, V)
     g: torch.Tensor,  # (B, T, X)
     beta: torch.Tensor,  # (B, T, X)
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,  # (B, X, K, V)
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    **kwargs: Any,
+    **options: Unpack[RuleOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # (B, T, X, V), (B, X, K, V) float32
     """Compute the gated delta rule of few tokens, as fused_recurrent_gated_delta_rule of flash-linear-attention.
 
@@ -105,14 +105,18 @@ def fused_recurrent_gated_delta_rule(
     """
     tensors = (query, key, value, g, beta)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if needs_grad or cu_seqlens is not None or kwargs.get("document_places") is not None:
-        return chunk_gated_delta_rule(
-            *tensors, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, **kwargs
-        )
+    if needs_grad or options.get("cu_seqlens") is not None or options.get("document_places") is not None:
+        return chunk_gated_delta_rule(*tensors, **options)
     out, state = decode.gated_delta_rule_step(
-        *tensors, scale=scale, l2_norm=use_qk_l2norm_in_kernel, initial_state=initial_state
+        *tensors, l2_norm=options.get("use_qk_l2norm_in_kernel", False), initial_state=options.get("initial_state")
     )
-    return out, state if output_final_state else None
+    return _scaled(out, key, options), state if options.get("output_final_state") else None
+
+
+def _scaled(out: torch.Tensor, key: torch.Tensor, options: RuleOptions) -> torch.Tensor:
+    """Return outputs, which have the factor 1 / sqrt(K), with that of the options."""
+    scale = options.get("scale")
+    return out if scale is None else out * (scale * key.shape[-1] ** 0.5)
 
 
 def _activation(name: str | None) -> Activation | None:

@@ -44,8 +44,9 @@ class DeltaTiles(NamedTuple):
     products: DeltaTile
 
 
-# Hopper's tiles up to 128 columns are the fastest of those measured on an H100 with bf16; the others are the largest that
-# spill nothing. Chunks of 64 tokens halve the steps of the scans and the states in memory, and take twice the registers.
+# Hopper's tiles up to 128 columns are the fastest of those measured on an H100 with bf16; the others are the largest
+# that spill nothing. Chunks of 64 tokens halve the steps of the scans and the states in memory, and take twice the
+# registers.
 DELTA_TILES = (
     DeltaTiles(
         ("hopper",), width=128, itemsize=2, chunk=64,
@@ -79,7 +80,7 @@ DELTA_TILES = (
     ),
     DeltaTiles(
         ("rdna",), width=128, itemsize=2, chunk=32,
-        prepare=DeltaTile(32, 4), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(32, 4),
+        prepare=DeltaTile(32, 8), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(32, 4),
         gradients=DeltaTile(32, 8), values=DeltaTile(32, 4), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8),
         keys=DeltaTile(32, 8), products=DeltaTile(32, 4),
     ),

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from ligertune_kernels import gated_delta_rule, gated_delta_rule_reference
+from ligertune_kernels import gated_delta_rule, gated_delta_rule_reference, gated_delta_rule_with_states
 from ligertune_kernels.launcher import INTERPRETED
+from ligertune_kernels.ops.recurrence import package_functions
 from support.covering import every_pair
 from support.kernels.attention_runs import documents_of
 from support.kernels.judge import ONE_ROUNDING
@@ -44,26 +45,28 @@ def inputs(lengths, heads, dtype, device, decay: float = 2.0, beta: float = 1.0)
 
 
 def run(function, leaves, grads, **options) -> list[torch.Tensor]:
-    """Return outputs, the final state if there is one, and gradients."""
+    """Return outputs, the final state if the leaves have an initial one, and gradients."""
     leaves = [t.detach().requires_grad_() for t in leaves]
-    *leaves_of_op, state = leaves if len(leaves) == 6 else [*leaves, None]
-    outs = [t for t in function(*leaves_of_op, initial_state=state, **options) if t is not None]
-    outs = outs[: len(grads)]
+    if len(leaves) == 6:
+        options["initial_state"] = leaves[5]
+    outs = function(*leaves[:5], **options)
+    outs = [outs] if isinstance(outs, torch.Tensor) else list(outs[: len(grads)])
     return [*outs, *torch.autograd.grad(outs, leaves, [g.to(t.dtype) for g, t in zip(grads, outs, strict=True)])]
 
 
 def compare(leaves, lengths, tolerance: float, *, state: bool = False, **options) -> None:
     """Compare outputs and gradients with the loop's, by the largest number of each."""
-    documents = None if lengths is None else documents_of(lengths, leaves[0].device)
     batch, _, value_heads, value_dim = leaves[2].shape
     shapes = [leaves[2].shape]
     if state:
         shapes.append((batch, value_heads, leaves[0].shape[-1], value_dim))
         leaves = [*leaves, torch.randn(shapes[1], device=leaves[0].device, dtype=leaves[3].dtype)]
-        options["output_final_state"] = True
     grads = [torch.randn(shape, device=leaves[0].device) for shape in shapes]
-    ours = run(gated_delta_rule, leaves, grads, documents=documents, **options)
-    options.pop("output_final_state", None)
+    if state:
+        ours = run(gated_delta_rule_with_states, leaves, grads, **options)
+    else:
+        documents = None if lengths is None else documents_of(lengths, leaves[0].device)
+        ours = run(gated_delta_rule, leaves, grads, documents=documents, **options)
     truth = run(delta_rule_loop, [t.double() for t in leaves], grads, lengths=lengths, **options)
     for found, expected in zip(ours, truth, strict=True):
         error = (found.double() - expected).abs().max()
@@ -149,7 +152,7 @@ def test_what_lies_around_a_chunk_does_not_matter(device) -> None:
 def test_no_token_and_a_state(device) -> None:
     leaves = inputs((5,), (1, 2, 16, 16), torch.float32, device)
     state = torch.randn(1, 2, 16, 16, device=device)
-    out, final = gated_delta_rule(*(t[:, :0] for t in leaves), initial_state=state, output_final_state=True)
+    out, final = gated_delta_rule_with_states(*(t[:, :0] for t in leaves), initial_state=state)
     assert out.shape == (1, 0, 2, 16) and torch.equal(final, state)
 
 
@@ -172,13 +175,27 @@ def test_bad_shapes_are_refused(change, message) -> None:
     }
     tensors = {name: torch.zeros(shape) for name, shape in (shapes | change).items()}
     with pytest.raises(ValueError, match=message):
-        gated_delta_rule(**tensors)
+        gated_delta_rule_with_states(**tensors)
 
 
 def test_documents_with_states_are_refused() -> None:
     leaves = inputs((9,), (1, 1, 16, 16), torch.float32, "cpu")
     with pytest.raises(ValueError, match="packed documents start from zeros"):
-        gated_delta_rule(*leaves, output_final_state=True, documents=documents_of((9,), torch.device("cpu")))
+        package_functions.chunk_gated_delta_rule(
+            *leaves, output_final_state=True, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32)
+        )
+
+
+def test_a_row_of_other_documents_is_refused() -> None:
+    leaves = inputs((9,), (1, 1, 16, 16), torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"documents have starts \(8,\) and value \(1, 9, 1, 16\)"):
+        gated_delta_rule(*leaves, documents=documents_of((8,), torch.device("cpu")))
+
+
+def test_the_factor_of_outputs_is_that_of_the_package() -> None:
+    leaves = inputs((9,), (1, 1, 16, 16), torch.float32, "cpu")
+    out, _ = package_functions.chunk_gated_delta_rule(*leaves, scale=0.5)
+    torch.testing.assert_close(out, 2 * gated_delta_rule(*leaves))  # 1 / sqrt(16) is 0.25
 
 
 def test_dtypes_that_differ_are_refused() -> None:
@@ -189,5 +206,5 @@ def test_dtypes_that_differ_are_refused() -> None:
 
 def test_the_reference_takes_wide_heads(device) -> None:
     leaves = inputs((9,), (1, 1, 320, 16), torch.float32, device)
-    out, _ = gated_delta_rule(*leaves, l2_norm=True)
+    out = gated_delta_rule(*leaves, l2_norm=True)
     assert torch.equal(out, gated_delta_rule_reference(*leaves, l2_norm=True)[0])
