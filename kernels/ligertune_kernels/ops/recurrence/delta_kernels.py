@@ -140,8 +140,8 @@ def prepare_kernel(
             tl.store(k_norm_ptr + at_norms, key_scale, mask=exists)
             q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
             q_squares = tl.zeros([CHUNK], tl.float32)
-            for col in tl.static_range(0, KEYS, COLS):
-                q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+            for q_col in range(0, KEYS, COLS):  # a loop: its loads would take the registers of others
+                q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, q_col, KEY_DIM, CHUNK, COLS).to(tl.float32)
                 q_squares += tl.sum(q * q, 1)
             tl.store(q_norm_ptr + at_norms, tl.rsqrt(q_squares + NORM_EPS), mask=exists)
 

@@ -64,7 +64,7 @@ DELTA_TILES = (
         ("hopper", "nvidia", "interpreter"), width=256, itemsize=2, chunk=32,
         prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
         gradients=DeltaTile(32, 8), values=DeltaTile(64, 4), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8),
-        keys=DeltaTile(32, 8), products=DeltaTile(32, 8),
+        keys=DeltaTile(32, 8), products=DeltaTile(64, 8),
     ),
     DeltaTiles(
         ("cdna",), width=256, itemsize=2, chunk=32,  # a thread of 4 warps has 512 registers
@@ -93,7 +93,7 @@ DELTA_TILES = (
     # float32 without matrix units: both factors of a product are in registers
     DeltaTiles(
         ("hopper", "nvidia", "rdna"), width=128, itemsize=4, chunk=16,
-        prepare=DeltaTile(32, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(16, 8),
+        prepare=DeltaTile(16, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(16, 8),
         gradients=DeltaTile(16, 8), values=DeltaTile(32, 4), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8),
         keys=DeltaTile(16, 8), products=DeltaTile(32, 8),
     ),
