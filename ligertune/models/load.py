@@ -35,6 +35,7 @@ from ligertune.files.model_files import (
 )
 from ligertune.models.added_tokens import grow, needed_rows
 from ligertune.models.carried_tensors import find_carried, is_separate
+from ligertune.models.decays import decays_read_as_float32, make_decays_float32
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores, is_outside_backbone
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
@@ -166,7 +167,9 @@ def _new_model(
     options = {"dtype": dtype, "trust_remote_code": spec.trust_remote_code}
     before = copy.deepcopy(config)
     try:
-        return build(config, **options, **_attention(spec.attn_implementation, config))
+        model = build(config, **options, **_attention(spec.attn_implementation, config))
+        make_decays_float32(model)
+        return model
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -274,7 +277,11 @@ def _pretrained_model(
             check_amount(name, skeleton, shapes, origin)
     hint = "A folder needs model.safetensors; for random weights write model.init: random."
     try:
-        with loading(origin, f"the weights of {name} could not be loaded", hint), quiet_reports():
+        with (
+            loading(origin, f"the weights of {name} could not be loaded", hint),
+            quiet_reports(),
+            decays_read_as_float32(skeleton),
+        ):
             model, found = auto_class(config).from_pretrained(
                 name,
                 config=config,

@@ -26,6 +26,7 @@ from ligertune.decode.generate import SampleAnswers
 from ligertune.errors import UserError
 from ligertune.features.task import Task
 from ligertune.files.storage import MetricsFile, newest_checkpoint
+from ligertune.models.decays import give_decays_the_dtype_of_weights
 from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
@@ -313,6 +314,8 @@ def _wrap(plan: Plan, accelerator: Accelerator, model: nn.Module, custom: Custom
     feature = feature_of(plan.build.task)
     task = (custom.task or feature.task)(plan, model)
     expert_load = ExpertLoad(model) if feature.counts_experts else None
+    if plan.strategy not in ("single", "ddp"):
+        give_decays_the_dtype_of_weights(model)
     optimizer = build_optimizer(model, plan.optimizer)
     if _takes_kernel_step(plan, accelerator, optimizer):
         optimizer = with_kernel_step(optimizer)
