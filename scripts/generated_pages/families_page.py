@@ -37,14 +37,15 @@ The script compares the loss, the gradient of every parameter, the logits and gr
 largest of their differences, relative to the largest value; up to {tolerance:.0e} counts as the same, since the kernels
 sum in another order. After `unpatch` each model gave the same bits as before.
 
-Image-text models got text only, unless they need an image. `norm`, `RoPE`, `MLP` and `loss` count the modules that
-a kernel computes and those that are left as they are; the note says why. MLPs without a gate do not need a kernel.
+Image-text models got text only, unless they need an image. `norm`, `RoPE`, `MLP`, `mixer` and `loss` count the modules
+that a kernel computes and those that are left as they are; the note says why. MLPs without a gate do not need a kernel.
+Mixers are those of [hybrid models](hybrids.md): a gated delta rule and its convolution.
 "Logits are made": the family changes its logits before the loss, so the loss is not fused with the output head.
 
 {headline}
 
-| model type | table | class | norm | RoPE | MLP | loss | difference | outcome | note |
-|---|---|---|---|---|---|---|---|---|---|
+| model type | table | class | norm | RoPE | MLP | mixer | loss | difference | outcome | note |
+|---|---|---|---|---|---|---|---|---|---|---|
 {rows}
 
 ## Not built
@@ -166,7 +167,7 @@ def page(results: list[FamilyResult]) -> str:
 
 
 def _cells(result: FamilyResult) -> list[str]:
-    return [str(result.layers.get(kind, "")) for kind in ("norm", "rope", "MLP", "loss")]  # a crash has none
+    return [str(result.layers.get(kind, "")) for kind in ("norm", "rope", "MLP", "mixer", "loss")]  # a crash has none
 
 
 def _note(result: FamilyResult) -> str:
