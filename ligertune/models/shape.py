@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -12,13 +13,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ligertune.any_types import AnyModule
 from ligertune.data.modalities.modality import modality_of
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
-from ligertune.models.read_config import config_value
+from ligertune.models.read_config import RECURRENT_LAYERS, config_value
 from ligertune.models.score_head import embedding_of, lm_head_of, score_head
+from ligertune.patching.mixers.recognise_mixers import is_mixer
 from ligertune.planning.memory.model_shape import (
     DTYPE_BYTES,
     FrozenModelShape,
     HeadShape,
     LayerShape,
+    MixerShape,
     ModelShape,
     ParameterKind,
 )
@@ -28,6 +31,7 @@ from ligertune.planning.memory.states import NF4_BYTES
 ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa"}
 MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "Wi", "wi", "wi_0", "wi_1"}
 MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
+MIXER_OUT = {"o_proj", "out_proj"}  # also of gated attention
 
 
 def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelShape:
@@ -35,7 +39,10 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
     config = model.config.get_text_config()
     matmul = _matmul_sizes(model)
     in_front = _layers_without_backward(model)
-    layer, dense_layer, dense_layers = _layer_shapes(model)
+    layer, other_layers = _layer_shapes(model)
+    types = getattr(config, "layer_types", None) or []
+    linear = [kind in RECURRENT_LAYERS for kind in types]
+    mixers = [one.mixer for one in (layer, *(other for other, _ in other_layers)) if one is not None and one.mixer]
     in_front_ids = {id(p) for layer in in_front for p in layer.parameters()}
     return kind(
         family=type(next(module for module in model.modules() if isinstance(module, PreTrainedModel))).__name__,
@@ -55,8 +62,10 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
         tower=modality_of(model.config).tower_shape(model),
         in_front=len(in_front),
         n_active=_active_parameters(model),
-        dense_layer=dense_layer,
-        dense_layers=dense_layers,
+        other_layers=other_layers,
+        linear_layers=sum(linear),
+        linear_in_front=sum(linear[: len(in_front)]),
+        recurrence=mixers[0].flops if mixers else 0,
     )
 
 
@@ -206,20 +215,28 @@ def _layers_without_backward(model: PreTrainedModel) -> list[nn.Module]:
     return [*itertools.takewhile(lambda layer: not any(p.requires_grad for p in layer.parameters()), layers)]
 
 
-def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, LayerShape | None, int]:
-    """Return the sizes of the last layer, and of the layers without experts in a mixture of experts, with their number.
+def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, tuple[tuple[LayerShape, int], ...]]:
+    """Return the sizes of the last layer, and of each other kind of layers with their number.
 
-    In a mixture the first is that of the last layer with experts. None: the layers are not understood, or there are no
-    dense layers.
+    A kind has experts or not, and a mixer or attention. The first is that of the last layer with experts and attention,
+    as far as there are such layers. None: the layers are not understood.
     """
     config = model.config.get_text_config()
     layers = text_layers(model)
     if layers is None or not config_value(config, "num_attention_heads"):
-        return None, None, 0
-    sparse = [layer for layer in layers if expert_stacks(layer, config)]
-    dense = [layer for layer in layers if layer not in sparse] if sparse else []
-    shape = _layer_shape(config, (sparse or layers)[-1])
-    return shape, _layer_shape(config, dense[-1]) if dense else None, len(dense)
+        return None, ()
+    kinds: dict[tuple[bool, bool], list[nn.Module]] = {}
+    for layer in layers:
+        kind = bool(expert_stacks(layer, config)), _mixer_of(layer) is None
+        kinds.setdefault(kind, []).append(layer)
+    first, *others = sorted(kinds, reverse=True)
+    shapes = ((_layer_shape(config, kinds[kind][-1]), len(kinds[kind])) for kind in others)
+    return _layer_shape(config, kinds[first][-1]), tuple(shapes)
+
+
+def _mixer_of(layer: nn.Module) -> AnyModule | None:
+    """Return the layer's gated delta rule, if it has one whose heads are known."""
+    return next((module for module in layer.modules() if is_mixer(module) and hasattr(module, "head_k_dim")), None)
 
 
 def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
@@ -232,7 +249,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
     of_experts = tuple(expert_stacks(layer, config))
     trained = [name.split(".") for name, p in layer.named_parameters() if p.requires_grad and p.ndim >= 2]
     reads_input = experts is not None and experts.reads_input
-    return LayerShape(
+    shape = LayerShape(
         hidden=hidden,
         query=query,
         key=key,
@@ -249,6 +266,31 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
         norms_train=any(p.requires_grad and p.ndim == 1 for p in layer.parameters()),
         # OLMo 2 normalises the outputs of attention and MLP, not their inputs.
         normed="post_feedforward_layernorm" not in dict(layer.named_children()) or hasattr(layer, "input_layernorm"),
+        attn_out=any(MIXER_OUT & set(parts) for parts in trained),
+        gated=any(
+            name.endswith("q_proj") and getattr(module, "out_features", 0) == 2 * query
+            for name, module in layer.named_modules()
+        ),
+    )
+    return _with_mixer(shape, layer)
+
+
+def _with_mixer(shape: LayerShape, layer: nn.Module) -> LayerShape:
+    """Return the sizes of a layer that has a mixer instead of attention."""
+    mixer = _mixer_of(layer)
+    if mixer is None:
+        return shape
+    inside = [(name, p) for name, p in mixer.named_parameters() if p.requires_grad and p.ndim >= 2]
+    norms = sum(p.numel() for name, p in mixer.named_parameters() if p.ndim == 1 and "norm" in name)
+    return replace(
+        shape,
+        query=0,
+        key=0,
+        heads=0,
+        gated=False,
+        norms=shape.norms - norms,
+        attn_in=any(not {"conv1d", *MIXER_OUT} & set(name.split(".")) for name, _ in inside),
+        mixer=MixerShape(mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim),
     )
 
 

@@ -17,6 +17,7 @@ from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
     choose_policy,
     choose_tile,
+    delta_chunk,
     may_tile,
     with_checkpointed_layers,
 )
@@ -255,6 +256,9 @@ def estimate_memory(
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
+    mixer = next((layer.mixer for layer in (shape.layer, *(one for one, _ in shape.other_layers)) if layer.mixer), None)
+    if mixer is not None and policy.delta_chunk:
+        policy = replace(policy, delta_chunk=delta_chunk(mixer, itemsize, inputs.machine))
     dequantised = dequantised_bytes(shape.layer.experts, itemsize) if recipe.method.type == "qlora" else 0
     # The backward of an 8-bit layer dequantises its weight.
     eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(recipe.method.stored_as))
@@ -279,8 +283,7 @@ def estimate_memory(
         in_front=shape.in_front,
         heads=shape.heads,
         frozen_model=model.frozen_model,
-        dense_layer=shape.dense_layer,
-        dense_layers=shape.dense_layers,
+        other_layers=shape.other_layers,
         dequantised=itemsize * max(four_bit, default=0),
         loss_chunk=feature.loss_chunk_rows(recipe),
     )

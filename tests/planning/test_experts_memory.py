@@ -34,7 +34,7 @@ def estimate_of(shape: ModelShape, method: str = "full", **policy: object) -> Me
     return MemoryEstimate(
         states_of(bare_recipe(method), shape.parameters, "bfloat16"), shape.layer, shape.head,
         ActivationPolicy(attention="varlen", **policy), layers=shape.num_hidden_layers, itemsize=2, labelled=1.0,
-        dense_layer=shape.dense_layer, dense_layers=shape.dense_layers,
+        other_layers=shape.other_layers,
     )  # fmt: skip
 
 
@@ -134,14 +134,15 @@ def test_gradients_of_a_layers_experts_exist_with_its_activations():
 def test_first_dense_layers_save_what_a_dense_layer_saves():
     config = transformers.DeepseekV3Config(num_hidden_layers=4, first_k_dense_replace=3, n_routed_experts=16)
     shape = shape_of(config)
-    assert (shape.dense_layers, shape.dense_layer.mlp, shape.dense_layer.experts) == (3, 18432, None)
+    ((dense, number),) = shape.other_layers
+    assert (number, dense.mlp, dense.experts) == (3, 18432, None)
     assert shape.layer.experts.shared == 2048 and shape.layer.query == 128 * 192
     mixed = estimate_of(shape)
     policy = mixed.policy
-    saved = [layer_bytes(layer, policy, 2, 512) * 512 for layer in (shape.layer, shape.dense_layer)]
+    saved = [layer_bytes(layer, policy, 2, 512) * 512 for layer in (shape.layer, dense)]
     loss, all_sparse = (
         next(p for p in estimate._phases(512, 512, accumulates=False, memory=None) if p.name == "loss").activations
-        for estimate in (mixed, replace(mixed, dense_layers=0))
+        for estimate in (mixed, replace(mixed, other_layers=()))
     )
     assert all_sparse - loss == 3 * (saved[0] - saved[1])
 
@@ -149,7 +150,7 @@ def test_first_dense_layers_save_what_a_dense_layer_saves():
 def test_layers_with_experts_at_every_second_place_are_counted():
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "num_hidden_layers": 6}
     shape = shape_of(transformers.Qwen2MoeConfig(**sizes, mlp_only_layers=[1]))
-    assert shape.dense_layers == 4 and shape.layer.experts.number == 8 and shape.layer.experts.gates_shared
+    assert shape.other_layers[0][1] == 4 and shape.layer.experts.number == 8 and shape.layer.experts.gates_shared
 
 
 def test_a_router_in_float32_saves_a_copy_of_its_input_if_it_trains():

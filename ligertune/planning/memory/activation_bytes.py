@@ -15,6 +15,9 @@ adapter trains, queries, keys, values, attention's output, gate and up. With che
 layer at a time has all of the above. These are the tensors that our kernels save; the plain model saves more, which is
 counted too. `kernels.recompute` frees norm outputs and the gated product and recomputes them one at a time.
 
+Layers of a hybrid model and of a mixture of experts differ (`LayerStack.others`). What is saved is counted by kind, and
+what one layer needs while it computes is that of the kind that needs the most.
+
 Under FSDP2 the embedding and the head are gathered from the forward to the end of the backward, and so are two layers
 at a time: the one that computes and the next one, which is prefetched. The gradient of a layer, of the embedding and of
 the head is whole before it is reduced and scattered.
@@ -35,6 +38,7 @@ stored, and copied back when it is needed: no copy is under way while a layer co
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -51,7 +55,9 @@ from ligertune.planning.memory.layer_bytes import (
     flash_4_memory,
     float8_bytes,
     float8_saved,
+    mixer_backward_bytes,
     saved_by_experts,
+    saved_by_mixer,
 )
 from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, TowerShape
 
@@ -80,6 +86,7 @@ class ActivationPolicy:
     float8: Float8 = "no"
     float8_mlp: bool = False  # SwiGLU's kernels write float8 operands
     tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
+    delta_chunk: int = 64  # tokens per chunk of our gated delta rule; 0: transformers' functions compute it
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
 
     @property
@@ -139,6 +146,8 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     elements = layer.norms + 2 * layer.query + round(2 * layer.key * policy.keys_per_token) + 2 * mlp
     mlp_in = layer.mlp_in or (layer.experts is not None and policy.fused_experts)  # our op saves its input always
     elements += layer.attn_in * layer.hidden + mlp_in * layer.hidden + layer.mlp_out * mlp
+    # q_norm reads a part of q_proj's output and saves all of it, and the gate's sigmoid is saved
+    elements += layer.gated_out + 2 * layer.gated * layer.query
     elements -= sum(recomputed_elements(layer, policy))
     elements += layer.adapters
     # float32 statistics: one per head (attention's log-sum-exp) and one per norm (its reciprocal deviation)
@@ -152,6 +161,7 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     if layer.experts is not None:
         size += saved_by_experts(layer.experts, layer.hidden, itemsize, fused=policy.fused_experts)
     size += float8_saved(layer, policy.float8, itemsize, fused_mlp=policy.float8_mlp)
+    size += saved_by_mixer(layer, itemsize, fused=policy.delta_chunk > 0, fused_norm=policy.fused_norm)
     if policy.attention == "eager":
         size += layer.heads * row_length * (2 * itemsize + 4)
     return size
@@ -199,6 +209,11 @@ def backward_bytes(
             layer.experts, layer.hidden, tokens, itemsize, fused=fused, gradients=expert_gradients
         )
         mlp = max(mlp, routed)
+    if layer.mixer is not None:  # its backward begins when that of the MLP has freed what the MLP saved
+        without_mlp = replace(layer, mlp=0, mlp_in=False, mlp_out=False, experts=None)
+        freed = layer_bytes(layer, policy, itemsize, 1) - layer_bytes(without_mlp, policy, itemsize, 1)
+        mixer = mixer_backward_bytes(layer.mixer, itemsize, chunk=policy.delta_chunk)
+        mlp = max(mlp, tokens * (mixer - freed))
     return outside + mlp + float8_bytes(layer, policy.float8, tokens, fused_mlp=fused)
 
 
@@ -303,7 +318,7 @@ def _end_bytes(layer: LayerShape, itemsize: int) -> int:
     """Return the bytes per token outside the layers: the output of the embedding or of the last layer, that of the
     last norm, and rotary tables (cos and sin, D wide).
     """
-    head_dim = layer.query // layer.heads
+    head_dim = layer.query // max(layer.heads, 1)
     return 2 * (layer.hidden + head_dim) * itemsize
 
 
@@ -312,16 +327,27 @@ class LayerStack:
     """The layers of a model, and what else its step holds.
 
     number: of layers with a backward. tower: bytes that the tower saves. weights: bytes of one layer's weights
-    if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. dense: the layers of a mixture
-    of experts that have a dense MLP instead; dense_number: how many they are.
+    if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. others: kinds of layers unlike
+    the last one, each with the number of its layers.
     """
 
     number: int
     tower: int = 0
     weights: int = 0
     shards: int = 1
-    dense: LayerShape | None = None
-    dense_number: int = 0
+    others: tuple[tuple[LayerShape, int], ...] = ()
+
+    def kinds(self, layer: LayerShape) -> tuple[LayerShape, ...]:
+        """Return the kinds of layers. layer: the last one."""
+        return layer, *(one for one, number in self.others if number)
+
+
+def _layer_needs(
+    layer: LayerShape, policy: ActivationPolicy, *, batch: MicroBatch, itemsize: int, gradients: bool
+) -> tuple[int, int]:
+    """Return the bytes that a layer saves, and what its backward needs in addition."""
+    saved = saved_bytes(layer, policy, itemsize, batch)
+    return saved, backward_bytes(layer, policy, itemsize, batch.tokens, expert_gradients=gradients)
 
 
 def step_phases(
@@ -336,22 +362,30 @@ def step_phases(
     policy_of_last = policy.without_checkpointing() if last else policy
     policy_of_first = policy if last < layers else policy.without_checkpointing()
     hidden_states = batch.tokens * layer.hidden * itemsize
-    saved = [saved_bytes(one or layer, policy_of_last, itemsize, batch) for one in (layer, stack.dense)]
-    saved_by_last = last * saved[0] + round(last * stack.dense_number / layers) * (saved[1] - saved[0])
+    saved = saved_bytes(layer, policy_of_last, itemsize, batch)
+    saved_by_last = last * saved + sum(
+        round(last * number / layers) * (saved_bytes(one, policy_of_last, itemsize, batch) - saved)
+        for one, number in stack.others
+    )
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (0 < last < layers if policy.offloads_inputs else layers - last) * hidden_states
     held = saved_by_last + inputs + stack.tower
-    whole_layer = saved_bytes(layer, policy_of_first, itemsize, batch)
-    gate = gate_bytes(layer, policy_of_first, itemsize) * batch.tokens
+    before = gradients if batch.accumulates else 0
+    new = not layer_weights  # under FSDP2 the whole gradient of a layer is one of the three gathered layers
+    needs = functools.partial(_layer_needs, batch=batch, itemsize=itemsize, gradients=new)
+    largest = max(stack.kinds(layer), key=lambda one: sum(needs(one, policy_of_first)))
+    whole_layer, back = needs(largest, policy_of_first)
+    gate = gate_bytes(largest, policy_of_first, itemsize) * batch.tokens
     ends = _end_bytes(layer, itemsize) * batch.tokens
     loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free, in_backward=step.in_backward)
     # When a layer is run again, the last norm and the loss have freed their tensors, and its input is held already.
     run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
-    before = gradients if batch.accumulates else 0
-    new = not layer_weights  # under FSDP2 the whole gradient of a layer is one of the three gathered layers
-    back = backward_bytes(layer, policy_of_first, itemsize, batch.tokens, expert_gradients=new)
-    back_of_last = backward_bytes(layer, policy_of_last, itemsize, batch.tokens, expert_gradients=new)
-    done_layer = backward_bytes(layer, policy_of_first, itemsize, batch.tokens)
+    back_of_last = back
+    if last:
+        own, *others = (needs(one, policy_of_last)[1] for one in stack.kinds(layer))
+        # the backward of a layer of another kind begins when that of the last layer has freed what that one saved
+        back_of_last = max(own, *(other - saved for other in others)) if others else own
+    done_layer = backward_bytes(largest, policy_of_first, itemsize, batch.tokens)
     end_weight = head.elements * itemsize  # of the embedding or of the head
     embedding = end_weight * (head.embedding_trains and (head.tied or batch.accumulates))
     # FSDP2 units: a tied embedding and head stay gathered to the end of the backward. If they are separate, the
@@ -380,7 +414,9 @@ def saved_by_tiled_layer(layer: LayerShape, policy: ActivationPolicy, itemsize: 
     elements = layer.norms + 2 * layer.query + 2 * layer.key
     if not (policy.fused_norm and layer.normed):  # the tiles of the projections and of the MLP do not contain the norm
         elements += (1 + layer.attn_in) * layer.hidden
-    return elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden)
+    elements += layer.gated_out + 2 * layer.gated * layer.query
+    mixer = saved_by_mixer(layer, itemsize, fused=policy.delta_chunk > 0, fused_norm=policy.fused_norm)
+    return elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden) + mixer
 
 
 def tile_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, tokens: int) -> int:
@@ -397,6 +433,8 @@ def tile_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, token
 
 def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int:
     """Return the bytes of the fp32 sums in attention's backward, which H100 and H200 have."""
+    if layer.mixer is not None:
+        return 0
     width = layer.query // layer.heads
     shape = tokens, layer.heads, layer.key // width, width
     names = "document_attention", FA4_OR_DOCUMENT_ATTENTION
@@ -405,10 +443,32 @@ def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int
     return max(ours, others) if others <= MOST_SUMS else ours
 
 
+def _projected(layer: LayerShape) -> int:
+    """Return the elements per token of q, k, v and attention's output, or their gradients; a mixer has also a gate."""
+    if layer.mixer is not None:
+        return layer.mixer.channels + 2 * layer.mixer.values
+    return 2 * layer.query + 2 * layer.key
+
+
+def _tiled_backward(layer: LayerShape, policy: ActivationPolicy, itemsize: int, tokens: int) -> int:
+    """Return the bytes of a tiled layer at the widest point of its backward: in its MLP, or in its attention."""
+    hidden = tokens * layer.hidden * itemsize
+    saved = tokens * saved_by_tiled_layer(layer, policy, itemsize)
+    mlp = saved + 2 * hidden + tile_bytes(layer, policy, itemsize, tokens)
+    # The norm's output is freed with the MLP, if it was saved; the block's input is as large as the block's gradient.
+    normed = 0 if policy.fused_norm and layer.normed else hidden
+    if layer.mixer is not None:
+        mixer = tokens * mixer_backward_bytes(layer.mixer, itemsize, chunk=policy.delta_chunk)
+        return max(mlp, saved - normed + mixer)
+    projections = tokens * _projected(layer) * itemsize
+    attention = saved - normed + projections + 4 * tokens * layer.heads + _sums_bytes(layer, policy, tokens)
+    return max(mlp, attention)
+
+
 def tiled_phases(
     layer: LayerShape, head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, step: StepBytes, stack: LayerStack
 ) -> tuple[StepPhase, ...]:
-    """Return the phases of a step on one device. Layers with a dense MLP are not told apart."""
+    """Return the phases of a step on one device."""
     itemsize = step.itemsize
     layers = stack.number
     tokens = batch.tokens
@@ -416,27 +476,24 @@ def tiled_phases(
     hidden = tokens * layer.hidden * itemsize
     width = tokens * itemsize
     # rotary tables (cos and sin) and the batch
-    always = tokens * (2 * (layer.query // layer.heads) * itemsize + BATCH_BYTES) + stack.tower
+    always = tokens * (2 * (layer.query // max(layer.heads, 1)) * itemsize + BATCH_BYTES) + stack.tower
     inputs = 0 if policy.offloads_inputs else layers * hidden
-    saved = tokens * saved_by_tiled_layer(layer, policy, itemsize)
     tile = tile_bytes(layer, policy, itemsize, tokens)
     loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free, in_backward=step.in_backward)
     before = gradients if batch.accumulates else 0
     existing, _, another = gradient_bytes(head, batch, gradients, itemsize, layers=layers, last=0, shards=1)
-    projections = width * (2 * layer.query + 2 * layer.key)  # q, k, v and attention's output, or their gradients
+    kinds = stack.kinds(layer)
+    projections = width * max(map(_projected, kinds))
     forward = (4 * hidden if policy.offloads_inputs else inputs + 2 * hidden) + projections
-    mlp = saved + 2 * hidden + tile
-    # The norm's output is freed with the MLP, if it was saved; the block's input is as large as the block's gradient.
-    normed = 0 if policy.fused_norm and layer.normed else hidden
-    attention = saved - normed + projections + 4 * tokens * layer.heads + _sums_bytes(layer, policy, tokens)
+    widest = max(_tiled_backward(one, policy, itemsize, tokens) for one in kinds)
     held = max(0, loss_held - batch.labels * layer.hidden * itemsize)
     others = max(0, inputs - hidden)  # inputs of the layers before the last
     work = step.workspace
     return (
         StepPhase("forward", always + forward, before, 0, work + tile),
         StepPhase("loss", always + 2 * hidden + max(hidden, inputs), before, loss_peak, work),
-        StepPhase("backward", always + others + max(mlp, attention), before, held, work),
-        StepPhase("first layer", always + max(mlp, attention), existing, another, work),
+        StepPhase("backward", always + others + widest, before, held, work),
+        StepPhase("first layer", always + widest, existing, another, work),
         StepPhase("gradients", always + hidden, gradients, head.elements * itemsize * head.embedding_trains, work),
         StepPhase("step", 0, gradients, 0, work + step.optimizer_step),
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.ops.recurrence.tiles import delta_tiles
+
 from ligertune.errors import UserError, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Batching
@@ -11,6 +14,7 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import TILE, ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.layer_bytes import Float8
+from ligertune.planning.memory.model_shape import MixerShape
 from ligertune.planning.memory.states import Strategy
 from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
@@ -39,11 +43,23 @@ def choose_policy(
         fused_experts="experts" in applied,
         fused_loss=loss_kernel in applied,
         attention=attn_implementation,
+        delta_chunk=64 if "gated_delta_rule" in applied else 0,
         checkpointing=recipe.train.gradient_checkpointing,
         recompute=recipe.kernels.recompute if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
         float8=_float8_of(recipe) if "float8_linear" in applied else "no",
         float8_mlp="swiglu_float8" in applied,
     )
+
+
+def delta_chunk(mixer: MixerShape, itemsize: int, machine: Machine) -> int:
+    """Return the tokens per chunk of our gated delta rule on the machine; 0: no kernel runs heads of this width."""
+    if machine.vendor == "cpu":
+        return ActivationPolicy.delta_chunk
+    # the tiles read vendor, architecture and width of a warp, which is 64 on CDNA (gfx9) alone
+    warp_size = 64 if machine.arch.startswith("gfx9") else 32
+    chip = Chip(machine.vendor, machine.arch, warp_size, processors=1, l2_bytes=1)
+    tiles = delta_tiles(max(mixer.key_dim, mixer.value_dim), itemsize, chip)
+    return 0 if tiles is None else tiles.chunk
 
 
 def _float8_of(recipe: Recipe) -> Float8:

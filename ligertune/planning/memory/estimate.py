@@ -57,8 +57,7 @@ class MemoryEstimate:
     in_front: int = 0  # first layers without a backward, which save nothing
     heads: AddedHeadsShape | None = None
     frozen_model: FrozenModelShape | None = None
-    dense_layer: LayerShape | None = None  # of a mixture of experts that has `dense_layers` layers with a dense MLP
-    dense_layers: int = 0
+    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # of the layers, those unlike `layer`, and how many they are
     dequantised: int = 0  # bytes of the largest 4-bit weight in the compute dtype
     loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
 
@@ -87,8 +86,7 @@ class MemoryEstimate:
             tower=tower,
             weights=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
-            dense=self.dense_layer,
-            dense_number=min(self.dense_layers, layers),
+            others=tuple((one, round(number * layers / self.layers)) for one, number in self.other_layers),
         )
         if self.policy.tile:
             phases = tiled_phases(self.layer, self.head, self.policy, batch, step, stack)
@@ -170,10 +168,9 @@ class MemoryEstimate:
     def float8_copies(self) -> int:
         """Bytes of the float8 copies of all layers' weights."""
         kind = self.policy.float8
-        if self.dense_layer is None:
-            return self.layers * float8_copies(self.layer, kind)
-        dense = self.dense_layers * float8_copies(self.dense_layer, kind)
-        return dense + (self.layers - self.dense_layers) * float8_copies(self.layer, kind)
+        usual = self.layers - sum(number for _, number in self.other_layers)
+        others = sum(number * float8_copies(layer, kind) for layer, number in self.other_layers)
+        return usual * float8_copies(self.layer, kind) + others
 
     @property
     def layers_with_backward(self) -> int:

@@ -62,8 +62,36 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True)
+class MixerShape:
+    """A gated delta rule, which a layer of linear attention has instead of attention."""
+
+    key_heads: int  # H
+    value_heads: int  # X
+    key_dim: int  # K of one head
+    value_dim: int  # V of one head
+
+    @property
+    def values(self) -> int:
+        """Elements per token of the values, as many as of the recurrence's output and of its gate."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Elements per token of the convolution, whose output is queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def flops(self) -> int:
+        """FLOPs per token forward: three products of the state (K, V) of each value head."""
+        return 6 * self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
 class LayerShape:
-    """One decoder layer. Sizes are elements per token; the flags name the linear inputs saved for the backward."""
+    """One decoder layer. Sizes are elements per token; the flags name the linear inputs saved for the backward.
+
+    A layer with a mixer has no query, key and heads.
+    """
 
     hidden: int  # E
     query: int  # H * D
@@ -78,11 +106,20 @@ class LayerShape:
     experts: ExpertsShape | None = None  # of a mixture of experts
     norms_train: bool = True  # whether a norm's weight (or a bias) trains
     normed: bool = True  # attention and MLP read the output of a norm (OLMo 2 norms their outputs instead)
+    mixer: MixerShape | None = None
+    attn_out: bool = True
+    gated: bool = False  # attention's output is multiplied by a gate, the other half of q_proj's output
 
     @property
     def dense_mlp(self) -> int:
         """Width of the MLP that each token goes through: the shared experts' in a mixture, which may have none."""
         return self.mlp if self.experts is None else self.experts.shared
+
+    @property
+    def gated_out(self) -> int:
+        """The saved input of the output projection if it is a product with a gate, not what attention saves anyway."""
+        width = self.query * self.gated if self.mixer is None else self.mixer.values
+        return width * self.attn_out
 
 
 @dataclass(frozen=True)
@@ -186,9 +223,11 @@ class ModelShape:
     in_front: int = 0  # first layers without a backward: nothing in or before them trains
     n_matmul_in_front: int = 0  # part of n_matmul in those layers
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
-    dense_layer: LayerShape | None = None  # layers of a mixture that have a dense MLP instead of experts
-    dense_layers: int = 0  # how many
+    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # unlike `layer`: with a mixer, without experts; how many
     heads: AddedHeadsShape | None = None
+    linear_layers: int = 0  # layers without attention
+    linear_in_front: int = 0  # of those, how many are among the `in_front`
+    recurrence: int = 0  # FLOPs per token forward of the recurrence of a linear layer; 0: not understood
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
         """Return model FLOPs of forward and backward, without recomputation.
@@ -198,10 +237,17 @@ class ModelShape:
         A weight costs 2 FLOPs per token forward, 2 for its input's gradient and, if it trains, 2 for its own gradient
         (Kaplan et al. 2020, section 2.1). Causal attention costs 2 * T^2 * H * D per layer forward (two products, half
         of the square) and twice that backward. Frozen first layers have no backward.
+
+        A gated delta rule (Yang, Kautz and Hatamizadeh, arXiv:2412.06464) multiplies the state (K, V) of
+        each of its X heads by k and by q, and adds k v^T: 6 * X * K * V per token forward, and twice that backward. It
+        is counted token by token, without the products that chunks add. Its convolution costs 2 per tap and channel,
+        and is among the weights.
         """
         weights = (4 * self.n_matmul - 2 * self.n_matmul_in_front + 2 * self.n_matmul_trainable) * tokens
-        attention_passes = 3 * self.num_hidden_layers - 2 * self.in_front
-        return float(weights + 2 * attention_passes * self.attention_width * squared_lengths)
+        linear_passes = 3 * self.linear_layers - 2 * self.linear_in_front
+        attention_passes = 3 * self.num_hidden_layers - 2 * self.in_front - linear_passes
+        attention = 2 * attention_passes * self.attention_width * squared_lengths
+        return float(weights + attention + linear_passes * self.recurrence * tokens)
 
 
 @dataclass(frozen=True)
