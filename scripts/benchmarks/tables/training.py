@@ -19,6 +19,11 @@ WHOLE_STEPS = "This page compares whole training steps."
 CUT = "The model has {} of its {} layers, so the output head takes a larger share of the step than in the whole model."
 FULL_ROWS = "Every row is full and every token trains. Padded or masked data change the ratios."
 OF_LOSSES = "The page is about losses. The speed of so small a model depends on the host's CPU, too."
+IN_TORCH = (
+    "Hugging Face's side runs the recurrence in torch, as transformers does where neither flash-linear-attention nor "
+    "causal-conv1d is installed."
+)
+QWEN35 = "Qwen3.5-4B"
 LORA = {"method.type": "lora", "train.learning_rate": 1e-4}
 ADAPTER = {"method.lora_r": 16, "method.lora_alpha": 32, "method.lora_dropout": 0.0,
            "method.lora_target_modules": "all-linear"}  # fmt: skip
@@ -117,6 +122,45 @@ STEP_TABLES = {
         sides=("with", "no-lora", "hf", "compile", "liger"),
         settings=FULL,
         by_step=True,
+    ),
+    "hybrid": Table(
+        page="hybrid",
+        title="Whole steps, Qwen3.5-4B's layers",
+        intro=WHOLE_STEPS,
+        caveats=(CUT.format(8, 32), FULL_ROWS, IN_TORCH),
+        cases=(Case("hybrid", "{batch} rows of 2,048", QWEN35, "full rows", (4,), layers=8, length=2048),),
+        sides=("with", "hf"),
+        settings=FULL,
+        by_step=True,
+    ),
+    "hybrid_lora": Table(
+        page="hybrid_lora",
+        title="LoRA on Qwen3.5-4B, Alpaca: packed against padded",
+        intro=WHOLE_STEPS,
+        caveats=(
+            "The gain is that of packing and of the kernels together: transformers' functions in torch do not keep "
+            "packed documents apart.",
+            "Hugging Face's batches are padded to the longest of their records.",
+            IN_TORCH,
+        ),
+        cases=(
+            Case("padded", "16 records", QWEN35, "alpaca", (16,), settings={"data.packing": False}, sides=("hf",)),
+            Case("packed", "2 rows of 2,048", QWEN35, "alpaca", (2,), length=2048, sides=("with",)),
+        ),
+        sides=("with", "hf"),
+        settings={**PACKED, **LORA},
+        by_step=True,
+    ),
+    "hybrid_losses": Table(
+        page="hybrid_losses",
+        title="200 steps of two layers of Qwen3.5-4B, in float32",
+        intro=WHOLE_STEPS,
+        caveats=(IN_TORCH, OF_LOSSES),
+        cases=(Case("hybrid_losses", "1 row of 2,048", QWEN35, "full rows", (1,), layers=2, length=2048),),
+        sides=("with", "hf"),
+        settings={**FULL, "model.dtype": "float32"},
+        steps=200,  # a state that is wrong by little shows after many updates
+        small_steps=10,
     ),
     "fp8": Table(
         page="fp8",
