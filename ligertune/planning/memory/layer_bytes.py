@@ -11,7 +11,7 @@ no size: there is no capacity and no padding, so the worst imbalance needs the s
 
 Gated delta rules (`MixerShape`). Our convolution and recurrence save their inputs: what the projection of queries, keys
 and values gives, the same convolved, the decay in float32 and beta. The gated norm saves the recurrence's output and
-the gate. transformers' functions save 8 K + 3 V + 5 C numbers per token and value head in float32, and K V / C for the
+the gate. transformers' functions save 12 K + 3 V + 5 C + 6 numbers per token and value head in float32, and K V / C for the
 states of chunks of C = 64 tokens (counted in `torch_chunk_gated_delta_rule` of Qwen3.5).
 """
 
@@ -82,7 +82,7 @@ def saved_by_mixer(layer: LayerShape, itemsize: int, *, fused: bool, fused_norm:
     # in float32 softplus's input, its output if it is multiplied by a decay that trains, and their product, the decay
     size = elements * itemsize + 4 * mixer.value_heads * (2 + trains)
     if not fused:
-        per_head = 8 * mixer.key_dim + 3 * mixer.value_dim + 5 * TORCH_CHUNK
+        per_head = 12 * mixer.key_dim + 3 * mixer.value_dim + 5 * TORCH_CHUNK + 6
         size += 4 * mixer.value_heads * (per_head + mixer.key_dim * mixer.value_dim // TORCH_CHUNK)
     if fused_norm:
         return size + 2 * mixer.values * itemsize + 4 * mixer.value_heads
