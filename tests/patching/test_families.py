@@ -14,13 +14,14 @@ from ligertune.patching.patch import PatchReport
 from ligertune.planning.plan import KernelLine
 
 PAGE = ROOT / "docs" / "families.md"
-MIXER = {"rms_norm", "gated_rms_norm", "linear_cross_entropy"}  # Mamba 2, Gated DeltaNet
+MIXER = {"rms_norm", "gated_rms_norm", "linear_cross_entropy"}  # Mamba 2
+DELTA_RULE = {*MIXER, "gated_delta_rule"}
 # Norms without a weight, gated norms, rotation of q alone, latent attention, state spaces, encoders, images
 FAMILIES = {
     ("causal", "gemma4_text"): {"apply_rope", "rms_norm", "geglu", "linear_cross_entropy"},
     ("causal", "nanochat"): {"apply_rope", "rms_norm", "linear_cross_entropy"},
-    ("causal", "qwen3_next"): {*MIXER, "apply_rope", "swiglu", "experts"},
-    ("causal", "qwen4_exp_text"): {*MIXER, "apply_rope", "swiglu", "experts"},
+    ("causal", "qwen3_next"): {*DELTA_RULE, "apply_rope", "swiglu", "experts"},
+    ("causal", "qwen4_exp_text"): {*DELTA_RULE, "apply_rope", "swiglu", "experts"},
     ("causal", "deepseek_v3"): {"apply_rope", "rms_norm", "swiglu", "experts", "linear_cross_entropy"},
     ("causal", "mamba2"): MIXER,
     ("causal", "bart"): {"layer_norm"},
@@ -64,7 +65,7 @@ def test_the_script_counts_dense_causal_families_that_lack_a_kernel():
     script = script_module("generated_pages.families_page")
     whole = {
         "norm": state(rms_norm=5), "rope": state(apply_rope=2), "MLP": state(swiglu=2),
-        "loss": state(linear_cross_entropy=1),
+        "mixer": state(gated_delta_rule=1), "loss": state(linear_cross_entropy=1),
     }  # fmt: skip
     kinds = {
         "whole": whole,
@@ -73,6 +74,7 @@ def test_the_script_counts_dense_causal_families_that_lack_a_kernel():
         "mixture": whole | {"MLP": state(left=1, experts=2)},
         "left_mixture": whole | {"MLP": state(left=1, experts=0)},
         "plain_mlp": whole | {"MLP": state(present=False)},
+        "no_mixer": whole | {"mixer": state(present=False)},
         "no_rope": whole | {"rope": state(present=False), "loss": state(left=1)},
     }
     results = [FamilyResult("causal", name, "Model", "same", layers=layers) for name, layers in kinds.items()]
@@ -81,11 +83,11 @@ def test_the_script_counts_dense_causal_families_that_lack_a_kernel():
         FamilyResult("causal", "broken", "Model", "crashes", "KeyError"),
     ]
     assert script.headline(results) == (
-        "Of 3 dense causal families with norms, RoPE and a gated MLP, 1 (33 %) have all of their norms, RoPE, MLPs and "
+        "Of 4 dense causal families with norms, RoPE and a gated MLP, 2 (50 %) have all of their norms, RoPE, MLPs and "
         "the loss patched; the others lack:\n\n- `left`: norm: 2 Layer: another eps\n- `not_found`: rope: not found"
     )
-    assert "| layer_norm 1, 2 left | apply_rope 2 | swiglu 2 | linear_cross_entropy 1 |" in script.page(results)
-    assert "| `broken` | causal | Model |  |  |  |  | 0e+00 | crashes | KeyError |" in script.page(results)
+    assert "| layer_norm 1, 2 left | apply_rope 2 | swiglu 2 | gated_delta_rule 1 | linear_cross_entropy 1 |" in script.page(results)
+    assert "| `broken` | causal | Model |  |  |  |  |  | 0e+00 | crashes | KeyError |" in script.page(results)
 
 
 def test_a_rotation_that_is_not_found_is_not_absent():

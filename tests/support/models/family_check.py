@@ -48,7 +48,7 @@ class LayerState:
 class FamilyResult:
     """One entry of transformers' tables. error: the largest relative difference of loss, gradients and logits.
 
-    layers: by kind: norm, rope, MLP, loss.
+    layers: by kind: norm, rope, MLP, mixer, loss.
     """
 
     kind: str
@@ -74,8 +74,9 @@ class FamilyResult:
 
     @property
     def lacks(self) -> dict[str, LayerState]:
-        """Kinds of layers that are not patched, or not all of them."""
-        return {kind: state for kind, state in self.layers.items() if not state.patched}
+        """Kinds of layers that are not patched, or not all of them. A model without a mixer lacks none."""
+        absent = {kind for kind, state in self.layers.items() if kind == "mixer" and not state.present}
+        return {kind: state for kind, state in self.layers.items() if not state.patched and kind not in absent}
 
 
 def check_family(kind: str, model_type: str) -> FamilyResult:
@@ -129,11 +130,11 @@ ROPE_SETTINGS = ("rope_parameters", "rope_theta", "rotary_dim", "rotary_pct")
 
 
 def layer_states(model: nn.Module, report: PatchReport, *, logits_are_made: bool = False) -> dict[str, LayerState]:
-    """Return what `patch` did with norms, rotations, MLPs and the loss of a model."""
+    """Return what `patch` did with norms, rotations, MLPs, mixers and the loss of a model."""
     *rows, loss = report.rows
-    kinds = {"norm": [], "rope": [], "MLP": []}
+    kinds = {"norm": [], "rope": [], "MLP": [], "mixer": []}
     for row in rows:
-        kinds["norm" if "norm" in row.kernel else "rope" if "rope" in row.kernel else "MLP"].append(row)
+        kinds[_kind_of(row.kernel)].append(row)
     # RoPE that `patch` does not find would be left out of the count, so another sign of it is looked for, too
     rotates = any("rotary" in type(module).__name__.lower() for module in model.modules())
     rotates |= any(getattr(model.config.get_text_config(), name, None) is not None for name in ROPE_SETTINGS)
@@ -151,6 +152,12 @@ def layer_states(model: nn.Module, report: PatchReport, *, logits_are_made: bool
     why = "logits are made" if logits_are_made else loss.note
     states["loss"] = LayerState({loss.kernel: 1} if fused else {}, 0 if fused else 1, "" if fused else why, True)
     return states
+
+
+def _kind_of(kernel: str) -> str:
+    if kernel == "gated_delta_rule":
+        return "mixer"
+    return "norm" if "norm" in kernel else "rope" if "rope" in kernel else "MLP"
 
 
 def _train(model: nn.Module, model_type: str) -> dict[str, Tensor]:
