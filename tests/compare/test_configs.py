@@ -18,21 +18,44 @@ PLANNED = {
 }
 
 
-@pytest.mark.corpus
-@pytest.mark.parametrize("name", PLANNED)
-def test_the_kernels_apply_to_every_layer_of_a_published_model(name, corpus, tmp_path):
-    folder, layers, mlp = PLANNED[name]
+def recipe_on_corpus(name, folder, tokenizer, corpus, tmp_path):
+    """Load a recipe with the configuration of its model, a tokenizer and data of the corpus."""
     settings = {
         "model.model_name_or_path": corpus / "model_configs" / folder,
         "model.init": "random",
-        "model.tokenizer.path": corpus / "tokenizers" / "mistral-7b-v0.1",
+        "model.tokenizer.path": corpus / "tokenizers" / tokenizer,
         "data.datasets.0.path": corpus / "alpaca" / "alpaca_random_head1000.jsonl",
         "data.num_proc": 1,
         "checkpoint.output_dir": tmp_path / "run",
     }
-    recipe = load_recipe(CONFIGS / name, overrides=[f"{key}={value}" for key, value in settings.items()])
-    plan = plan_for(recipe).plan
+    return load_recipe(CONFIGS / name, overrides=[f"{key}={value}" for key, value in settings.items()])
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_kernels_apply_to_every_layer_of_a_published_model(name, corpus, tmp_path):
+    folder, layers, mlp = PLANNED[name]
+    plan = plan_for(recipe_on_corpus(name, folder, "mistral-7b-v0.1", corpus, tmp_path)).plan
     applied = {line.kernel: line.applied for line in plan.kernels}
     assert applied == {"apply_rope": layers, "rms_norm": 2 * layers + 1, mlp: layers, "linear_cross_entropy": 1}
     assert plan.batching.global_batch_size * plan.rows.length == 32768
     assert plan.rows.packed and plan.rows.fill > 0.98
+
+
+# recipe -> the configuration in the corpus, layers with attention and with a gated delta rule
+HYBRIDS = {
+    "qwen/qwen3.5-4b-alpaca.yaml": ("Qwen3.5-4B", 8, 24),
+    "qwen/qwen3.5-4b-alpaca-lora.yaml": ("Qwen3.5-4B", 8, 24),
+}
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_is_packed_with_a_kernel_in_every_mixer(name, corpus, tmp_path):
+    folder, attention, recurrent = HYBRIDS[name]
+    plan = plan_for(recipe_on_corpus(name, folder, "qwen2.5", corpus, tmp_path)).plan
+    lines = {line.kernel: line for line in plan.kernels}
+    assert not any(line.left for line in plan.kernels)
+    assert (lines["apply_rope"].applied, lines["gated_delta_rule"].applied) == (attention, recurrent)
+    assert plan.batching.global_batch_size * plan.rows.length == 32768
+    assert plan.rows.packed and plan.rows.fill > 0.97
