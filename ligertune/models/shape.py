@@ -42,7 +42,6 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
     layer, other_layers = _layer_shapes(model)
     types = getattr(config, "layer_types", None) or []
     linear = [kind in RECURRENT_LAYERS for kind in types]
-    mixers = [one.mixer for one in (layer, *(other for other, _ in other_layers)) if one is not None and one.mixer]
     in_front_ids = {id(p) for layer in in_front for p in layer.parameters()}
     return kind(
         family=type(next(module for module in model.modules() if isinstance(module, PreTrainedModel))).__name__,
@@ -65,7 +64,6 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
         other_layers=other_layers,
         linear_layers=sum(linear),
         linear_in_front=sum(linear[: len(in_front)]),
-        recurrence=mixers[0].flops if mixers else 0,
     )
 
 

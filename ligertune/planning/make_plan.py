@@ -17,8 +17,8 @@ from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
     choose_policy,
     choose_tile,
-    delta_chunk,
     may_tile,
+    on_machine,
     with_checkpointed_layers,
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
@@ -256,9 +256,7 @@ def estimate_memory(
     if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
-    mixer = next((layer.mixer for layer in (shape.layer, *(one for one, _ in shape.other_layers)) if layer.mixer), None)
-    if mixer is not None and policy.delta_chunk:
-        policy = replace(policy, delta_chunk=delta_chunk(mixer, itemsize, inputs.machine))
+    policy = on_machine(policy, shape.mixer, itemsize, inputs.machine)
     dequantised = dequantised_bytes(shape.layer.experts, itemsize) if recipe.method.type == "qlora" else 0
     # The backward of an 8-bit layer dequantises its weight.
     eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(recipe.method.stored_as))

@@ -39,7 +39,6 @@ stored, and copied back when it is needed: no copy is under way while a layer co
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -56,10 +55,11 @@ from ligertune.planning.memory.layer_bytes import (
     float8_bytes,
     float8_saved,
     mixer_backward_bytes,
+    new_gradients,
     saved_by_experts,
     saved_by_mixer,
 )
-from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape, TowerShape
+from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, LayerShape
 
 # cuBLAS allocates one workspace for the forward's thread and one for the backward's (torch: getWorkspaceSize, Hopper).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
@@ -213,22 +213,14 @@ def backward_bytes(
         without_mlp = replace(layer, mlp=0, mlp_in=False, mlp_out=False, experts=None)
         freed = layer_bytes(layer, policy, itemsize, 1) - layer_bytes(without_mlp, policy, itemsize, 1)
         mixer = mixer_backward_bytes(layer.mixer, itemsize, chunk=policy.delta_chunk)
-        mlp = max(mlp, tokens * (mixer - freed))
+        made = new_gradients(layer.experts, itemsize) * expert_gradients
+        mlp = max(mlp, tokens * (mixer - freed) + made)
     return outside + mlp + float8_bytes(layer, policy.float8, tokens, fused_mlp=fused)
 
 
 def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:
     """Return the bytes per token of one layer's gate if gates are offloaded: one is prefetched while one is used."""
     return layer.mlp * itemsize if policy.offloads_gates and layer.experts is None else 0
-
-
-def tower_bytes(tower: TowerShape, image_tokens: float, policy: ActivationPolicy, itemsize: int) -> int:
-    """Return the bytes that tower and projector save for the files of a micro-batch."""
-    projector = math.ceil(image_tokens) * tower.projector * itemsize
-    if not tower.trains or policy.offloads_inputs:
-        return projector
-    patches = math.ceil(image_tokens * tower.patches_per_token)
-    return projector + tower.layers * patches * (tower.hidden if policy.checkpointing else tower.kept) * itemsize
 
 
 def loss_workspace(rows: int, head: HeadShape, itemsize: int, *, needs_dw: bool, free: int | None) -> int:
@@ -342,6 +334,18 @@ class LayerStack:
         return layer, *(one for one, number in self.others if number)
 
 
+def _saved_by_last(
+    layer: LayerShape, last: int, policy: ActivationPolicy, itemsize: int, batch: MicroBatch, stack: LayerStack
+) -> int:
+    """Return the bytes that the last layers save, in which each kind has the share that it has in all layers."""
+    usual = saved_bytes(layer, policy, itemsize, batch)
+    others = (
+        round(last * number / stack.number) * (saved_bytes(one, policy, itemsize, batch) - usual)
+        for one, number in stack.others
+    )
+    return last * usual + sum(others)
+
+
 def _layer_needs(
     layer: LayerShape, policy: ActivationPolicy, *, batch: MicroBatch, itemsize: int, gradients: bool
 ) -> tuple[int, int]:
@@ -362,11 +366,7 @@ def step_phases(
     policy_of_last = policy.without_checkpointing() if last else policy
     policy_of_first = policy if last < layers else policy.without_checkpointing()
     hidden_states = batch.tokens * layer.hidden * itemsize
-    saved = saved_bytes(layer, policy_of_last, itemsize, batch)
-    saved_by_last = last * saved + sum(
-        round(last * number / layers) * (saved_bytes(one, policy_of_last, itemsize, batch) - saved)
-        for one, number in stack.others
-    )
+    saved_by_last = _saved_by_last(layer, last, policy_of_last, itemsize, batch, stack)
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (0 < last < layers if policy.offloads_inputs else layers - last) * hidden_states
     held = saved_by_last + inputs + stack.tower
@@ -382,9 +382,9 @@ def step_phases(
     run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
     back_of_last = back
     if last:
-        own, *others = (needs(one, policy_of_last)[1] for one in stack.kinds(layer))
+        saved, own = needs(layer, policy_of_last)
         # the backward of a layer of another kind begins when that of the last layer has freed what that one saved
-        back_of_last = max(own, *(other - saved for other in others)) if others else own
+        back_of_last = max(own, max(needs(one, policy_of_last)[1] for one in stack.kinds(layer)) - saved)
     done_layer = backward_bytes(largest, policy_of_first, itemsize, batch.tokens)
     end_weight = head.elements * itemsize  # of the embedding or of the head
     embedding = end_weight * (head.embedding_trains and (head.tied or batch.accumulates))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.ops.recurrence.tiles import delta_tiles
@@ -60,6 +61,13 @@ def delta_chunk(mixer: MixerShape, itemsize: int, machine: Machine) -> int:
     chip = Chip(machine.vendor, machine.arch, warp_size, processors=1, l2_bytes=1)
     tiles = delta_tiles(max(mixer.key_dim, mixer.value_dim), itemsize, chip)
     return 0 if tiles is None else tiles.chunk
+
+
+def on_machine(policy: ActivationPolicy, mixer: MixerShape | None, itemsize: int, machine: Machine) -> ActivationPolicy:
+    """Return the policy with the chunks of the machine's kernels."""
+    if mixer is None or not policy.delta_chunk:
+        return policy
+    return replace(policy, delta_chunk=delta_chunk(mixer, itemsize, machine))
 
 
 def _float8_of(recipe: Recipe) -> Float8:

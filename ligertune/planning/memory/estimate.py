@@ -10,6 +10,7 @@ forward, which comes first, when no activations exist.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,6 @@ from ligertune.planning.memory.activation_bytes import (
     loss_workspace,
     step_phases,
     tiled_phases,
-    tower_bytes,
 )
 from ligertune.planning.memory.layer_bytes import float8_copies
 from ligertune.planning.memory.model_shape import AddedHeadsShape, FrozenModelShape, HeadShape, LayerShape, TowerShape
@@ -264,6 +264,15 @@ class MemoryPeak:
             "loss": self.phase.loss,
             "working": self.phase.working,
         }
+
+
+def tower_bytes(tower: TowerShape, image_tokens: float, policy: ActivationPolicy, itemsize: int) -> int:
+    """Return the bytes that tower and projector save for the files of a micro-batch."""
+    projector = math.ceil(image_tokens) * tower.projector * itemsize
+    if not tower.trains or policy.offloads_inputs:
+        return projector
+    patches = math.ceil(image_tokens * tower.patches_per_token)
+    return projector + tower.layers * patches * (tower.hidden if policy.checkpointing else tower.kept) * itemsize
 
 
 def largest(fits: Callable[[int], bool], *, limit: int) -> int:

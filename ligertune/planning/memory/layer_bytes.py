@@ -11,8 +11,8 @@ no size: there is no capacity and no padding, so the worst imbalance needs the s
 
 Gated delta rules (`MixerShape`). Our convolution and recurrence save their inputs: what the projection of queries, keys
 and values gives, the same convolved, the decay in float32 and beta. The gated norm saves the recurrence's output and
-the gate. transformers' functions save 12 K + 3 V + 5 C + 6 numbers per token and value head in float32, and K V / C for the
-states of chunks of C = 64 tokens (counted in `torch_chunk_gated_delta_rule` of Qwen3.5).
+the gate. transformers' functions save 12 K + 3 V + 5 C + 6 numbers per token and value head in float32, and K V / C for
+the states of chunks of C = 64 tokens (counted in `torch_chunk_gated_delta_rule` of Qwen3.5).
 """
 
 from __future__ import annotations
@@ -57,11 +57,16 @@ def experts_backward_bytes(
     call of the backward computes; otherwise they are counted as states.
     """
     rows = tokens * experts.chosen * itemsize
-    new = gradients * (experts.trained * itemsize + 4 * experts.adapter)
+    new = gradients * new_gradients(experts, itemsize)
     if fused:  # a third of the weights is the down projection's
         return max(rows * (hidden + experts.mlp) + new // 3, rows * hidden + new)
     # the gradient of the weighted outputs, that of the outputs, and their product, whose sum is the router's gradient
     return rows * max(3 * hidden, hidden + 4 * experts.mlp) + new
+
+
+def new_gradients(experts: ExpertsShape | None, itemsize: int) -> int:
+    """Return the bytes of the gradients of one layer's experts and their adapters."""
+    return 0 if experts is None else experts.trained * itemsize + 4 * experts.adapter
 
 
 def dequantised_bytes(experts: ExpertsShape | None, itemsize: int) -> int:

@@ -227,7 +227,17 @@ class ModelShape:
     heads: AddedHeadsShape | None = None
     linear_layers: int = 0  # layers without attention
     linear_in_front: int = 0  # of those, how many are among the `in_front`
-    recurrence: int = 0  # FLOPs per token forward of the recurrence of a linear layer; 0: not understood
+
+    @property
+    def mixer(self) -> MixerShape | None:
+        """The gated delta rule of the layers that have one."""
+        layers = (self.layer, *(layer for layer, _ in self.other_layers))
+        return next((layer.mixer for layer in layers if layer is not None and layer.mixer is not None), None)
+
+    @property
+    def recurrence(self) -> int:
+        """FLOPs per token forward of the recurrence of a layer without attention; 0: it is not understood."""
+        return 0 if self.mixer is None else self.mixer.flops
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
         """Return model FLOPs of forward and backward, without recomputation.

@@ -13,7 +13,8 @@ from ligertune.data.statistics import largest_file_share
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
-from ligertune.planning.memory.activation_bytes import ActivationPolicy, tower_bytes
+from ligertune.planning.memory.activation_bytes import ActivationPolicy
+from ligertune.planning.memory.estimate import tower_bytes
 from ligertune.planning.options import MethodOptions
 
 
