@@ -9,6 +9,7 @@ from ligertune_kernels.ops.recurrence import package_functions
 from support.quickstart_runs import bare_recipe
 
 from ligertune.hardware import Machine
+from ligertune.models.decays import make_decays_float32
 from ligertune.models.shape import read_shape, text_layers
 from ligertune.models.trainable import apply_method
 from ligertune.patching.norms import kernel_norms
@@ -144,6 +145,11 @@ def test_layers_of_a_hybrid_mixture_of_experts(family):
     assert (number, layer.mixer, layer.heads, layer.norms) == (3, MIXER, 0, 2 * E)
     assert layer.experts == shape.layer.experts and shape.layer.experts is not None
     assert shape.layer.mixer is None and shape.layer.gated
+    model = hybrid(family).bfloat16()
+    router = read_shape(model).layer.experts.router
+    make_decays_float32(model)
+    ((layer, _),) = read_shape(model).other_layers
+    assert layer.experts.router == router  # it reads the norm's bfloat16 and no decay's float32
     dense = shape_of("qwen3_next", mlp_only_layers=[0])  # three kinds
     assert [(one.mixer is None, one.experts is None, number) for one, number in dense.other_layers] == [
         (False, False, 2), (False, True, 1),

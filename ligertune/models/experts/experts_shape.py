@@ -91,7 +91,9 @@ def read_experts(config: PreTrainedConfig, layer: nn.Module) -> ExpertsShape | N
 
 def _norm_dtype(layer: nn.Module) -> torch.dtype:
     """Return the dtype of the layer's norms, whose output the router reads. Its own weight may be float32."""
-    return next(p.dtype for p in layer.parameters() if p.ndim == 1 and p.is_floating_point())
+    vectors = [(name, p.dtype) for name, p in layer.named_parameters() if p.ndim == 1 and p.is_floating_point()]
+    # the decays of a recurrence are float32, and are vectors, too
+    return next((dtype for name, dtype in vectors if "norm" in name), vectors[0][1])
 
 
 def _saved_by_router(layer: nn.Module, prefix: str, number: int, dtype: torch.dtype, hidden: int) -> int:
