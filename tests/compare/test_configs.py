@@ -46,6 +46,7 @@ def test_the_kernels_apply_to_every_layer_of_a_published_model(name, corpus, tmp
 HYBRIDS = {
     "qwen/qwen3.5-4b-alpaca.yaml": ("Qwen3.5-4B", 8, 24),
     "qwen/qwen3.5-4b-alpaca-lora.yaml": ("Qwen3.5-4B", 8, 24),
+    "qwen/qwen3.5-35b-a3b-alpaca-lora.yaml": ("Qwen3.5-35B-A3B", 10, 30),
 }
 
 
