@@ -68,7 +68,8 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     except UserError:
         _check_vocabulary_file(folder / "tokenizer.json", origin)
         raise
-    if len(tokenizer) == 0:
+    # transformers makes one with an EOS token alone for a folder without a tokenizer's files, for some classes
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise origin.error(f"the tokenizer of {name} is empty.", hint)
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise origin.error(f"{Path(name) / 'tokenizer_config.json'}: chat_template is not a text.")

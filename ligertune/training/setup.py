@@ -60,6 +60,7 @@ from ligertune.training.parallel.distributed import (
     leave_four_bit_weights,
     reduce_sum,
     uses_deepspeed,
+    wrap_layers_that_are_there,
 )
 from ligertune.training.step import StepFunction, TrainStep
 
@@ -320,6 +321,7 @@ def _wrap(plan: Plan, accelerator: Accelerator, model: nn.Module, custom: Custom
     if _takes_kernel_step(plan, accelerator, optimizer):
         optimizer = with_kernel_step(optimizer)
     leave_four_bit_weights(model)
+    wrap_layers_that_are_there(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
     autocast_under_fsdp(accelerator, model)
     attach_to_prepared(optimizer)

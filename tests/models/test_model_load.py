@@ -9,6 +9,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from support.models import tiny_models
+from support.models.tiny_families import tiny_family
 
 from ligertune.data.modalities.image.families import family_of
 from ligertune.errors import UserError
@@ -192,6 +193,12 @@ def test_a_missing_or_broken_tokenizer(quickstart, folder, content, complaint):
         (folder / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=complaint):
         load_tokenizer(spec(folder))
+
+
+def test_a_model_of_a_class_with_a_tokenizer_but_without_its_files(tmp_path):
+    tiny_family("causal", "qwen3_5_text").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="the tokenizer of .* is empty"):
+        load_tokenizer(spec(tmp_path))
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(quickstart, folder):

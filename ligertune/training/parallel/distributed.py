@@ -134,6 +134,16 @@ def _deepspeed_plugin(plan: Plan) -> DeepSpeedPlugin:
     return plugin
 
 
+def wrap_layers_that_are_there(accelerator: Accelerator, model: nn.Module) -> None:
+    """Name the layers that FSDP2 wraps: a text model may name those of a vision tower, which accelerate would miss."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.transformer_cls_names_to_wrap is None:
+        named = set(getattr(model, "_no_split_modules", None) or ())
+        plugin.transformer_cls_names_to_wrap = sorted(named & {type(module).__name__ for module in model.modules()})
+
+
 def autocast_under_fsdp(accelerator: Accelerator, model: nn.Module) -> None:
     """Let the forward autocast under FSDP2, with outputs in float32: accelerate does so under all other strategies."""
     if not (accelerator.distributed_type == DistributedType.FSDP and accelerator.native_amp):

@@ -70,6 +70,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": _qwen("Qwen2-VL", "Qwen2VLProcessor"),
     "qwen2_5_vl": _qwen("Qwen2.5-VL", "Qwen2_5_VLProcessor"),
     "qwen3_vl": _qwen("Qwen3-VL", "Qwen3VLProcessor", "model.visual.deepstack_merger_list."),
+    "qwen3_5": _qwen("Qwen3.5", "Qwen3VLProcessor"),
+    "qwen3_5_moe": _qwen("Qwen3.5-MoE", "Qwen3VLProcessor"),
     "mllama": Family("Llama-3.2-Vision", "MllamaProcessor", "tiles", ("model.vision_model.",), _PROJECTOR),
     "llava": Family("LLaVA", "LlavaProcessor", "squares", ("model.vision_tower.",), _PROJECTOR, packs=True),
     "gemma3": Family(

@@ -1,0 +1,89 @@
+"""Runs of a tiny hybrid model: two ranks train as one process, and states learn to recall."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.command_line import RECIPE, losses
+from support.forked_ranks import on_ranks
+from support.models.tiny_families import tiny_family
+from support.quickstart_runs import train
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ligertune.patching.patch import patch
+
+TOKENIZER = str(RECIPE.parent / "stories260K")
+STEPS = 500  # that the recall may take
+LEARNED = 0.02  # cross entropy; guessing has log 4
+SETTINGS = {"data.packing": True, "data.max_length": 256, "train.global_batch_size": 4, "train.max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    """The folder of a tiny Qwen3.5 in float32, whose vocabulary holds the quickstart's."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    config = tiny_family("causal", "qwen3_5_text").config
+    config.vocab_size = 512
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_two_ranks_train_as_one_process(strategy, hybrid, tmp_path) -> None:
+    """FSDP2 wraps the layers of the text, although the class also names those of a vision tower."""
+    settings = {**SETTINGS, "model.model_name_or_path": str(hybrid), "model.tokenizer.path": TOKENIZER}
+    train(tmp_path / "one", **settings)
+    on_ranks(2, lambda rank: train(tmp_path / "two", **settings, **{"parallel.strategy": strategy}) and None)
+    expected = losses(tmp_path / "one" / "run")
+    assert len(expected) == 3 and losses(tmp_path / "two" / "run") == pytest.approx(expected, rel=1e-5)
+
+
+def recall_texts(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Return texts (count, length + 4): a mark, one of four values, words without meaning, another mark, the value."""
+    values = torch.randint(4, 8, (count,), generator=generator)
+    ids = torch.randint(10, 16, (count, length + 4), generator=generator)
+    ids[:, 0] = 8
+    ids[:, 1] = values
+    ids[:, -2] = 9
+    ids[:, -1] = values
+    return ids
+
+
+@pytest.mark.parametrize("lengths", [(40,), pytest.param((40, 200), marks=pytest.mark.slow)], ids=str)
+def test_a_value_is_recalled_across_many_tokens(lengths) -> None:
+    """Only the states of recurrences reach that far: there is no attention, and the convolutions see four tokens."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_5_text", vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        layer_types=["linear_attention"] * 2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            nn.init.constant_(parameter, -3.0)  # states that forget slowly, as some of a trained model do
+    patch(model, loss="torch")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+
+    def answers(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids[:, :-1], use_cache=False).logits[:, -1]
+
+    for length in lengths:
+        for _ in range(STEPS):
+            ids = recall_texts(16, length, generator)
+            loss = cross_entropy(answers(ids), ids[:, -1])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if loss < LEARNED:
+                break
+    ids = recall_texts(100, lengths[-1], generator)
+    with torch.no_grad():
+        right = answers(ids).argmax(-1) == ids[:, -1]
+    assert right.float().mean() > 0.95
