@@ -197,7 +197,7 @@ def test_a_missing_or_broken_tokenizer(quickstart, folder, content, complaint):
 
 def test_a_model_of_a_class_with_a_tokenizer_but_without_its_files(tmp_path):
     tiny_family("causal", "qwen3_5_text").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="the tokenizer of .* is empty"):
+    with pytest.raises(UserError, match=r"the tokenizer of .* is empty"):
         load_tokenizer(spec(tmp_path))
 
 

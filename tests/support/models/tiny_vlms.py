@@ -58,11 +58,13 @@ TOKENS = {
     "qwen2_vl": (_QWEN, QWEN_TEMPLATE, "<|endoftext|>", "<|im_end|>", None),
     "qwen2_5_vl": (_QWEN, QWEN_TEMPLATE, "<|endoftext|>", "<|im_end|>", None),
     "qwen3_vl": (_QWEN, QWEN_TEMPLATE, "<|endoftext|>", "<|im_end|>", None),
+    "qwen3_5": (_QWEN, QWEN_TEMPLATE, "<|endoftext|>", "<|im_end|>", None),
     "mllama": (_LLAMA3, MLLAMA_TEMPLATE, "<|finetune_right_pad_id|>", "<|eot_id|>", "<|begin_of_text|>"),
     "llava": (("<pad>", "<s>", "</s>", "<image>"), LLAVA_TEMPLATE, "<pad>", "</s>", "<s>"),
     "gemma3": (_GEMMA, GEMMA_TEMPLATE, "<pad>", "<eos>", "<bos>"),
 }
 FAMILIES = tuple(TOKENS)
+QWEN3 = ("qwen3_vl", "qwen3_5")  # with patches of 16 pixels
 QWEN = tuple(name for name in FAMILIES if name.startswith("qwen"))
 TEXTS = ["What is this? Who are they? Is the value of 38 in 2015?", "Yes. It is a red square. user assistant system"]
 
@@ -113,6 +115,8 @@ def config_of(family: str, tokenizer: PreTrainedTokenizerFast, *, vision: dict |
                        "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
         "qwen3_vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
                      "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        "qwen3_5": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+                    "patch_size": 16, "num_position_embeddings": 64},
         "mllama": {"hidden_size": 16, "num_hidden_layers": 3, "num_global_layers": 1, "attention_heads": 2,
                    "intermediate_size": 32, "image_size": 28, "patch_size": 14, "max_num_tiles": 4,
                    "intermediate_layers_indices": [0, 1], "vision_output_dim": 48},
@@ -131,6 +135,11 @@ def config_of(family: str, tokenizer: PreTrainedTokenizerFast, *, vision: dict |
     if family == "qwen3_vl":
         words |= {"rope_parameters": {**sections, "mrope_interleaved": True}, "head_dim": 16}
         return transformers.Qwen3VLConfig(text_config=words, vision_config=tower, **ids)
+    if family == "qwen3_5":
+        words |= {"rope_parameters": {**sections, "mrope_interleaved": True}, "head_dim": 16,
+                  "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                  "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+        return transformers.Qwen3_5Config(text_config=words, vision_config=tower, **ids)
     if family == "mllama":
         image = number("<|image|>")
         words |= {"vocab_size": image, "num_hidden_layers": 3, "cross_attention_layers": [1], "rope_parameters": rope}
@@ -149,7 +158,7 @@ def config_of(family: str, tokenizer: PreTrainedTokenizerFast, *, vision: dict |
 def make_processor(family: str):
     """Return the Pillow-based image processor, with sizes that fit the small vision tower."""
     if family in QWEN:
-        changes = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family == "qwen3_vl" else {}
+        changes = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family in QWEN3 else {}
         return transformers.Qwen2VLImageProcessorPil(
             size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 64}, **changes
         )

@@ -21,6 +21,7 @@ from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch, unpatch
 from ligertune.planning.options import MethodOptions
 
+HYBRID = "qwen3_5"
 PACKED = tuple(name for name in tiny_vlms.FAMILIES if name not in ("mllama", "gemma3"))
 # towers with as many layers as the language model
 DEEP = {"qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "llava": {"num_hidden_layers": 2}}
@@ -65,7 +66,8 @@ def test_patched_training_equals_unpatched(family, four_rows, tokenizer_of, read
     batch = batch_of(four_rows(family), reader_of(family), rows_for(family))
     for options in ({}, {"num_items_in_batch": 31}):
         found, expected = (training(model, batch, **options) for model in (patched, plain))
-        assert_same(found, expected, tolerance=2e-5, least=1e-4)
+        # gradients of a hybrid's decays are sums over a row that cancel
+        assert_same(found, expected, tolerance=4e-5 if family == HYBRID else 2e-5, least=1e-4)
 
 
 @each_family
@@ -83,6 +85,15 @@ APPLIED = {
     "qwen2_vl": {"apply_rope": 4, "rms_norm": 5, "layer_norm": 5, "swiglu": 2, "linear_cross_entropy": 1},
     "qwen2_5_vl": {"apply_rope": 4, "rms_norm": 10, "swiglu": 4, "linear_cross_entropy": 1},
     "qwen3_vl": {"apply_rope": 5, "rms_norm": 9, "layer_norm": 9, "swiglu": 2, "linear_cross_entropy": 1},
+    "qwen3_5": {
+        "apply_rope": 3,
+        "rms_norm": 7,
+        "gated_rms_norm": 1,
+        "layer_norm": 5,
+        "swiglu": 2,
+        "gated_delta_rule": 1,
+        "linear_cross_entropy": 1,
+    },
     "mllama": {"apply_rope": 2, "rms_norm": 9, "layer_norm": 10, "swiglu": 3, "linear_cross_entropy": 1},
     "llava": {"apply_rope": 2, "rms_norm": 5, "layer_norm": 8, "swiglu": 2, "linear_cross_entropy": 1},
     "gemma3": {"apply_rope": 2, "rms_norm": 14, "layer_norm": 6, "geglu": 2, "linear_cross_entropy": 1},
@@ -128,6 +139,8 @@ def test_rows_of_a_padded_batch_equal_single_rows(family, four_rows, tokenizer_o
 @pytest.mark.parametrize("implementation", ["document_attention", "per_document", "sdpa"])
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_training_equals_single_documents(family, implementation, patched, four_rows, tokenizer_of, reader_of):
+    if family == HYBRID and not patched:
+        pytest.skip("transformers' own recurrence does not keep documents apart")
     rows, reader = four_rows(family), reader_of(family)
     single = trainable(family, tokenizer_of(family), "sdpa")
     model = trainable(family, tokenizer_of(family), implementation)
@@ -176,6 +189,7 @@ def test_a_batch_of_text_gives_the_tower_zero_gradients(family, packed, four_row
     rows = four_rows(family)
     model = trainable(family, tokenizer_of(family), "per_document" if packed else "sdpa")
     if packed:
+        patch(model)
         install_packing_checks(model)
     loss, gradients = training(model, batch_of(rows, reader_of(family), (3,), packed=packed))
     vision = [g for name, g in gradients.items() if part_of(family_of(model.config), name) != "language_model"]
