@@ -17,7 +17,14 @@ import torch
 
 from ligertune.bench import accuracy
 from ligertune.bench.case import Case, Mode, OpBenchmark, Provider, Rates, Tensors
-from ligertune.bench.cases import attention_cases, expert_cases, loss_cases, norm_cases, pointwise_cases
+from ligertune.bench.cases import (
+    attention_cases,
+    expert_cases,
+    loss_cases,
+    norm_cases,
+    pointwise_cases,
+    recurrence_cases,
+)
 from ligertune.bench.clock import Clock, Timing, clock_for, measured_rates
 from ligertune.hardware import this_machine
 from ligertune.report import versions
@@ -33,6 +40,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         *norm_cases.NORMS,
         pointwise_cases.ROPE,
         attention_cases.ATTENTION,
+        *recurrence_cases.RECURRENCES,
         *pointwise_cases.GATED,
         expert_cases.EXPERTS,
         pointwise_cases.EMBEDDING,
