@@ -8,15 +8,25 @@ from importlib import import_module
 from . import layers
 from .experts_forward import experts_forward
 from .flash_attention import flash_attn_func, flash_attn_varlen_func
+from .ops.recurrence.package_functions import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+)
 from .table import OPS
 
 for _op in OPS:
     globals().update({_name: getattr(import_module(_op.module), _name) for _name in _op.exports})
 
 __all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
     "experts_forward",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "fused_recurrent_gated_delta_rule",
     "layers",
     *(name for op in OPS for name in op.exports),
 ]

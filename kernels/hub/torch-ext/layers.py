@@ -14,6 +14,7 @@ from .ops.attention.rope import apply_rope
 from .ops.mlp.gated_mlp import geglu, swiglu
 from .ops.norms.gated_rms_norm import gated_rms_norm
 from .ops.norms.rms_norm import rms_norm
+from .ops.recurrence import package_functions
 
 
 class RMSNorm(nn.Module):
@@ -130,3 +131,83 @@ class Experts(nn.Module):
         top_k_weights: torch.Tensor,  # (N, K)
     ) -> torch.Tensor:  # (N, E)
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+# Functions of transformers' hybrid models, which it looks up as layers under their names.
+
+
+class causal_conv1d_fn(nn.Module):
+    """The convolution in front of a gated delta rule, within documents: Qwen3.5, Qwen3-Next, OLMo hybrid."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # (B, C, T)
+        weight: torch.Tensor,  # (C, W)
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        return package_functions.causal_conv1d_fn(hidden_states, weight, bias, activation=activation, **kwargs)
+
+
+class causal_conv1d_update(nn.Module):
+    """The convolution of the next token in generation. It changes conv_state (B, C, S)."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # (B, C, 1)
+        conv_state: torch.Tensor,
+        weight: torch.Tensor,  # (C, W)
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        return package_functions.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+
+
+class chunk_gated_delta_rule(nn.Module):
+    """The gated delta rule of whole rows, within documents. chunk_size is the kernels' choice."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query: torch.Tensor,  # (B, T, H, K)
+        key: torch.Tensor,  # (B, T, H, K)
+        value: torch.Tensor,  # (B, T, X, V)
+        g: torch.Tensor,  # (B, T, X)
+        beta: torch.Tensor,  # (B, T, X)
+        chunk_size: int = 64,
+        initial_state: torch.Tensor | None = None,  # (B, X, K, V)
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        states = {"initial_state": initial_state, "output_final_state": output_final_state}
+        kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return package_functions.chunk_gated_delta_rule(query, key, value, g, beta, **states, **kwargs)
+
+
+class fused_recurrent_gated_delta_rule(nn.Module):
+    """The gated delta rule of the next token in generation."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query: torch.Tensor,  # (B, T, H, K)
+        key: torch.Tensor,  # (B, T, H, K)
+        value: torch.Tensor,  # (B, T, X, V)
+        g: torch.Tensor,  # (B, T, X)
+        beta: torch.Tensor,  # (B, T, X)
+        initial_state: torch.Tensor | None = None,  # (B, X, K, V)
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        states = {"initial_state": initial_state, "output_final_state": output_final_state}
+        kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return package_functions.fused_recurrent_gated_delta_rule(query, key, value, g, beta, **states, **kwargs)

@@ -135,7 +135,7 @@ def _deepspeed_plugin(plan: Plan) -> DeepSpeedPlugin:
 
 
 def wrap_layers_that_are_there(accelerator: Accelerator, model: nn.Module) -> None:
-    """Name the layers that FSDP2 wraps: a text model may name those of a vision tower, which accelerate would miss."""
+    """Name the layers that FSDP2 wraps: a model may name others, which accelerate would look for."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     plugin = accelerator.state.fsdp_plugin

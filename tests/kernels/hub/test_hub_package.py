@@ -16,6 +16,7 @@ from functorch.compile import make_boxed_func
 from ligertune_kernels.table import OPS
 from support.command_line import ROOT
 from support.models import tiny_models
+from support.models.tiny_families import tiny_family
 from support.rerun_interpreted import rerun_interpreted
 from support.script_modules import load_script
 from torch import Tensor, nn
@@ -275,6 +276,27 @@ def test_packed_and_padded_rows_train_with_the_package_as_attention(package, mon
     plain = loss_and_gradients(sdpa, **inputs, attention_mask=visible)
     assert_same_training(ours, plain)
     assert_same_training(loss_and_gradients(model), loss_and_gradients(sdpa))  # padded rows
+
+
+@NEEDS_KERNELS
+def test_a_hybrid_takes_the_functions_of_its_mixers_from_the_package(package, kernel, monkeypatch):
+    monkeypatch.setattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", ["cpu", "cuda", "rocm"])
+    model = tiny_family("causal", "qwen3_5_text").to(DEVICE)
+    edges = torch.tensor([0, 8, 20], dtype=torch.int32, device=DEVICE)
+    positions = torch.cat((torch.arange(8), torch.arange(12)))[None].to(DEVICE)
+    tokens = torch.randint(3, 100, (1, 20), device=DEVICE)
+    plain = loss_and_gradients(model, input_ids=tokens, labels=tokens)
+    alone = torch.cat([model(input_ids=part).logits for part in tokens.split((8, 12), 1)], 1)
+    names = ("causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    model.set_use_kernels(True, KernelConfig({name: f"{package}:{name}" for name in names}, use_local_kernel=True))
+    # gradients of decays are sums that cancel
+    assert_same_training(loss_and_gradients(model, input_ids=tokens, labels=tokens), plain, within=3e-4)
+    packed = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 12, "max_length_k": 12}
+    # attention has a mask of its own; the recurrence has the bounds
+    mask = torch.block_diag(torch.ones(8, 8), torch.ones(12, 12)).tril().bool()[None, None].to(DEVICE)
+    masks = {"full_attention": mask, "linear_attention": None}
+    out = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False, **packed).logits
+    torch.testing.assert_close(out, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from ligertune_kernels import causal_conv1d_step_reference
 from ligertune_kernels.ops.recurrence import package_functions
 from support.models.tiny_families import families, tiny_family
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ligertune.attention.document_isolation import check_document_isolation, document_leak
 from ligertune.data.batching.collate import collate_packed
@@ -137,6 +138,17 @@ def test_generation_with_a_cache_gives_the_same_tokens(model) -> None:
     assert not any(isinstance(module, KernelMixer) for module in model.modules())
 
 
+def test_a_convolution_with_another_activation_stays_transformers() -> None:
+    config = tiny_family("causal", "qwen3_5_text").config
+    config.hidden_act = "gelu"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 100, (1, 12), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        patch(model, loss="torch")
+        torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=1e-4, atol=1e-5)
+
+
 def torch_chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
     """Compute something else under the name of the rule."""
     return value * beta[..., None], None
@@ -145,6 +157,21 @@ def torch_chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
 class OtherMixer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch_chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0])[0]
+
+
+def torch_causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
+    """Compute the convolution, and leave the state to the caller."""
+    return causal_conv1d_step_reference(hidden_states, conv_state.clone(), weight, bias, activation=activation)
+
+
+class UpdatingMixer(nn.Module):
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return torch_causal_conv1d_update(x, state, x[0])
+
+
+def test_a_function_that_does_not_move_its_state_is_left_alone() -> None:
+    found = recognise_mixer(UpdatingMixer())
+    assert found == Refusal("torch_causal_conv1d_update: it computes another convolution")
 
 
 def test_a_function_that_computes_something_else_is_left_alone() -> None:

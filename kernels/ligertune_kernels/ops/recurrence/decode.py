@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from ligertune_kernels.chips import Chip, launch_options
-from ligertune_kernels.jit.device_functions import fp32, silu
+from ligertune_kernels.jit.device_functions import silu
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.recurrence import tiles
 from ligertune_kernels.ops.recurrence.causal_conv1d import MAX_TAPS, Activation
@@ -139,7 +139,7 @@ def gated_delta_rule_step_reference(
     return out.to(query.dtype), state
 
 
-@triton.jit(do_not_specialize=["n_tokens", "scale"])
+@triton.jit(do_not_specialize=["n_tokens"])
 def recurrent_step_kernel(
     q_ptr, k_ptr,  # (B, T, H, K), contiguous
     v_ptr,  # (B, T, X, V), contiguous
@@ -148,11 +148,10 @@ def recurrent_step_kernel(
     out_ptr,  # (B, T, X, V)
     final_ptr,  # (B, X, K, V) fp32
     key_dim, value_dim,
-    n_tokens, scale,
+    n_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_INITIAL: tl.constexpr, KEYS: tl.constexpr,
-    COLS: tl.constexpr, EPSILON: tl.constexpr,
+    COLS: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    scale = fp32(scale)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     value_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -177,7 +176,7 @@ def recurrent_step_kernel(
         state *= tl.exp(tl.load(decay_ptr + at_head).to(tl.float32))
         error = v - tl.sum(state * k[:, None], 0)
         state += k[:, None] * (error * tl.load(beta_ptr + at_head).to(tl.float32))[None, :]
-        out = tl.sum(state * q[:, None], 0) * scale
+        out = tl.sum(state * q[:, None], 0) * SCALE
         tl.store(out_ptr + at_head * value_dim + cols, out.to(out_ptr.dtype.element_ty), mask=cols < value_dim)
     tl.store(final_ptr + at_state + places, state, mask=inside)
 
@@ -187,7 +186,7 @@ def _step_launch(heads: int, group: int, key_dim: int, l2_norm: bool, has_initia
     keys = tiles.padded(key_dim)
     constants = {
         "HEADS": heads, "GROUP": group, "NORMED": l2_norm, "HAS_INITIAL": has_initial, "KEYS": keys,
-        "COLS": tiles.STEP_COLS, "EPSILON": EPS,
+        "COLS": tiles.STEP_COLS, "EPSILON": EPS, "SCALE": key_dim**-0.5,
     }  # fmt: skip
     return Launcher(recurrent_step_kernel, {**constants, **launch_options(keys * tiles.STEP_COLS, chip)})
 
@@ -228,6 +227,6 @@ def gated_delta_rule_step(
     launch(
         (-(-value_dim // tiles.STEP_COLS), value_heads, batch),
         (query, key, value, decay, beta, initial, out, final),
-        (key_dim, value_dim), query.shape[1], key_dim**-0.5,
+        (key_dim, value_dim), query.shape[1],
     )  # fmt: skip
     return out, final

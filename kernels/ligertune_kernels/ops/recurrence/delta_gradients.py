@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ligertune_kernels.jit.device_functions import fp32
 from ligertune_kernels.launcher import tl, triton
 from ligertune_kernels.ops.recurrence.chunks import (
     decay_between,
@@ -21,7 +20,7 @@ from ligertune_kernels.ops.recurrence.chunks import (
 )
 
 
-@triton.jit(do_not_specialize=["n_tokens", "scale"])
+@triton.jit(do_not_specialize=["n_tokens"])
 def local_gradients_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
     d_out_ptr,  # (B, T, X, V)
@@ -30,13 +29,12 @@ def local_gradients_kernel(
     starts_ptr,  # (T,) int32
     d_corrected_ptr,  # (B, T, X, V)
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    n_tokens, scale,
+    n_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Write the part of dv̂ that comes from outputs of the same chunk: dv̂_j = scale Σ_i D_ij (q_i·k_j) dout_i."""
-    scale = fp32(scale)
     chunk = tl.program_id(0)
     value_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -52,7 +50,7 @@ def local_gradients_kernel(
     q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
-    weights = tl.dot(k, tl.trans(q), input_precision=DOT) * scale
+    weights = tl.dot(k, tl.trans(q), input_precision=DOT) * SCALE
     if NORMED:
         at_norms = batch * n_tokens * HEADS + head
         weights *= load_numbers(k_norm_ptr + at_norms, tokens, n_tokens, HEADS)[:, None]
@@ -67,7 +65,7 @@ def local_gradients_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_chunks", "part_tokens", "scale"])
+@triton.jit(do_not_specialize=["n_tokens", "n_chunks", "part_tokens"])
 def state_gradients_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
     w_ptr,  # (B, T, X, K)
@@ -80,13 +78,12 @@ def state_gradients_kernel(
     d_states_ptr,  # (B, T / CHUNK, X, K, V): of the state after each chunk
     d_initial_ptr,  # (B, X, K, V) fp32
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    n_tokens, n_chunks, part_tokens, scale,
+    n_tokens, n_chunks, part_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Carry dS back through the chunks: dv̂_j += r_j dSᵀ k_j, then dS = s dS + Σ_i exp(G_i) q_i dout_iᵀ - Wᵀ dv̂."""
-    scale = fp32(scale)
     col = tl.program_id(0) * COLS
     value_head = tl.program_id(1).to(tl.int64)
     part = (tl.program_id(2) % tl.cdiv(n_tokens, part_tokens)).to(tl.int64)
@@ -123,7 +120,7 @@ def state_gradients_kernel(
         to_state, kept = decay_to_state(
             logs, starts, log_ptr + at_heads, starts_ptr, first, n_tokens, value_heads, HAS_DOCUMENTS, CHUNK
         )
-        from_state = tl.where(owned, scale * decay_from_state(logs, starts, first), 0.0)
+        from_state = tl.where(owned, SCALE * decay_from_state(logs, starts, first), 0.0)
         if NORMED:
             to_state *= load_numbers(k_norm_ptr + at_norms, tokens, n_tokens, HEADS)
             from_state *= load_numbers(q_norm_ptr + at_norms, tokens, n_tokens, HEADS)
@@ -151,7 +148,7 @@ def _through_norm(grad, x, inverse_norm):
     return inverse_norm[:, None] * (grad - x * along[:, None])
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_chunks", "scale"])
+@triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
 def query_gradients_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
     corrected_ptr, d_out_ptr,  # (B, T, X, V)
@@ -162,16 +159,15 @@ def query_gradients_kernel(
     dq_ptr,  # (B, T, H, K)
     d_log_ptr,  # (B, T, X) fp32: the part of the gradient of G
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    n_tokens, n_chunks, scale,
+    n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Write dq = scale (m dout Sᵀ + (D ∘ dout v̂ᵀ) k).
 
     G of a token that reads has the gradient q·dq, and that of the last token also s S·dS.
     """
-    scale = fp32(scale)
     chunk = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -203,8 +199,8 @@ def query_gradients_kernel(
             carried += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
             d_weights = tl.dot(d_out, tl.trans(v), d_weights, input_precision=DOT)
             dq_new = tl.dot(d_out, tl.trans(state), dq_new, input_precision=DOT)
-        dq_new *= (scale * decay_from_state(logs, starts, first))[:, None]
-        d_weights *= decay_between(logs, starts, CHUNK) * (scale * k_scale)[None, :]  # k enters as it is
+        dq_new *= (SCALE * decay_from_state(logs, starts, first))[:, None]
+        d_weights *= decay_between(logs, starts, CHUNK) * (SCALE * k_scale)[None, :]  # k enters as it is
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dq_new = tl.dot(d_weights.to(k.dtype), k, dq_new, input_precision=DOT)
         q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
@@ -326,7 +322,7 @@ def correction_gradients_kernel(
     store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_chunks", "scale"])
+@triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
 def key_gradients_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
     corrected_ptr, d_out_ptr,  # (B, T, X, V)
@@ -337,16 +333,15 @@ def key_gradients_kernel(
     dk_ptr,  # (B, T, H, K) fp32: in, of keys that read; out, also where queries and the state read them
     d_log_ptr,  # (B, T, X) fp32: in and out as dk
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    n_tokens, n_chunks, scale,
+    n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Add to dk what keys get where queries and the state after the chunk read them: scale (D ∘ dout v̂ᵀ)ᵀ q + r v̂ dSᵀ.
 
     G of a token that is read has the gradient -k·dk, and that of the last token all that the state got from the chunk.
     """
-    scale = fp32(scale)
     chunk = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -382,7 +377,7 @@ def key_gradients_kernel(
         dk_new *= to_state[:, None]
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         d_last = tl.sum(tl.sum(k.to(tl.float32) * dk_new, 1) * k_scale)
-        d_weights *= decay_between_transposed(logs, starts, CHUNK) * (scale * q_scale)[None, :]
+        d_weights *= decay_between_transposed(logs, starts, CHUNK) * (SCALE * q_scale)[None, :]
         q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
         dk_new = tl.dot(d_weights.to(q.dtype), q, dk_new, input_precision=DOT)
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)

@@ -28,7 +28,6 @@ on Hopper GPUs. The transposed tile is computed by a product of its own.
 
 from __future__ import annotations
 
-from ligertune_kernels.jit.device_functions import fp32
 from ligertune_kernels.launcher import tl, triton
 from ligertune_kernels.ops.recurrence.chunks import (
     decay_between,
@@ -228,7 +227,7 @@ def states_kernel(
             store_state(final_ptr + at_state, state, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_chunks", "scale"])
+@triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
 def outputs_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
     corrected_ptr,  # (B, T, X, V): v̂
@@ -238,13 +237,12 @@ def outputs_kernel(
     states_ptr,  # (B, T / CHUNK, X, K, V)
     out_ptr,  # (B, T, X, V)
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    n_tokens, n_chunks, scale,
+    n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Write out_i = scale (exp(G_i) q_iᵀ S + Σ_j D_ij (q_i·k_j) v̂_j)."""
-    scale = fp32(scale)
     chunk = tl.program_id(0)
     value_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -261,7 +259,7 @@ def outputs_kernel(
     q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
-    row_scale = tl.full([CHUNK], 1.0, tl.float32) * scale
+    row_scale = tl.full([CHUNK], 1.0, tl.float32) * SCALE
     col_scale = tl.full([CHUNK], 1.0, tl.float32)
     if NORMED:
         at_norms = batch * n_tokens * HEADS + head

@@ -145,10 +145,6 @@ class _Shape(NamedTuple):
     has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
     keeps_t: bool = False
 
-    @property
-    def scale(self) -> float:
-        return self.key_dim**-0.5
-
 
 @cached
 def _launches(shape: _Shape, chip: Chip) -> _Launches:
@@ -160,12 +156,13 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
     }  # fmt: skip
     values = tiles.padded(shape.value_dim)
 
-    def launch(kernel: Callable, tile: DeltaTile, **more: int | bool | str) -> _Launch:
+    def launch(kernel: Callable, tile: DeltaTile, **more: float | bool | str) -> _Launch:
         cols = min(tile.cols, values)
         sizes = {"COLS": cols, "num_warps": tile.warps, "num_stages": tile.stages}
         constants = shared | more | sizes | tiles.delta_options(chip)
         return _Launch(Launcher(kernel, constants), cols)
 
+    scale = {"SCALE": shape.key_dim**-0.5}
     ends = {"HAS_INITIAL": shape.has_initial, "HAS_FINAL": shape.has_final}
     precision = tiles.inverse_precision(shape.dtype.itemsize, chip)
     inverse = {"KEEPS_T": shape.keeps_t, "PRECISION": precision}
@@ -173,13 +170,13 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
         chunk=chosen.chunk,
         prepare=launch(delta_kernels.prepare_kernel, chosen.prepare, **inverse),
         states=launch(delta_kernels.states_kernel, chosen.states, **ends),
-        outputs=launch(delta_kernels.outputs_kernel, chosen.outputs),
-        local=launch(delta_gradients.local_gradients_kernel, chosen.local),
-        gradients=launch(delta_gradients.state_gradients_kernel, chosen.gradients, **ends),
+        outputs=launch(delta_kernels.outputs_kernel, chosen.outputs, **scale),
+        local=launch(delta_gradients.local_gradients_kernel, chosen.local, **scale),
+        gradients=launch(delta_gradients.state_gradients_kernel, chosen.gradients, **ends, **scale),
         values=launch(delta_gradients.value_gradients_kernel, chosen.values),
-        queries=launch(delta_gradients.query_gradients_kernel, chosen.queries),
+        queries=launch(delta_gradients.query_gradients_kernel, chosen.queries, **scale),
         corrections=launch(delta_gradients.correction_gradients_kernel, chosen.corrections),
-        keys=launch(delta_gradients.key_gradients_kernel, chosen.keys),
+        keys=launch(delta_gradients.key_gradients_kernel, chosen.keys, **scale),
         products=launch(delta_gradients.product_gradients_kernel, chosen.products),
     )
 
@@ -259,7 +256,7 @@ def _scan_back(
     d_corrected = torch.empty_like(made.corrected)
     launches.local.launcher(
         (n_chunks, value_heads, batch),
-        (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens, shape.scale,
+        (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens,
     )  # fmt: skip
     d_states = torch.empty_like(made.states)
     d_initial = torch.empty(
@@ -271,7 +268,7 @@ def _scan_back(
     launches.gradients.launcher(
         (columns, value_heads, batch * -(-n_tokens // part)),
         (x.q, x.k, made.w, d_out, *norms, x.starts, x.ends, d_final, d_corrected, d_states, d_initial),
-        x.strides("q", "k"), n_tokens, n_chunks, part, shape.scale,
+        x.strides("q", "k"), n_tokens, n_chunks, part,
     )  # fmt: skip
     return d_corrected, d_states, d_initial if shape.has_initial else None
 
@@ -291,7 +288,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         _launches(shape, chip).outputs.launcher(
             (n_chunks, value_heads, batch),
             (x.q, x.k, made.corrected, made.logs, made.q_norm, made.k_norm, x.starts, made.states, out),
-            x.strides("q", "k"), n_tokens, n_chunks, shape.scale,
+            x.strides("q", "k"), n_tokens, n_chunks,
         )  # fmt: skip
         ctx.save_for_backward(*x)
         ctx.shape = shape
@@ -304,7 +301,6 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx, d_out, d_final):
         x = _Inputs(*ctx.saved_tensors)
         shape = ctx.shape._replace(keeps_t=True)
-        scale = shape.scale
         chip = chip_of(x.q.device)
         batch, n_tokens, heads, _ = x.k.shape
         d_out = d_out.contiguous()
@@ -328,7 +324,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         launches.queries.launcher(
             chunks_of_keys,
             (x.q, x.k, made.corrected, d_out, *norms, x.starts, made.states, d_states, dq, d_logs),
-            x.strides("q", "k"), n_tokens, n_chunks, scale,
+            x.strides("q", "k"), n_tokens, n_chunks,
         )  # fmt: skip
         d_beta = x.beta.new_empty(x.beta.shape)
         partial_dk = torch.empty(x.k.shape, dtype=torch.float32, device=d_out.device)
@@ -341,7 +337,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         launches.keys.launcher(
             chunks_of_keys,
             (x.q, x.k, made.corrected, d_out, *norms, x.starts, d_states, partial_dk, d_logs),
-            x.strides("q", "k"), n_tokens, n_chunks, scale,
+            x.strides("q", "k"), n_tokens, n_chunks,
         )  # fmt: skip
         dk = x.k.new_empty(x.k.shape)
         d_decay = x.decay.new_empty(x.decay.shape)
@@ -380,7 +376,8 @@ def gated_delta_rule(
             "expected (T,) and (1, T, X, V)"
         )
     if value.numel() == 0:
-        return torch.zeros_like(value)
+        # of no token, but with gradients for all
+        return value * (query.sum() + key.sum() + decay.sum() + beta.sum()).to(value.dtype)
     query, key, value = _autocast(query, key, value)
     if not tiles.runs_delta_kernels(query, max(key.shape[-1], value.shape[-1])):
         with without_autocast(query.device):

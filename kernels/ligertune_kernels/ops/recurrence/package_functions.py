@@ -22,7 +22,7 @@ from ligertune_kernels.ops.recurrence.causal_conv1d import Activation, causal_co
 from ligertune_kernels.ops.recurrence.gated_delta_rule import gated_delta_rule, gated_delta_rule_with_states
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack  # of Python 3.11
 
 ACTIVATIONS: dict[str | None, Activation | None] = {None: None, "silu": "silu", "swish": "silu"}
 
@@ -86,7 +86,10 @@ def chunk_gated_delta_rule(
     if initial_state is None and not options.get("output_final_state"):
         return _scaled(gated_delta_rule(*tensors, l2_norm=l2_norm, documents=documents), key, options), None
     if documents is not None:
-        raise ValueError("gated_delta_rule: packed documents start from zeros; leave out initial and final states")
+        raise ValueError(
+            "gated_delta_rule: packed documents start from zeros and leave no state; leave out initial_state and "
+            "output_final_state, or pass use_cache=False to the model"
+        )
     out, state = gated_delta_rule_with_states(*tensors, l2_norm=l2_norm, initial_state=initial_state)
     return _scaled(out, key, options), state if options.get("output_final_state") else None
 

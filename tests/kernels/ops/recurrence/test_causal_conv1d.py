@@ -12,7 +12,7 @@ LENGTHS = (
     None,
     pytest.param((37,), id="one document"),
     pytest.param((1, 2, 3, 31), id="documents shorter than the taps"),
-    pytest.param((32, 96, 1, 10), id="documents that end with a tile and a run"),
+    pytest.param((128, 128, 1, 10), id="documents that end with runs of forward and backward"),
 )
 # channels of fewer than a vector, a block and more, with a ragged end
 CHANNELS = (3, 130)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from ligertune_kernels import gated_delta_rule, gated_delta_rule_reference, gated_delta_rule_with_states
 from ligertune_kernels.launcher import INTERPRETED
-from ligertune_kernels.ops.recurrence import package_functions
 from support.covering import every_pair
 from support.kernels.attention_runs import documents_of
 from support.kernels.judge import ONE_ROUNDING
@@ -178,24 +177,10 @@ def test_bad_shapes_are_refused(change, message) -> None:
         gated_delta_rule_with_states(**tensors)
 
 
-def test_documents_with_states_are_refused() -> None:
-    leaves = inputs((9,), (1, 1, 16, 16), torch.float32, "cpu")
-    with pytest.raises(ValueError, match="packed documents start from zeros"):
-        package_functions.chunk_gated_delta_rule(
-            *leaves, output_final_state=True, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32)
-        )
-
-
 def test_a_row_of_other_documents_is_refused() -> None:
     leaves = inputs((9,), (1, 1, 16, 16), torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"documents have starts \(8,\) and value \(1, 9, 1, 16\)"):
         gated_delta_rule(*leaves, documents=documents_of((8,), torch.device("cpu")))
-
-
-def test_the_factor_of_outputs_is_that_of_the_package() -> None:
-    leaves = inputs((9,), (1, 1, 16, 16), torch.float32, "cpu")
-    out, _ = package_functions.chunk_gated_delta_rule(*leaves, scale=0.5)
-    torch.testing.assert_close(out, 2 * gated_delta_rule(*leaves))  # 1 / sqrt(16) is 0.25
 
 
 def test_dtypes_that_differ_are_refused() -> None:
