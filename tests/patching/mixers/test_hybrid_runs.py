@@ -7,12 +7,14 @@ import torch
 from support.command_line import RECIPE, losses
 from support.forked_ranks import on_ranks
 from support.models.tiny_families import tiny_family
-from support.quickstart_runs import train
+from support.quickstart_runs import plan_run, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ligertune.errors import UserError
 from ligertune.patching.patch import patch
+from ligertune.planning.plan import Plan
 
 TOKENIZER = str(RECIPE.parent / "stories260K")
 LENGTHS = (40, 200)  # tokens to recall across: the second is learned within few steps after the first
@@ -28,6 +30,7 @@ def hybrid(tmp_path_factory) -> Path:
     config = tiny_family("causal", "qwen3_5_text").config
     config.vocab_size = 512
     config.tie_word_embeddings = True
+    config.max_position_embeddings = 512
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
@@ -87,3 +90,21 @@ def test_a_value_is_recalled_across_200_tokens() -> None:
     with torch.no_grad():
         right = answers(ids).argmax(-1) == ids[:, -1]
     assert right.float().mean() > 0.95
+
+
+def plan_of(folder: Path, model: Path, **changes: object) -> Plan:
+    settings = {"model.model_name_or_path": str(model), "model.tokenizer.path": TOKENIZER, "data.packing": "auto"}
+    return plan_run(folder, **{**settings, **changes}).plan
+
+
+def test_packing_is_on_where_our_kernels_keep_documents_apart(hybrid, tmp_path) -> None:
+    assert plan_of(tmp_path, hybrid).rows.kind == "packed"
+
+
+def test_packing_is_off_where_transformers_carries_a_state(hybrid, tmp_path) -> None:
+    plan = plan_of(tmp_path, hybrid, **{"kernels.mixer": False})
+    assert plan.rows.kind != "packed"
+    why = "Qwen3_5GatedDeltaNet layers carry state from one document of a packed row into the next"
+    assert f"packing is off: {why}" in plan.notes
+    with pytest.raises(UserError, match=f"data.packing: {why}"):
+        plan_of(tmp_path, hybrid, **{"kernels.mixer": False, "data.packing": True})
