@@ -15,7 +15,7 @@ WIDTH = 128
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
 TAPS = 4
 ROWS = ((4, 2048), (1, 8192), (1, 32768))
-CPU_ROWS = ((1, 3), (1, 66))
+CPU_ROWS = ((1, 3), (2, 9))
 BATCHES = ((1,), (8,), (64,))  # of generation
 CPU_BATCHES = ((1,), (3,))
 

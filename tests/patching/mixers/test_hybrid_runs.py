@@ -17,7 +17,7 @@ from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan
 
 TOKENIZER = str(RECIPE.parent / "stories260K")
-LENGTHS = (40, 200)  # tokens to recall across: the second is learned within few steps after the first
+LENGTHS = (20, 200)  # tokens to recall across: the second is learned within few steps after the first
 STEPS = 500  # that the recall may take
 LEARNED = 0.02  # cross entropy; guessing has log 4
 SETTINGS = {"data.packing": True, "data.max_length": 256, "train.global_batch_size": 4, "train.max_steps": 3}
@@ -58,12 +58,12 @@ def recall_texts(count: int, length: int, generator: torch.Generator) -> torch.T
 
 
 def test_a_value_is_recalled_across_200_tokens() -> None:
-    """Only the states of recurrences reach that far: there is no attention, and the convolutions see four tokens."""
+    """Only the states of recurrences reach that far: there is no attention, and the convolution sees four tokens."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3_5_text", vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        layer_types=["linear_attention"] * 2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        "qwen3_5_text", vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        layer_types=["linear_attention"], num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
@@ -71,14 +71,14 @@ def test_a_value_is_recalled_across_200_tokens() -> None:
         if name.endswith("A_log"):
             nn.init.constant_(parameter, -3.0)  # states that forget slowly, as some of a trained model do
     patch(model, loss="torch")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 
     def answers(ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids[:, :-1], use_cache=False).logits[:, -1]
 
     for length in LENGTHS:
         for _ in range(STEPS):
-            ids = recall_texts(16, length, generator)
+            ids = recall_texts(8, length, generator)
             loss = cross_entropy(answers(ids), ids[:, -1])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -24,9 +24,9 @@ HEADS = (
     pytest.param((1, 3, 24, 20), id="widths not a power of two"),
 )
 # largest decay of a token as a logarithm: hardly any, the fastest of a model that is trained, and more than float32
-DECAYS = (1e-4, 0.05, 2.0, 20.0, 2000.0)
+DECAYS = (1e-4, 2.0, 20.0, 2000.0)
 # Largest error, relative to the largest number, of an fp32 result; sums of g near 1000 have a last place of 6e-5.
-FP32 = {1e-4: 3e-6, 0.05: 3e-6, 2.0: 3e-6, 20.0: 2e-5, 2000.0: 1e-3}
+FP32 = {1e-4: 3e-6, 2.0: 3e-6, 20.0: 2e-5, 2000.0: 1e-3}
 # 16-bit factors of products: at most as many roundings as lie between an input and a gradient
 ROUNDINGS = 8
 
@@ -108,7 +108,7 @@ def test_equal_keys_do_not_cancel(device) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths", [LENGTHS[0], LENGTHS[-1]])
 def test_half_precision_is_within_its_roundings(lengths, dtype, device) -> None:
     compare(
         inputs(lengths, (2, 4, 32, 32), dtype, device, 0.05), lengths, ROUNDINGS * ONE_ROUNDING[dtype], l2_norm=True
