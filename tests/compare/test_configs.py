@@ -48,10 +48,11 @@ HYBRIDS = {
     "qwen/qwen3.5-4b-alpaca-lora.yaml": ("Qwen3.5-4B", 8, 24),
     "qwen/qwen3.5-35b-a3b-alpaca-lora.yaml": ("Qwen3.5-35B-A3B", 10, 30),
 }
+FASTEST_HYBRID, *SLOWER_HYBRIDS = HYBRIDS
 
 
 @pytest.mark.corpus
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [FASTEST_HYBRID, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER_HYBRIDS)])
 def test_a_hybrid_is_packed_with_a_kernel_in_every_mixer(name, corpus, tmp_path):
     folder, attention, recurrent = HYBRIDS[name]
     plan = plan_for(recipe_on_corpus(name, folder, "qwen2.5", corpus, tmp_path)).plan

@@ -7,12 +7,19 @@ packed row come in the packages' own arguments, or as `document_places`, which n
     cu_seqlens        (documents + 1,): the places where documents begin, then the number of tokens
     document_places   (2, T) int32: the first token, and the one after the last, of each token's document
 
+The two functions of the rule take by name:
+
+    initial_state             (B, X, K, V)
+    output_final_state        bool
+    use_qk_l2norm_in_kernel   bool
+    scale                     factor of the outputs, by default 1 / sqrt(K)
+
 Other arguments of the packages change how they compute, and are accepted without effect where transformers passes them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -20,9 +27,6 @@ from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence import decode
 from ligertune_kernels.ops.recurrence.causal_conv1d import Activation, causal_conv1d
 from ligertune_kernels.ops.recurrence.gated_delta_rule import gated_delta_rule, gated_delta_rule_with_states
-
-if TYPE_CHECKING:
-    from typing import Unpack  # of Python 3.11
 
 ACTIVATIONS: dict[str | None, Activation | None] = {None: None, "silu": "silu", "swish": "silu"}
 
@@ -56,24 +60,13 @@ def causal_conv1d_update(
     return y[..., 0] if x.ndim == 2 else y
 
 
-class RuleOptions(TypedDict, total=False):
-    """What the two functions of the gated delta rule take by name. Anything else has no effect."""
-
-    scale: float | None  # of the outputs, by default 1 / sqrt(K)
-    initial_state: torch.Tensor | None  # (B, X, K, V)
-    output_final_state: bool
-    use_qk_l2norm_in_kernel: bool
-    cu_seqlens: torch.Tensor | None
-    document_places: torch.Tensor | None
-
-
 def chunk_gated_delta_rule(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
     value: torch.Tensor,  # (B, T, X, V)
     g: torch.Tensor,  # (B, T, X)
     beta: torch.Tensor,  # (B, T, X)
-    **options: Unpack[RuleOptions],
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # (B, T, X, V), (B, X, K, V) float32
     """Compute the gated delta rule within documents, as chunk_gated_delta_rule of flash-linear-attention.
 
@@ -100,7 +93,7 @@ def fused_recurrent_gated_delta_rule(
     value: torch.Tensor,  # (B, T, X, V)
     g: torch.Tensor,  # (B, T, X)
     beta: torch.Tensor,  # (B, T, X)
-    **options: Unpack[RuleOptions],
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # (B, T, X, V), (B, X, K, V) float32
     """Compute the gated delta rule of few tokens, as fused_recurrent_gated_delta_rule of flash-linear-attention.
 
@@ -116,7 +109,7 @@ def fused_recurrent_gated_delta_rule(
     return _scaled(out, key, options), state if options.get("output_final_state") else None
 
 
-def _scaled(out: torch.Tensor, key: torch.Tensor, options: RuleOptions) -> torch.Tensor:
+def _scaled(out: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Return outputs, which have the factor 1 / sqrt(K), with that of the options."""
     scale = options.get("scale")
     return out if scale is None else out * (scale * key.shape[-1] ** 0.5)

@@ -23,10 +23,10 @@ HEADS = (
     pytest.param((2, 4, 16, 32), id="two value heads per key head"),
     pytest.param((1, 3, 24, 20), id="widths not a power of two"),
 )
-# largest decay of a token as a logarithm: hardly any, the fastest of a model that is trained, and more than float32
-DECAYS = (1e-4, 2.0, 20.0, 2000.0)
-# Largest error, relative to the largest number, of an fp32 result; sums of g near 1000 have a last place of 6e-5.
-FP32 = {1e-4: 3e-6, 2.0: 3e-6, 20.0: 2e-5, 2000.0: 1e-3}
+# largest decay of a token as a logarithm: hardly any, and the fastest of a model that is trained
+DECAYS = (1e-4, 2.0, 20.0)
+# Largest error, relative to the largest number, of an fp32 result.
+FP32 = {1e-4: 3e-6, 2.0: 3e-6, 20.0: 2e-5}
 # 16-bit factors of products: at most as many roundings as lie between an input and a gradient
 ROUNDINGS = 8
 
@@ -73,6 +73,7 @@ def compare(leaves, lengths, tolerance: float, *, state: bool = False, **options
         assert error <= tolerance * expected.abs().max().clamp(min=0.1)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("l2_norm", [True, False])
 def test_the_reference_in_float64_is_the_loop(lengths, l2_norm) -> None:
