@@ -5,6 +5,9 @@ RMSNorm, RMSNormZeroCentered, RMSNormGated, rotary_pos_emb. The MLPs and experts
 them one with `kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")`.
 """
 
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -133,81 +136,33 @@ class Experts(nn.Module):
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-# Functions of transformers' hybrid models, which it looks up as layers under their names.
+def _function_layer(function: Callable, parameters: str, *, others: bool = True) -> type[nn.Module]:
+    """Return a layer that calls a function of a hybrid model's mixer. transformers looks it up under its name.
+
+    parameters: names of the positional ones. `kernels` compares their number and kinds with those of the function that
+    the layer replaces. others: the function takes more by name.
+    """
+    names = parameters.split()
+
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return function(**dict(zip(names, args, strict=False)), **kwargs)
+
+    kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+    kinds += [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)] * others
+    forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    members = {"forward": forward, "can_torch_compile": True, "__doc__": function.__doc__, "__module__": __name__}
+    return type(function.__name__, (nn.Module,), members)
 
 
-class causal_conv1d_fn(nn.Module):
-    """The convolution in front of a gated delta rule, within documents: Qwen3.5, Qwen3-Next, OLMo hybrid."""
-
-    can_torch_compile = True
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # (B, C, T)
-        weight: torch.Tensor,  # (C, W)
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: object,
-    ) -> torch.Tensor:
-        return package_functions.causal_conv1d_fn(hidden_states, weight, bias, activation=activation, **kwargs)
-
-
-class causal_conv1d_update(nn.Module):
-    """The convolution of the next token in generation. It changes conv_state (B, C, S)."""
-
-    can_torch_compile = True
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # (B, C, 1)
-        conv_state: torch.Tensor,
-        weight: torch.Tensor,  # (C, W)
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        return package_functions.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
-
-
-class chunk_gated_delta_rule(nn.Module):
-    """The gated delta rule of whole rows, within documents. chunk_size is the kernels' choice."""
-
-    can_torch_compile = True
-
-    def forward(
-        self,
-        query: torch.Tensor,  # (B, T, H, K)
-        key: torch.Tensor,  # (B, T, H, K)
-        value: torch.Tensor,  # (B, T, X, V)
-        g: torch.Tensor,  # (B, T, X)
-        beta: torch.Tensor,  # (B, T, X)
-        chunk_size: int = 64,
-        initial_state: torch.Tensor | None = None,  # (B, X, K, V)
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        states = {"initial_state": initial_state, "output_final_state": output_final_state}
-        kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return package_functions.chunk_gated_delta_rule(query, key, value, g, beta, **states, **kwargs)
-
-
-class fused_recurrent_gated_delta_rule(nn.Module):
-    """The gated delta rule of the next token in generation."""
-
-    can_torch_compile = True
-
-    def forward(
-        self,
-        query: torch.Tensor,  # (B, T, H, K)
-        key: torch.Tensor,  # (B, T, H, K)
-        value: torch.Tensor,  # (B, T, X, V)
-        g: torch.Tensor,  # (B, T, X)
-        beta: torch.Tensor,  # (B, T, X)
-        initial_state: torch.Tensor | None = None,  # (B, X, K, V)
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        states = {"initial_state": initial_state, "output_final_state": output_final_state}
-        kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return package_functions.fused_recurrent_gated_delta_rule(query, key, value, g, beta, **states, **kwargs)
+_RULE = "initial_state output_final_state use_qk_l2norm_in_kernel"
+causal_conv1d_fn = _function_layer(package_functions.causal_conv1d_fn, "x weight bias activation")
+causal_conv1d_update = _function_layer(
+    package_functions.causal_conv1d_update, "x conv_state weight bias activation", others=False
+)
+chunk_gated_delta_rule = _function_layer(
+    package_functions.chunk_gated_delta_rule,
+    f"query key value g beta chunk_size {_RULE}",  # the kernels choose the chunk's size
+)
+fused_recurrent_gated_delta_rule = _function_layer(
+    package_functions.fused_recurrent_gated_delta_rule, f"query key value g beta {_RULE}"
+)
