@@ -35,8 +35,8 @@ def defines_the_rule(model_type: str) -> bool:
 FAMILIES = sorted(name for kind, name in families() if kind == "causal" and defines_the_rule(name))
 
 
-# one with a norm of its own, one with a mixture, one with other projections; the others have the code of one of these
-FAST = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "olmo_hybrid"}
+# the others have the code of one of these
+FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES])
