@@ -103,14 +103,20 @@ def test_a_packed_document_equals_itself_alone(model) -> None:
     model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
     install_packing_checks(model)
     rows = [torch.tensor(example.input_ids)[None] for example in documents(model)]
-    grads = torch.randn(sum(LENGTHS), model.config.get_text_config().vocab_size).split(LENGTHS)
+    generator = torch.Generator().manual_seed(5)
+    shape = (sum(LENGTHS), model.config.get_text_config().vocab_size)
+    grads = torch.randn(shape, generator=generator).split(LENGTHS)
     results = []
     for logits in (packed_logits(model), torch.cat([model(input_ids=ids).logits[0] for ids in rows])):
         model.zero_grad()
         torch.autograd.backward(logits, torch.cat(grads))
-        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for packed, alone in zip(*results, strict=True):
-        torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.detach().abs().max())))
+        grads_of = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"logits": logits, **grads_of})
+    for name, alone in results[1].items():
+        # gradients of decays are sums over all tokens that cancel
+        tolerance = 5e-5 if name.endswith(("A_log", "dt_bias")) else 1e-5
+        atol = tolerance * max(1.0, float(alone.detach().abs().max()))
+        torch.testing.assert_close(results[0][name], alone, rtol=tolerance, atol=atol)
     assert document_leak(model, multiple_of=1) < 1e-5
 
 
