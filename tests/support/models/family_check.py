@@ -15,7 +15,6 @@ from ligertune.patching.patch import NONE_FOUND, PatchReport, patch, unpatch
 from support.models.tiny_families import class_name, inputs_of, tiny_family
 
 TOLERANCE = 1e-4  # of the loss, of a parameter's largest gradient, of the largest logit: sums in another order
-DECAY_TOLERANCE = 3e-4  # of gradients of decays: sums over a row that cancel; each side is up to 8e-5 from float64
 LEAST = 1e-3  # share of the largest gradient of all below which a parameter's is zero but for rounding
 Run = Callable[[nn.Module, str], Tensor]
 Outcome = Literal["same", "differs", "crashes", "not built"]
@@ -118,17 +117,13 @@ def _compare(
     for name, output in outputs.items():
         if output is not None:
             errors[name] = _error(OUTPUTS[name](patched, model_type), output)
-    wrong = [name for name, error in errors.items() if not error <= _tolerance(name)]
+    wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
     restored = not unpatch(patched) and [type(module) for module in patched.modules()] == classes
     again = _train(patched, model_type)
     if not restored or any(not torch.equal(again[name], expected[name]) for name in expected):
         wrong.append("unpatched")
     layers = layer_states(plain, report, logits_are_made=made)
     return "differs" if wrong else "same", ", ".join(wrong[:3] + notes), max(errors.values()), layers
-
-
-def _tolerance(name: str) -> float:
-    return DECAY_TOLERANCE if name.endswith(("A_log", "dt_bias")) else TOLERANCE
 
 
 ROPE_SETTINGS = ("rope_parameters", "rope_theta", "rotary_dim", "rotary_pct")
