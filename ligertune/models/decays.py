@@ -1,4 +1,4 @@
-"""Decays of recurrences, which stay float32: parameters of a few numbers, of which each is the memory of a whole head.
+"""Keep `A_log` and `dt_bias`, which set the decays of a recurrence, in float32. Each has one number per head.
 
 bfloat16 would round A_log by up to 0.4 %, which a state multiplies up over hundreds of tokens, and lose small updates.
 """

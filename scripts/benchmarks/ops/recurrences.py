@@ -13,7 +13,7 @@ and 4 taps, with SiLU. One row of 2,048, 8,192, 32,768 and 131,072 tokens. Sides
     copy             a copy of the convolution's input: forward one copy, backward one and a half (x and dy to dx)
 
 All sides run in one process on the same tensors. Times are medians of runs by CUDA events. "Kept" is what the backward
-needs beside the inputs. --small runs tiny shapes on a CPU, with the kernels' PyTorch references, to test the script.
+needs besides the inputs. --small runs tiny shapes on a CPU, with the kernels' PyTorch references, to test the script.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def page(options: argparse.Namespace, points: list[dict], reason: str | None) ->
             "Medians of up to 20 runs by CUDA events, of 2 where one takes long: the GPU's time, without the host's. "
             "Small differences may be noise.",
             f"'packed' computes documents of {DOCUMENT} tokens, which the other sides do not keep apart.",
-            "'Kept' is what the backward needs beside the inputs. Sides in torch run up to "
+            "'Kept' is what the backward needs besides the inputs. Sides in torch run up to "
             f"{LONGEST_IN_TORCH:,} tokens.",
         ],
         columns=[["op", "op", ""], ["tokens", "tokens", ",d"], ["side", "side", ""],

@@ -292,7 +292,7 @@ def test_a_hybrid_takes_the_functions_of_its_mixers_from_the_package(package, ke
     # gradients of decays are sums that cancel
     assert_same_training(loss_and_gradients(model, input_ids=tokens, labels=tokens), plain, within=3e-5)
     packed = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 12, "max_length_k": 12}
-    # attention has a mask of its own; the recurrence has the bounds
+    # attention gets a mask, and the recurrence the bounds of the documents
     mask = torch.block_diag(torch.ones(8, 8), torch.ones(12, 12)).tril().bool()[None, None].to(DEVICE)
     masks = {"full_attention": mask, "linear_attention": None}
     out = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False, **packed).logits
