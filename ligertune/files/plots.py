@@ -30,8 +30,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
     """Draw a figure as PNG, and write it as `write_bytes` does."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.set_dpi(dpi)
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=dpi, format="png")
+    FigureCanvasAgg(figure).print_png(drawn)  # `savefig` lays out and draws twice, for the same bytes
     write_bytes(path, drawn.getvalue())
 
 

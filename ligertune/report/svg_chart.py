@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -36,7 +37,12 @@ class Series:
 
 def render_template(package: str, name: str, **values: Any) -> str:
     """Render a template in a package's folder. Every value is escaped, and a missing one is an error."""
-    environment = jinja2.Environment(
+    return _environment(package).get_template(name).render(**values)
+
+
+@cache  # with it templates are compiled once, which takes longer than to render them
+def _environment(package: str) -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.PackageLoader(package, "."),
         autoescape=True,
         trim_blocks=True,
@@ -44,7 +50,6 @@ def render_template(package: str, name: str, **values: Any) -> str:
         undefined=jinja2.StrictUndefined,
         finalize=_printable_value,
     )
-    return environment.get_template(name).render(**values)
 
 
 def _printable_value(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,7 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
     tables = [("Base model", _base_rows(base, trained, plan, is_adapter=is_adapter))]
     tables += [] if options is None else [("Training", _training(plan, options)), ("Results", _results(report))]
     versions = [(package, version) for package, version in report.get("versions", {}).items()]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    card = environment.get_template("model_card.md.j2").render(
+    card = _template().render(
         metadata=metadata.to_yaml().strip(),
         title=title,
         base=base,
@@ -96,6 +93,15 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
         system_prompt=prompt["system_prompt"],
     )
     return printable(card)
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template("model_card.md.j2")
 
 
 def _task_tag(options: RunOptions) -> str:
