@@ -289,8 +289,7 @@ def test_a_hybrid_takes_the_functions_of_its_mixers_from_the_package(package, ke
     alone = torch.cat([model(input_ids=part).logits for part in tokens.split((8, 12), 1)], 1)
     names = ("causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
     model.set_use_kernels(True, KernelConfig({name: f"{package}:{name}" for name in names}, use_local_kernel=True))
-    # gradients of decays are sums that cancel
-    assert_same_training(loss_and_gradients(model, input_ids=tokens, labels=tokens), plain, within=3e-5)
+    assert_same_training(loss_and_gradients(model, input_ids=tokens, labels=tokens), plain)
     packed = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 12, "max_length_k": 12}
     # attention gets a mask, and the recurrence the bounds of the documents
     mask = torch.block_diag(torch.ones(8, 8), torch.ones(12, 12)).tril().bool()[None, None].to(DEVICE)

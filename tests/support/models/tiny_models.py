@@ -1,11 +1,14 @@
 """Two-layer random models of each supported family, and a batch with padding and untrained tokens."""
 
+import math
+
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 VOCAB = 128
+SLOW_DECAY = 0.05  # A of a recurrence: its states outlast the batch
 BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -51,13 +54,18 @@ def make(family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
 
 
 def random_model(auto_class: type, config: transformers.PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
-    """Return an fp32 model in training mode. Weights of zero or one are changed, because they would hide errors."""
+    """Return an fp32 model in training mode.
+
+    Weights of zero or one are changed, because they would hide errors, and so would decays that forget each state.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class.from_config(config)
         for name, parameter in model.named_parameters():
             if "gate" in name and parameter.numel() == 1:  # a tanh gate: at 0 an image has no effect
                 parameter.data.fill_(0.5)
+            elif name.endswith("A_log"):
+                parameter.data.fill_(math.log(SLOW_DECAY))
             elif "norm" in name or "ln_" in name:
                 parameter.data += 0.1 * torch.randn_like(parameter)
             elif parameter.ndim > 1 or not parameter.abs().sum():

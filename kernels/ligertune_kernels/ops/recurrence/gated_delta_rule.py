@@ -76,8 +76,10 @@ def gated_delta_rule_reference(
     firsts = torch.arange(len(starts), device=query.device) * REFERENCE_CHUNK
 
     seen = (starts[:, :, None] == starts[:, None, :]).tril()
+    # added up from j to i: a difference of sums since the start of the chunk would lose digits where these are large
+    spans = g[..., None].expand(*g.shape, REFERENCE_CHUNK).tril(-1).cumsum(-2)  # (B, X, N, C, C): of g after j up to i
+    between = spans.masked_fill(~seen, float("-inf")).exp()
     logs = (seen.to(wide) @ g[..., None])[..., 0]  # (B, X, N, C)
-    between = (logs[..., :, None] - logs[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     reads = logs.exp() * (starts < firsts.clamp(min=1)[:, None])
     to_state = between[..., -1, :]
     kept = reads[..., -1]
