@@ -25,6 +25,12 @@ LONG = (
 
 FILES = itertools.count(1)
 
+# Tests in these files look at charts. Other runs draw none, as without matplotlib: it takes a quarter of a short run.
+CHARTS = (
+    "test_curves", "test_hostile_places", "test_train", "test_run_display", "test_medusa_command", "test_bench",
+    "test_bench_pages", "test_compare_command", "test_compare_summary", "test_docs",
+)  # fmt: skip
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
@@ -58,6 +64,14 @@ def no_garbage() -> Iterator[None]:
     if next(FILES) % 5 == 0:
         gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_charts(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem not in CHARTS:
+            patch.setattr("ligertune.files.plots.find_spec", lambda name: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

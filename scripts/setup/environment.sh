@@ -68,6 +68,10 @@ PY
 install() {
   use_environment
   install_torch
+  install_checkout "$@"
+}
+
+install_checkout() {
   say "Installing ligertune"
   "$PYTHON" -m pip install -q --no-compile -e ".${1:+[$1]}" || fail "the installation failed; the lines above say why."
 }

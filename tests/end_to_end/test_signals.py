@@ -12,7 +12,7 @@ from support.command_line import RECIPE, Background, losses, overrides, start, w
 from ligertune.cli.render.run_report import resumed
 
 SETTINGS = {"train.max_steps": 300, "logging.logging_steps": 1, "checkpoint.save_strategy": "no",
-            "data.val_split": 0, "checkpoint.output_dir": "run", "train.per_device_train_batch_size": 2,
+            "data.val_split": 0, "checkpoint.output_dir": "run", "train.per_device_train_batch_size": 1,
             "train.gradient_accumulation_steps": 1}  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def disturb_run(
     folder: Path, disturb: Callable[[subprocess.Popen], None], *, after: str = "checkpoints/step-3", **changes: object
 ) -> Done:
     """Call `disturb` on a run of two ranks when the file `after` exists. Returns the finished run."""
-    process = start(train_command(**{**SETTINGS, **changes}), cwd=folder)
+    process = start(train_command(**{**SETTINGS, "train.per_device_train_batch_size": 1, **changes}), cwd=folder)
     wait_until(process, (folder / "run" / after).exists)
     if process.poll() is None:
         disturb(process)
