@@ -1,13 +1,14 @@
-"""Compare predicted with measured peak memory, over training steps of 32 configurations.
+"""Compare predicted with measured peak memory, over training steps of 40 configurations.
 
     scripts/bench memory --corpus FOLDER [--out memory.json] [--only llama-1b]
     scripts/bench memory --moe [--only qwen3]                 mixtures of experts, with the sizes in moe_models.py
     torchrun --nproc-per-node 2 scripts/bench memory ...      FSDP2 on two GPUs
 
-FOLDER holds model_configs/{Llama-3.2-1B,Meta-Llama-3-8B,Qwen2.5-1.5B,gemma-7b}; weights are random, the 8B model is cut
-to 8 layers and Gemma to 6. Each model takes four steps of full training, of LoRA and with an 8-bit optimizer (bf16 if
-neither bitsandbytes nor torchao is installed), with and without checkpointing, each at another batch and length; and of
-full training and LoRA with `kernels.recompute`. Without these last eight it takes four minutes on one H100.
+FOLDER holds model_configs/{Llama-3.2-1B,Meta-Llama-3-8B,Qwen2.5-1.5B,gemma-7b,Qwen3.5-4B}; weights are random, the 8B
+model and Qwen3.5 are cut to 8 layers and Gemma to 6. Each model takes four steps of full training, of LoRA and with an
+8-bit optimizer (bf16 if neither bitsandbytes nor torchao is installed), with and without checkpointing, each at another
+batch and length; and of full training and LoRA with `kernels.recompute`. Without these last ten it takes five minutes
+on one H100.
 
 --moe trains nine mixtures of experts cut to a few layers instead: full training and LoRA on attention and experts, with
 and without checkpointing, and two of them in 4 bits if bitsandbytes is installed. Five minutes on one
@@ -278,7 +279,7 @@ def page(options: argparse.Namespace, rows: list[dict], left_out: list[str]) -> 
         ] if options.moe else [
             "The formula was corrected with measurements of these configurations, so they do not show how it does on "
             "other models.",
-            "llama-8b/8 has 8 layers of Llama-3-8B, gemma-7b/6 has 6 of Gemma-7B. Weights are random.",
+            "The number behind a name is that of its layers; the whole models have more. Weights are random.",
             "full: all weights train with AdamW. checkpointing: `train.gradient_checkpointing`. recompute: "
             f"`kernels.recompute`. 8-bit: all weights train with `{eight_bits(WORLD)}`.",
         ],

@@ -5,6 +5,7 @@ MODELS = {
     "llama-8b/8": {"model.model_name_or_path": "Meta-Llama-3-8B", "model.num_hidden_layers": 8},
     "qwen-1.5b": {"model.model_name_or_path": "Qwen2.5-1.5B"},
     "gemma-7b/6": {"model.model_name_or_path": "gemma-7b", "model.num_hidden_layers": 6},
+    "qwen3.5-4b/8": {"model.model_name_or_path": "Qwen3.5-4B", "model.num_hidden_layers": 8},
 }
 RECOMPUTE = {"kernels.recompute": True}
 METHODS = {"full": {}, "lora": {"method.type": "lora"}, "8-bit": {}, "full recompute": RECOMPUTE,
@@ -15,6 +16,7 @@ SIZES = {
     "llama-8b/8": ((4, 1024, 2), (8, 2048, 1)),
     "qwen-1.5b": ((4, 2048, 1), (16, 1024, 2)),
     "gemma-7b/6": ((2, 2048, 2), (4, 4096, 1)),
+    "qwen3.5-4b/8": ((4, 2048, 1), (4, 4096, 2)),
 }
 # with --moe: model -> (sizes in moe_models.py, layers)
 MIXTURES = {

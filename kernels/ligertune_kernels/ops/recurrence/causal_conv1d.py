@@ -58,29 +58,32 @@ def causal_conv1d_reference(
 
 
 @triton.jit
-def _tap(w_ptr, cols, lag: tl.constexpr, n_channels, TAPS: tl.constexpr):
+def _tap(w_ptr, cols, lag: tl.constexpr, inside, TAPS: tl.constexpr):
     """Load the weights of the token `lag` places back, fp32; zero if there is no such tap."""
     if lag < TAPS:
-        return tl.load(w_ptr + cols * TAPS + (TAPS - 1 - lag), mask=cols < n_channels, other=0.0).to(tl.float32)
+        return tl.load(w_ptr + cols * TAPS + (TAPS - 1 - lag), mask=inside, other=0.0).to(tl.float32)
     else:
         return cols * 0.0
 
 
 @triton.jit
-def _load_token(ptr, token, token_stride, n_tokens, cols, n_channels):
-    """Load the channels `cols` of one token; zero outside of the row."""
-    there = (token >= 0) & (token < n_tokens)
-    return tl.load(ptr + token * token_stride + cols, mask=(cols < n_channels) & there, other=0.0)
+def _load_token(ptr, token, n_tokens, cols, inside):
+    """Load the program's channels of a token, to whose first one `ptr` points; zero outside of the row."""
+    return tl.load(ptr + cols, mask=inside & (token >= 0) & (token < n_tokens), other=0.0)
 
 
 @triton.jit
-def _load_tokens(ptr, token, token_stride, n_tokens, cols, n_channels):
+def _load_tokens(ptr, token, stride, n_tokens, cols, inside):
     """Load four tokens from `token` on."""
+    # steps from token to token: products of a stride would be 64-bit numbers in registers
+    ptr1 = ptr + stride
+    ptr2 = ptr1 + stride
+    ptr3 = ptr2 + stride
     return (
-        _load_token(ptr, token, token_stride, n_tokens, cols, n_channels),
-        _load_token(ptr, token + 1, token_stride, n_tokens, cols, n_channels),
-        _load_token(ptr, token + 2, token_stride, n_tokens, cols, n_channels),
-        _load_token(ptr, token + 3, token_stride, n_tokens, cols, n_channels),
+        _load_token(ptr, token, n_tokens, cols, inside),
+        _load_token(ptr1, token + 1, n_tokens, cols, inside),
+        _load_token(ptr2, token + 2, n_tokens, cols, inside),
+        _load_token(ptr3, token + 3, n_tokens, cols, inside),
     )
 
 
@@ -88,7 +91,7 @@ def _load_tokens(ptr, token, token_stride, n_tokens, cols, n_channels):
 def _place(starts_ptr, token, n_tokens, HAS_DOCUMENTS: tl.constexpr):
     """Return how many tokens of its document stand before a token; without documents at least 3."""
     if HAS_DOCUMENTS:
-        return token - tl.load(starts_ptr + tl.minimum(token, n_tokens - 1))
+        return token - tl.load(starts_ptr + tl.minimum(token, n_tokens - 1).to(tl.int64))
     else:
         return 3  # a constant, which removes the masks: tokens outside of the row are zero
 
@@ -125,31 +128,41 @@ def conv_forward_kernel(
     TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write y of a run of tokens. Names end in the lag: x2 is x two tokens back."""
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    first_col = tl.program_id(1).to(tl.int64) * COLS
+    cols = tl.arange(0, COLS)
+    inside = first_col + cols < n_channels
     batch = tl.program_id(2).to(tl.int64)
-    inside = cols < n_channels
-    first = tl.program_id(0).to(tl.int64) * run
+    w_ptr += first_col * TAPS
+    b_ptr += first_col
+    first = (tl.program_id(0).to(tl.int64) * run).to(tl.int32)  # as all numbers of tokens; products with them are wider
     end = tl.minimum(first + run, n_tokens)
-    x_ptr += batch * x_batch_stride
-    y_ptr += batch * n_tokens * n_channels
-    w0 = _tap(w_ptr, cols, 0, n_channels, TAPS)
-    w1 = _tap(w_ptr, cols, 1, n_channels, TAPS)
-    w2 = _tap(w_ptr, cols, 2, n_channels, TAPS)
-    w3 = _tap(w_ptr, cols, 3, n_channels, TAPS)
+    x_stride = tl.cast(x_token_stride, tl.int64)
+    y_stride = tl.cast(n_channels, tl.int64)
+    x_ptr += batch * x_batch_stride + first * x_stride + first_col
+    y_ptr += (batch * n_tokens + first) * y_stride + first_col
+    w0 = _tap(w_ptr, cols, 0, inside, TAPS)
+    w1 = _tap(w_ptr, cols, 1, inside, TAPS)
+    w2 = _tap(w_ptr, cols, 2, inside, TAPS)
+    w3 = _tap(w_ptr, cols, 3, inside, TAPS)
     bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
         bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    x1 = _load_token(x_ptr, first - 1, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
-    x2 = _load_token(x_ptr, first - 2, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
-    x3 = _load_token(x_ptr, first - 3, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
-    ahead = _load_tokens(x_ptr, first, x_token_stride, n_tokens, cols, n_channels)
-    for block in range(0, end - first, 4):
-        xs = ahead
+    before_ptr = x_ptr - x_stride
+    x1 = _load_token(before_ptr, first - 1, n_tokens, cols, inside).to(tl.float32)
+    before_ptr -= x_stride
+    x2 = _load_token(before_ptr, first - 2, n_tokens, cols, inside).to(tl.float32)
+    before_ptr -= x_stride
+    x3 = _load_token(before_ptr, first - 3, n_tokens, cols, inside).to(tl.float32)
+    xs_ahead = _load_tokens(x_ptr, first, x_stride, n_tokens, cols, inside)
+    places_ahead = _places(starts_ptr, first, n_tokens, HAS_DOCUMENTS)
+    for token in range(first, end, 4):
+        xs = xs_ahead
+        places = places_ahead
         # before the first store, which the compiler does not move loads over
-        ahead = _load_tokens(x_ptr, first + block + 4, x_token_stride, n_tokens, cols, n_channels)
-        places = _places(starts_ptr, first + block, n_tokens, HAS_DOCUMENTS)
+        x_ptr += 4 * x_stride
+        xs_ahead = _load_tokens(x_ptr, token + 4, x_stride, n_tokens, cols, inside)
+        places_ahead = _places(starts_ptr, token + 4, n_tokens, HAS_DOCUMENTS)
         for i in tl.static_range(4):
-            token = first + block + i
             x0 = xs[i].to(tl.float32)
             seen1 = tl.where(places[i] >= 1, x1, 0.0)
             seen2 = tl.where(places[i] >= 2, x2, 0.0)
@@ -157,7 +170,8 @@ def conv_forward_kernel(
             z = _convolve(x0, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS)
             if SILU:
                 z = silu(z)
-            tl.store(y_ptr + token * n_channels + cols, z.to(y_ptr.dtype.element_ty), mask=inside & (token < end))
+            tl.store(y_ptr + cols, z.to(y_ptr.dtype.element_ty), mask=inside & (token + i < end))
+            y_ptr += y_stride
             x3 = x2
             x2 = x1
             x1 = x0
@@ -176,24 +190,33 @@ def conv_backward_kernel(
     TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write dx of a run of tokens, and its part of dw and db."""
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    first_col = tl.program_id(1).to(tl.int64) * COLS
+    cols = tl.arange(0, COLS)
+    inside = first_col + cols < n_channels
     batch = tl.program_id(2).to(tl.int64)
-    inside = cols < n_channels
-    first = tl.program_id(0).to(tl.int64) * run
+    w_ptr += first_col * TAPS
+    b_ptr += first_col
+    first = (tl.program_id(0).to(tl.int64) * run).to(tl.int32)  # as all numbers of tokens; products with them are wider
     end = tl.minimum(first + run, n_tokens)
-    x_ptr += batch * x_batch_stride
-    dy_ptr += batch * dy_batch_stride
-    dx_ptr += batch * n_tokens * n_channels
-    w0 = _tap(w_ptr, cols, 0, n_channels, TAPS)
-    w1 = _tap(w_ptr, cols, 1, n_channels, TAPS)
-    w2 = _tap(w_ptr, cols, 2, n_channels, TAPS)
-    w3 = _tap(w_ptr, cols, 3, n_channels, TAPS)
+    x_stride = tl.cast(x_token_stride, tl.int64)
+    dy_stride = tl.cast(dy_token_stride, tl.int64)
+    dx_stride = tl.cast(n_channels, tl.int64)
+    x_ptr += batch * x_batch_stride + first * x_stride + first_col
+    dy_ptr += batch * dy_batch_stride + first * dy_stride + first_col
+    dx_ptr += (batch * n_tokens + first - 3) * dx_stride + first_col  # of the token that the run's first one completes
+    w0 = _tap(w_ptr, cols, 0, inside, TAPS)
+    w1 = _tap(w_ptr, cols, 1, inside, TAPS)
+    w2 = _tap(w_ptr, cols, 2, inside, TAPS)
+    w3 = _tap(w_ptr, cols, 3, inside, TAPS)
     bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
         bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    x1 = _load_token(x_ptr, first - 1, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
-    x2 = _load_token(x_ptr, first - 2, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
-    x3 = _load_token(x_ptr, first - 3, x_token_stride, n_tokens, cols, n_channels).to(tl.float32)
+    before_ptr = x_ptr - x_stride
+    x1 = _load_token(before_ptr, first - 1, n_tokens, cols, inside).to(tl.float32)
+    before_ptr -= x_stride
+    x2 = _load_token(before_ptr, first - 2, n_tokens, cols, inside).to(tl.float32)
+    before_ptr -= x_stride
+    x3 = _load_token(before_ptr, first - 3, n_tokens, cols, inside).to(tl.float32)
     dx1 = tl.zeros([COLS], tl.float32)
     dx2 = tl.zeros([COLS], tl.float32)
     dx3 = tl.zeros([COLS], tl.float32)
@@ -203,17 +226,20 @@ def conv_backward_kernel(
     dw3 = tl.zeros([COLS], tl.float32)
     db = tl.zeros([COLS], tl.float32)
     # three tokens more than the run: they see its last ones
-    xs_ahead = _load_tokens(x_ptr, first, x_token_stride, n_tokens, cols, n_channels)
-    dys_ahead = _load_tokens(dy_ptr, first, dy_token_stride, n_tokens, cols, n_channels)
-    for block in range(0, end - first + 3, 4):
+    xs_ahead = _load_tokens(x_ptr, first, x_stride, n_tokens, cols, inside)
+    dys_ahead = _load_tokens(dy_ptr, first, dy_stride, n_tokens, cols, inside)
+    places_ahead = _places(starts_ptr, first, n_tokens, HAS_DOCUMENTS)
+    for token in range(first, end + 3, 4):
         xs = xs_ahead
         dys = dys_ahead
+        places = places_ahead
         # before the first store, which the compiler does not move loads over
-        xs_ahead = _load_tokens(x_ptr, first + block + 4, x_token_stride, n_tokens, cols, n_channels)
-        dys_ahead = _load_tokens(dy_ptr, first + block + 4, dy_token_stride, n_tokens, cols, n_channels)
-        places = _places(starts_ptr, first + block, n_tokens, HAS_DOCUMENTS)
+        x_ptr += 4 * x_stride
+        dy_ptr += 4 * dy_stride
+        xs_ahead = _load_tokens(x_ptr, token + 4, x_stride, n_tokens, cols, inside)
+        dys_ahead = _load_tokens(dy_ptr, token + 4, dy_stride, n_tokens, cols, inside)
+        places_ahead = _places(starts_ptr, token + 4, n_tokens, HAS_DOCUMENTS)
         for i in tl.static_range(4):
-            token = first + block + i
             x0 = xs[i].to(tl.float32)
             seen1 = tl.where(places[i] >= 1, x1, 0.0)
             seen2 = tl.where(places[i] >= 2, x2, 0.0)
@@ -221,16 +247,17 @@ def conv_backward_kernel(
             dz = dys[i].to(tl.float32)
             if SILU:
                 dz *= silu_grad(_convolve(x0, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS))
-            owned = tl.where(token < end, dz, 0.0)
+            owned = tl.where(token + i < end, dz, 0.0)
             dw0 += owned * x0
             dw1 += owned * seen1
             dw2 += owned * seen2
             dw3 += owned * seen3
             db += owned
             dx3 += tl.where(places[i] >= 3, w3 * dz, 0.0)
-            ended = token - 3
+            ended = token + i - 3
             keep = inside & (ended >= first) & (ended < end)
-            tl.store(dx_ptr + ended * n_channels + cols, dx3.to(dx_ptr.dtype.element_ty), mask=keep)
+            tl.store(dx_ptr + cols, dx3.to(dx_ptr.dtype.element_ty), mask=keep)
+            dx_ptr += dx_stride
             dx3 = dx2 + tl.where(places[i] >= 2, w2 * dz, 0.0)
             dx2 = dx1 + tl.where(places[i] >= 1, w1 * dz, 0.0)
             dx1 = w0 * dz
@@ -238,12 +265,12 @@ def conv_backward_kernel(
             x2 = x1
             x1 = x0
     row = batch * tl.num_programs(0) + tl.program_id(0)
-    sums_ptr = partial_ptr + row * 5 * n_channels + cols
-    tl.store(sums_ptr, dw0, mask=inside)
-    tl.store(sums_ptr + n_channels, dw1, mask=inside)
-    tl.store(sums_ptr + 2 * n_channels, dw2, mask=inside)
-    tl.store(sums_ptr + 3 * n_channels, dw3, mask=inside)
-    tl.store(sums_ptr + 4 * n_channels, db, mask=inside)
+    partial_ptr += row * 5 * dx_stride + first_col
+    tl.store(partial_ptr + cols, dw0, mask=inside)
+    tl.store(partial_ptr + dx_stride + cols, dw1, mask=inside)
+    tl.store(partial_ptr + 2 * dx_stride + cols, dw2, mask=inside)
+    tl.store(partial_ptr + 3 * dx_stride + cols, dw3, mask=inside)
+    tl.store(partial_ptr + 4 * dx_stride + cols, db, mask=inside)
 
 
 class _Shape(NamedTuple):

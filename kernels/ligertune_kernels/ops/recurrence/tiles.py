@@ -161,7 +161,7 @@ FORWARD_RUN = 128  # tokens of a program
 FORWARD_COLS = 512  # channels of a program
 BACKWARD_RUN = 256  # tokens of a program: the three after it, read again, cost 1 %
 BACKWARD_COLS = 256
-THREAD_COLS = 2  # channels of a thread: the backward keeps 30 registers for each, and spills with 4
+THREAD_COLS = 4  # channels of a thread, which it reads at once: the backward keeps 32 to 46 registers for each
 
 
 def conv_forward_constants(chip: Chip) -> dict[str, int | bool]:
