@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections import Counter
@@ -288,8 +289,16 @@ def _with_mixer(shape: LayerShape, layer: nn.Module) -> LayerShape:
         gated=False,
         norms=shape.norms - norms,
         attn_in=any(not {"conv1d", *MIXER_OUT} & set(name.split(".")) for name, _ in inside),
-        mixer=MixerShape(mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim),
+        mixer=MixerShape(
+            mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, repeats=_repeats_keys(mixer)
+        ),
     )
+
+
+def _repeats_keys(mixer: AnyModule) -> bool:
+    """Return whether the mixer's own code repeats its keys for the value heads that share them."""
+    code = inspect.unwrap(type(mixer).forward).__code__
+    return mixer.num_v_heads > mixer.num_k_heads and "repeat_interleave" in code.co_names
 
 
 def _attention_widths(config: PreTrainedConfig) -> tuple[int, int]:

@@ -84,6 +84,8 @@ def saved_by_mixer(layer: LayerShape, itemsize: int, *, fused: bool, fused_norm:
         return 0
     trains = layer.norms_train
     elements = 2 * mixer.channels + mixer.value_heads
+    if fused:  # transformers' function converts them to float32, and keeps that
+        elements += mixer.repeated
     # in float32 softplus's input, its output if it is multiplied by a decay that trains, and their product, the decay
     size = elements * itemsize + 4 * mixer.value_heads * (2 + trains)
     if not fused:
@@ -105,9 +107,11 @@ def mixer_backward_bytes(mixer: MixerShape, itemsize: int, *, chunk: int) -> int
     if not chunk:  # gradients of what transformers' function saves, each with a copy that a slice of a chunk adds to
         return gradients + 8 * mixer.value_heads * (2 * mixer.key_dim + mixer.value_dim + TORCH_CHUNK)
     states = 2 * mixer.key_dim * mixer.value_dim // chunk
+    gradients += mixer.repeated * itemsize
     per_head = mixer.key_dim + 2 * mixer.value_dim + chunk + states
     # float32: a partial dk, sums of decays and their gradients, partial gradients of beta, lengths of q and k
-    floats = mixer.key_heads * (mixer.key_dim + 2) + 4 * mixer.value_heads
+    key_heads = mixer.value_heads if mixer.repeats else mixer.key_heads
+    floats = key_heads * (mixer.key_dim + 2) + 4 * mixer.value_heads
     return gradients + mixer.value_heads * per_head * itemsize + 4 * floats
 
 

@@ -69,6 +69,12 @@ class MixerShape:
     value_heads: int  # X
     key_dim: int  # K of one head
     value_dim: int  # V of one head
+    repeats: bool = False  # the model repeats queries and keys for all value heads, as transformers before 5.24 does
+
+    @property
+    def repeated(self) -> int:
+        """Elements per token of the repeated queries and keys."""
+        return 2 * self.value_heads * self.key_dim if self.repeats else 0
 
     @property
     def values(self) -> int:

@@ -18,6 +18,7 @@ no atomics.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from ligertune_kernels.chips import Chip
 from ligertune_kernels.jit.device_functions import silu, silu_grad
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.attention.document_attention import Documents
-from ligertune_kernels.ops.recurrence import tiles
+from ligertune_kernels.ops.recurrence.tiles import CONV_BACKWARD, CONV_BACKWARD_PACKED, CONV_FORWARD, ConvTile
 
 Activation = Literal["silu"]
 MAX_TAPS = 4
@@ -84,6 +85,19 @@ def _load_tokens(ptr, token, stride, n_tokens, cols, inside):
         _load_token(ptr1, token + 1, n_tokens, cols, inside),
         _load_token(ptr2, token + 2, n_tokens, cols, inside),
         _load_token(ptr3, token + 3, n_tokens, cols, inside),
+    )
+
+
+@triton.jit
+def _load_before(ptr, token, stride, n_tokens, cols, inside):
+    """Load the three tokens before `token`, the last one first, fp32."""
+    ptr1 = ptr - stride
+    ptr2 = ptr1 - stride
+    ptr3 = ptr2 - stride
+    return (
+        _load_token(ptr1, token - 1, n_tokens, cols, inside).to(tl.float32),
+        _load_token(ptr2, token - 2, n_tokens, cols, inside).to(tl.float32),
+        _load_token(ptr3, token - 3, n_tokens, cols, inside).to(tl.float32),
     )
 
 
@@ -147,12 +161,7 @@ def conv_forward_kernel(
     bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
         bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    before_ptr = x_ptr - x_stride
-    x1 = _load_token(before_ptr, first - 1, n_tokens, cols, inside).to(tl.float32)
-    before_ptr -= x_stride
-    x2 = _load_token(before_ptr, first - 2, n_tokens, cols, inside).to(tl.float32)
-    before_ptr -= x_stride
-    x3 = _load_token(before_ptr, first - 3, n_tokens, cols, inside).to(tl.float32)
+    x1, x2, x3 = _load_before(x_ptr, first, x_stride, n_tokens, cols, inside)
     xs_ahead = _load_tokens(x_ptr, first, x_stride, n_tokens, cols, inside)
     places_ahead = _places(starts_ptr, first, n_tokens, HAS_DOCUMENTS)
     for token in range(first, end, 4):
@@ -211,12 +220,7 @@ def conv_backward_kernel(
     bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
         bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    before_ptr = x_ptr - x_stride
-    x1 = _load_token(before_ptr, first - 1, n_tokens, cols, inside).to(tl.float32)
-    before_ptr -= x_stride
-    x2 = _load_token(before_ptr, first - 2, n_tokens, cols, inside).to(tl.float32)
-    before_ptr -= x_stride
-    x3 = _load_token(before_ptr, first - 3, n_tokens, cols, inside).to(tl.float32)
+    x1, x2, x3 = _load_before(x_ptr, first, x_stride, n_tokens, cols, inside)
     dx1 = tl.zeros([COLS], tl.float32)
     dx2 = tl.zeros([COLS], tl.float32)
     dx3 = tl.zeros([COLS], tl.float32)
@@ -282,27 +286,36 @@ class _Shape(NamedTuple):
     activation: Activation | None
 
 
+class _Launch(NamedTuple):
+    """A kernel with its constants, and its tile."""
+
+    launcher: Launcher
+    tile: ConvTile
+
+
 @cached
-def _launchers(shape: _Shape, chip: Chip) -> tuple[Launcher, Launcher]:
-    """Return the launchers of forward and backward."""
+def _launches(shape: _Shape, chip: Chip) -> tuple[_Launch, _Launch]:
+    """Return the launches of forward and backward."""
     shared = {
         "TAPS": shape.taps, "HAS_BIAS": shape.has_bias, "HAS_DOCUMENTS": shape.has_documents,
         "SILU": shape.activation == "silu",
     }  # fmt: skip
-    forward = tiles.conv_forward_constants(chip)
-    backward = tiles.conv_backward_constants(chip)
-    return Launcher(conv_forward_kernel, shared | forward), Launcher(conv_backward_kernel, shared | backward)
+
+    def launch(kernel: Callable, tile: ConvTile) -> _Launch:
+        return _Launch(Launcher(kernel, shared | tile.constants(chip)), tile)
+
+    backward = CONV_BACKWARD_PACKED if shape.has_documents else CONV_BACKWARD
+    return launch(conv_forward_kernel, CONV_FORWARD), launch(conv_backward_kernel, backward)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, starts, shape):  # x (B, T, C) with neighbouring channels
         batch, n_tokens, n_channels = x.shape
-        launch, _ = _launchers(shape, chip_of(x.device))
-        constants = launch.constants
+        (launcher, tile), _ = _launches(shape, chip_of(x.device))
         y = x.new_empty(x.shape)
-        grid = (-(-n_tokens // tiles.FORWARD_RUN), -(-n_channels // constants["COLS"]), batch)
-        launch(grid, (x, weight, bias, starts, y), (*x.stride()[:2], n_channels), n_tokens, tiles.FORWARD_RUN)
+        grid = (-(-n_tokens // tile.run), -(-n_channels // tile.cols), batch)
+        launcher(grid, (x, weight, bias, starts, y), (*x.stride()[:2], n_channels), n_tokens, tile.run)
         ctx.save_for_backward(x, weight, bias, starts)
         ctx.shape = shape
         return y
@@ -312,15 +325,15 @@ class _Conv(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, starts = ctx.saved_tensors
         batch, n_tokens, n_channels = x.shape
-        _, launch = _launchers(ctx.shape, chip_of(x.device))
+        _, (launcher, tile) = _launches(ctx.shape, chip_of(x.device))
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx = x.new_empty(x.shape)
-        runs = -(-n_tokens // tiles.BACKWARD_RUN)
+        runs = -(-n_tokens // tile.run)
         partial = torch.empty((batch * runs, MAX_TAPS + 1, n_channels), dtype=torch.float32, device=x.device)
-        launch(
-            (runs, -(-n_channels // launch.constants["COLS"]), batch),
+        launcher(
+            (runs, -(-n_channels // tile.cols), batch),
             (x, dy, weight, bias, starts, dx, partial),
-            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, tiles.BACKWARD_RUN,
+            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, tile.run,
         )  # fmt: skip
         sums = partial.sum(0)
         dw = sums[: ctx.shape.taps].flip(0).t().to(weight.dtype).contiguous()

@@ -183,7 +183,7 @@ def recurrent_step_kernel(
 
 @cached
 def _step_launch(heads: int, group: int, key_dim: int, l2_norm: bool, has_initial: bool, chip: Chip) -> Launcher:
-    keys = tiles.padded(key_dim)
+    keys = triton.next_power_of_2(key_dim)
     constants = {
         "HEADS": heads, "GROUP": group, "NORMED": l2_norm, "HAS_INITIAL": has_initial, "KEYS": keys,
         "COLS": tiles.STEP_COLS, "EPSILON": EPS, "SCALE": key_dim**-0.5,

@@ -154,9 +154,9 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
     shared = {
         "HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm, "HAS_DOCUMENTS": shape.has_documents,
         "CHUNK": chosen.chunk, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim,
-        "KEYS": tiles.padded(shape.key_dim), "DOT": "ieee",
+        "KEYS": tiles.padded(shape.key_dim, chip), "DOT": "ieee",
     }  # fmt: skip
-    values = tiles.padded(shape.value_dim)
+    values = tiles.padded(shape.value_dim, chip)
 
     def launch(kernel: Callable, tile: DeltaTile, **more: float | bool | str) -> _Launch:
         cols = min(tile.cols, values)

@@ -12,6 +12,7 @@ from ligertune_kernels.launcher import chip_of, runs_triton, triton
 REFERENCE_CHUNK = 64  # tokens of a chunk of the reference, as in transformers
 PART = 1024  # tokens of a packed row in which a program of a scan looks for documents of its own
 MIN_WIDTH = 16  # of a factor of a product
+MIN_WIDTH_HOPPER = 32  # with 16 columns of 16 bits, Triton 3.6 reads outside of shared memory
 MAX_WIDTH = 256  # of a head
 WARPGROUPS = ChipRule(("sm90",), "products of 64 rows from registers; on sm100 chunks of 64 tokens spill")
 Chips = Literal["hopper", "nvidia", "cdna", "rdna", "interpreter"]
@@ -118,9 +119,10 @@ DELTA_TILES = (
 )  # fmt: skip
 
 
-def padded(width: int) -> int:
+def padded(width: int, chip: Chip) -> int:
     """Return the width of a tile for heads of `width` columns."""
-    return max(MIN_WIDTH, triton.next_power_of_2(width))
+    least = MIN_WIDTH_HOPPER if WARPGROUPS.holds(chip) else MIN_WIDTH
+    return max(least, triton.next_power_of_2(width))
 
 
 def _chips(chip: Chip) -> Chips:
@@ -156,27 +158,24 @@ def inverse_precision(itemsize: int, chip: Chip) -> str:
     return "tf32" if itemsize == 2 and chip.vendor == "nvidia" else "ieee"
 
 
-# The convolution: the fastest of those measured on an H100 with bf16.
-FORWARD_RUN = 128  # tokens of a program
-FORWARD_COLS = 512  # channels of a program
-BACKWARD_RUN = 256  # tokens of a program: the three after it, read again, cost 1 %
-BACKWARD_COLS = 256
-THREAD_COLS = 4  # channels of a thread, which it reads at once: the backward keeps 32 to 46 registers for each
+class ConvTile(NamedTuple):
+    """Launch of the convolution. thread_cols: neighbouring channels that a thread reads at once."""
+
+    run: int  # tokens of a program
+    cols: int  # channels of a program
+    thread_cols: int
+
+    def constants(self, chip: Chip) -> dict[str, int | bool]:
+        """Return the constants of the kernel."""
+        warps = max(1, self.cols // self.thread_cols // chip.warp_size)
+        return {"COLS": self.cols, "num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
-def conv_forward_constants(chip: Chip) -> dict[str, int | bool]:
-    """Return the constants of conv_forward_kernel."""
-    return _walk(FORWARD_COLS, chip)
-
-
-def conv_backward_constants(chip: Chip) -> dict[str, int | bool]:
-    """Return the constants of conv_backward_kernel."""
-    return _walk(BACKWARD_COLS, chip)
-
-
-def _walk(cols: int, chip: Chip) -> dict[str, int | bool]:
-    warps = max(1, cols // THREAD_COLS // chip.warp_size)
-    return {"COLS": cols, "num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
+# The fastest of those measured on an H100 with bf16.
+CONV_FORWARD = ConvTile(run=128, cols=1024, thread_cols=4)
+CONV_BACKWARD = ConvTile(run=256, cols=512, thread_cols=4)  # the three tokens after a run, read again, cost 1 %
+# The places of documents take registers, so that fewer threads of four channels run at the same time.
+CONV_BACKWARD_PACKED = ConvTile(run=256, cols=256, thread_cols=2)
 
 
 # Steps of generation.
