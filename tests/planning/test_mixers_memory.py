@@ -117,6 +117,23 @@ def test_saved_bytes_of_transformers_mixer():
     assert saved_bytes(text_layers(model)[0].linear_attn) == pytest.approx(counted, rel=0.01)
 
 
+def test_queries_and_keys_that_a_model_repeats_are_saved_too():
+    model = hybrid("qwen3_5_text")
+    mixers = [layer.linear_attn for layer in text_layers(model)[:3]]
+    usual = type(mixers[0])
+    compute = usual.forward
+
+    def forward(self, query, *args, **kwargs):
+        return compute(self, query.repeat_interleave(2, 2), *args, **kwargs)
+
+    ((plain, _),) = read_shape(model).other_layers
+    for mixer in mixers:
+        mixer.__class__ = type("OlderMixer", (usual,), {"forward": forward})
+    ((repeated, _),) = read_shape(model).other_layers
+    assert counted_bytes(repeated, plain) == 4 * 2 * X * K
+    assert counted_bytes(repeated, plain, delta_chunk=0) == 0
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_saved_bytes_of_attention_with_a_gate(method, kernels_keep):
     model = hybrid("qwen3_5_text", "cpu", method)

@@ -107,11 +107,9 @@ def mixer_backward_bytes(mixer: MixerShape, itemsize: int, *, chunk: int) -> int
     if not chunk:  # gradients of what transformers' function saves, each with a copy that a slice of a chunk adds to
         return gradients + 8 * mixer.value_heads * (2 * mixer.key_dim + mixer.value_dim + TORCH_CHUNK)
     states = 2 * mixer.key_dim * mixer.value_dim // chunk
-    gradients += mixer.repeated * itemsize
     per_head = mixer.key_dim + 2 * mixer.value_dim + chunk + states
     # float32: a partial dk, sums of decays and their gradients, partial gradients of beta, lengths of q and k
-    key_heads = mixer.value_heads if mixer.repeats else mixer.key_heads
-    floats = key_heads * (mixer.key_dim + 2) + 4 * mixer.value_heads
+    floats = mixer.key_heads * (mixer.key_dim + 2) + 4 * mixer.value_heads
     return gradients + mixer.value_heads * per_head * itemsize + 4 * floats
 
 

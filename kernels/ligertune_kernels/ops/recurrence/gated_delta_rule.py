@@ -363,8 +363,8 @@ def gated_delta_rule(
 ) -> torch.Tensor:  # (B, T, X, V) contiguous
     """Compute the gated delta rule of each row, from a state of zeros. Deterministic.
 
-    l2_norm: divide queries and keys by their lengths. documents: packed documents of one row (B = 1), each of which
-    starts from zeros. Under autocast query, key and value are converted to its dtype. The reference runs for heads
+    l2_norm: first scale each query and each key to an L2 norm of 1. documents: of a packed row (B = 1); each starts
+    from a state of zeros. Under autocast query, key and value are converted to its dtype. The reference runs for heads
     wider than 256, and wider than 128 in float32, except on CDNA.
 
     Raises ValueError on mismatched shapes or dtypes.
