@@ -94,6 +94,13 @@ def _remember_types() -> None:
             numpy_dtypes[name] = numpy_dtype_of(dtype)
         return numpy_dtypes[name]
 
+    unwrap_any = core._unwrap_if_constexpr
+    values = frozenset({core.tensor, int, float, bool, str, type(None)})
+
+    def unwrap(value: object) -> object:
+        return value if type(value) in values else unwrap_any(value)
+
+    core._unwrap_if_constexpr = unwrap
     core.tensor.__init__, core.block_type.__init__ = make_tensor, make_block
     semantic.TritonSemantic.broadcast_impl_value = broadcast
     interpreter._get_np_dtype = numpy_dtype
