@@ -69,7 +69,7 @@ class MixerShape:
     value_heads: int  # X
     key_dim: int  # K of one head
     value_dim: int  # V of one head
-    repeats: bool = False  # the model repeats queries and keys for all value heads, as transformers before 5.24 does
+    repeats: bool = False  # the model repeats queries and keys for all value heads, as that of transformers 5.17 does
 
     @property
     def repeated(self) -> int:

@@ -7,8 +7,8 @@
 FOLDER holds model_configs/{Llama-3.2-1B,Meta-Llama-3-8B,Qwen2.5-1.5B,gemma-7b,Qwen3.5-4B}; weights are random, the 8B
 model and Qwen3.5 are cut to 8 layers and Gemma to 6. Each model takes four steps of full training, of LoRA and with an
 8-bit optimizer (bf16 if neither bitsandbytes nor torchao is installed), with and without checkpointing, each at another
-batch and length; and of full training and LoRA with `kernels.recompute`. Without these last ten it takes five minutes
-on one H100.
+batch and length; and of full training and LoRA with `kernels.recompute`. Without these last ten
+and without Qwen3.5 it takes four minutes on one H100.
 
 --moe trains nine mixtures of experts cut to a few layers instead: full training and LoRA on attention and experts, with
 and without checkpointing, and two of them in 4 bits if bitsandbytes is installed. Five minutes on one
