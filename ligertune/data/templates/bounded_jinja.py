@@ -27,12 +27,13 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ligertune.data.templates.template_limits import (
     LONG,
-    MAX_CHARACTERS,
+    MAX_ADDED,
     TemplateLimitError,
     add,
     budget,
     check_filter,
     check_method,
+    check_output,
     check_product,
 )
 from ligertune.errors import UserError
@@ -226,8 +227,8 @@ def _rendered(
         while some := list(islice(left, 1 if spans else _PIECES)):
             pieces += some
             length += sum(map(len, some))
-            if length > MAX_CHARACTERS:
-                raise TemplateLimitError(f"makes a text of more than {MAX_CHARACTERS:,} characters")
+            if length > MAX_ADDED:  # usual texts are shorter, and need no count of what was given
+                check_output(length, variables)
     return "".join(pieces), found
 
 

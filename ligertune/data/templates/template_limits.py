@@ -17,6 +17,10 @@ from jinja2.utils import Namespace
 MAX_SECONDS = 5  # of one rendering; usual ones take less than a millisecond
 MAX_CHARACTERS = 2**25  # of one string; a record has at most data.max_record_bytes, 16 MiB by default
 MAX_TOTAL = 2**28  # characters of all strings of a rendering
+# Characters of the rendered text: a template adds instructions and marks to what it is given, and JSON writes one
+# character as up to 12. Each is tokenized, which takes a second for a million.
+MAX_ADDED = 2**18
+_MAX_GROWTH = 16
 _MAX_ITEMS = 10**6  # of a list or mapping, with those inside it
 _MAX_BITS = 10**5  # of an integer
 _MAX_STEPS = 2_000_000  # loop iterations, calls and filters of a rendering
@@ -103,6 +107,12 @@ def n_characters(value: Any) -> int:
         if n_items > _MAX_ITEMS or length > MAX_CHARACTERS:
             raise TemplateLimitError(f"makes a list of more than {_MAX_ITEMS:,} items or {MAX_CHARACTERS:,} characters")
     return length
+
+
+def check_output(length: int, given: dict[str, Any]) -> None:
+    """Raise TemplateLimitError if a rendered text is too long for the messages, tools and other values given."""
+    if length > MAX_ADDED + _MAX_GROWTH * (n_given := n_characters(given)):
+        raise TemplateLimitError(f"makes a text of at least {length:,} characters from the {n_given:,} that it is given")
 
 
 def check_product(operator: str, left: Any, right: Any) -> None:

@@ -28,10 +28,11 @@ def grow(first: str, following: str) -> str:
 
 
 TOO_SLOW, TOO_LONG, TOO_MANY = ("runs for more than 0.1 s", "makes a text of more than 33,554,432", "makes a ")
-TOO_DEEP, TOO_LARGE = "calls itself too often", "computes too large a number"
+TOO_DEEP, TOO_LARGE, OF_LITTLE = "calls itself too often", "computes too large a number", "from the 159 that it is given"
 HOSTILE = {
-    LOOPS.replace("BODY", "x"): TOO_SLOW,
-    LOOPS.replace("BODY", "{{ 'x' * 300 }}"): TOO_LONG,
+    LOOPS.replace("BODY", "x"): OF_LITTLE,
+    LOOPS.replace("BODY", "{{ 'x' * 300 }}"): OF_LITTLE,
+    "{% for i in range(99999) %}{{ 10**10**10 }}{% endfor %}": OF_LITTLE,
     LOOPS.replace("%}BODY", "if false %}"): TOO_SLOW,
     "{% for i in range(10**9) %}x{% endfor %}": TOO_LARGE,
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": TOO_DEEP,
@@ -78,13 +79,19 @@ def test_a_template_without_bounds_is_refused_in_one_sentence(template, monkeypa
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
 
 
+def test_a_text_may_have_many_times_the_length_of_long_messages():
+    turns = [{"role": "user", "content": "é" * 100_000}]
+    text, _ = render_chat_template("{% for i in range(9) %}{{ messages[0].content }}{% endfor %}", turns, name="t.jinja")
+    assert text == "é" * 900_000
+
+
 def test_limits_hold_in_other_threads(monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
     found = []
 
     def render() -> None:
         try:
-            render_chat_template(LOOPS, TURNS, name="t.jinja")
+            render_chat_template(LOOPS.replace("%}BODY", "if false %}"), TURNS, name="t.jinja")
         except UserError as error:
             found.append(str(error))
 
