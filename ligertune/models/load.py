@@ -119,14 +119,23 @@ def _build(
     options = _loading_options(spec, config, device, quantization)
     if is_random:
         with quiet_reports():  # of buffers that no weight initialises
-            return four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
+            model = four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
+            return _never_packed(model)
     if four_bits:
         four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
     with _seeded(seed, device):  # a score head that the checkpoint does not have
         model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
     if "device_map" in options:
-        return model
+        return _never_packed(model)
     return model.to(device)  # type: ignore[arg-type]  # transformers wraps `to`, and the wrapper has other types
+
+
+def _never_packed(model: PreTrainedModel) -> PreTrainedModel:
+    """Keep bitsandbytes from packing 4-bit weights for a CPU in the first evaluation: they would have no gradients."""
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    return model
 
 
 @contextlib.contextmanager

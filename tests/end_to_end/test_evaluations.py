@@ -1,11 +1,12 @@
 """Evaluation: the best model is kept, training stops early, prompts are answered; a resumed run remembers all of it."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_line import metrics, weights
+from support.command_line import losses, metrics, weights
 from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
@@ -152,3 +153,12 @@ def test_a_plateau_lowers_the_rate_of_the_next_step_and_a_resumed_run_remembers_
     train(tmp_path, **plateau, **RESUME)
     again = {line["step"]: line["learning_rate"] for line in metrics(resumed) if "learning_rate" in line}
     assert again == pytest.approx(expected)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_an_evaluation_does_not_change_the_steps_of_qlora(tmp_path):
+    """On some CPUs bitsandbytes packs 4-bit weights when a model is evaluated, and they have no gradients then."""
+    qlora = {"method.type": "qlora", "train.max_steps": 2}
+    for name, changes in {"alone": {}, "evaluated": {"eval.eval_strategy": "steps", "eval.eval_steps": 1}}.items():
+        train(tmp_path / name, **qlora, **changes)
+    assert losses(tmp_path / "evaluated" / "run") == losses(tmp_path / "alone" / "run")

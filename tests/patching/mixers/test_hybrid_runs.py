@@ -1,5 +1,6 @@
 """Runs of a tiny hybrid model: two ranks train as one process, and states learn to recall."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_two_ranks_train_as_one_process(strategy, hybrid, tmp_path) -> None:
     on_ranks(2, lambda rank: train(tmp_path / "two", **settings, **{"parallel.strategy": strategy}) and None)
     expected = losses(tmp_path / "one" / "run")
     assert len(expected) == 3 and losses(tmp_path / "two" / "run") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_adapters_train_on_four_bits(hybrid, tmp_path) -> None:
+    """The layers of 4 rows that make decays and learning rates are not among those of 4 bits."""
+    four_bits = {"method.type": "qlora", "train.learning_rate": 1e-2}
+    train(tmp_path, **SETTINGS, **four_bits, **{"model.model_name_or_path": hybrid, "model.tokenizer.path": TOKENIZER})
+    first, *_, last = losses(tmp_path / "run")
+    assert last < first
 
 
 def recall_texts(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
