@@ -111,8 +111,9 @@ def n_characters(value: Any) -> int:
 
 def check_output(length: int, given: dict[str, Any]) -> None:
     """Raise TemplateLimitError if a rendered text is too long for the messages, tools and other values given."""
-    if length > MAX_ADDED + _MAX_GROWTH * (n_given := n_characters(given)):
-        raise TemplateLimitError(f"makes a text of at least {length:,} characters from the {n_given:,} that it is given")
+    n_given = n_characters(given)
+    if length > MAX_ADDED + _MAX_GROWTH * n_given:
+        raise TemplateLimitError(f"makes a text of at least {length:,} characters from {n_given:,} that it is given")
 
 
 def check_product(operator: str, left: Any, right: Any) -> None:

@@ -28,7 +28,7 @@ def grow(first: str, following: str) -> str:
 
 
 TOO_SLOW, TOO_LONG, TOO_MANY = ("runs for more than 0.1 s", "makes a text of more than 33,554,432", "makes a ")
-TOO_DEEP, TOO_LARGE, OF_LITTLE = "calls itself too often", "computes too large a number", "from the 159 that it is given"
+TOO_DEEP, TOO_LARGE, OF_LITTLE = "calls itself too often", "computes too large a number", "from 159 that it is given"
 HOSTILE = {
     LOOPS.replace("BODY", "x"): OF_LITTLE,
     LOOPS.replace("BODY", "{{ 'x' * 300 }}"): OF_LITTLE,
@@ -81,7 +81,8 @@ def test_a_template_without_bounds_is_refused_in_one_sentence(template, monkeypa
 
 def test_a_text_may_have_many_times_the_length_of_long_messages():
     turns = [{"role": "user", "content": "é" * 100_000}]
-    text, _ = render_chat_template("{% for i in range(9) %}{{ messages[0].content }}{% endfor %}", turns, name="t.jinja")
+    template = "{% for i in range(9) %}{{ messages[0].content }}{% endfor %}"
+    text, _ = render_chat_template(template, turns, name="t.jinja")
     assert text == "é" * 900_000
 
 
