@@ -25,7 +25,13 @@ from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.adapters.adapter_targets import find_targets
 from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
-from ligertune.models.adapters.token_rows import patch_token_rows, token_layers, train_in_float32, trained_layers
+from ligertune.models.adapters.token_rows import (
+    compute_in_dtype_of_base,
+    patch_token_rows,
+    token_layers,
+    train_in_float32,
+    trained_layers,
+)
 from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.experts.expert_lora import merge_parameters, split_adapters
 from ligertune.patching.fused_loss import LossHead
@@ -159,4 +165,5 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
         )
     patch_token_rows(adapted)
     split_adapters(adapted)
+    compute_in_dtype_of_base(adapted, model.dtype)
     return adapted

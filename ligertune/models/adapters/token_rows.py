@@ -137,6 +137,14 @@ def train_in_float32(adapted: nn.Module) -> None:
             layer.float()
 
 
+def compute_in_dtype_of_base(adapted: nn.Module, dtype: torch.dtype) -> None:
+    """Round the layers of `modules_to_save` to the dtype of their base, as PEFT does when it loads an adapter."""
+    for wrapper in adapted.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for layer in wrapper.modules_to_save.values():
+                layer.to(dtype)
+
+
 def _patch_tokens(layer: TrainableTokensLayer) -> None:
     if isinstance(layer, ModulePatch):
         return

@@ -7,11 +7,19 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_line import metrics, run_here
+from support.command_line import RECIPE, metrics, run_here
+from support.models.tiny_families import tiny_family
 from support.quickstart_runs import RESUME, plan_run, saves, train, train_ranks, unfinished
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from ligertune.errors import UserError
+from ligertune.features.scores.recipe import ClassificationSpec
 from ligertune.run import run
 
 FREE = {"train.group_by_length": False, "data.val_split": 0.1, "model.dtype": "float32", "train.learning_rate": 1e-3}
@@ -42,6 +50,16 @@ def lines_of(folder: Path) -> list[dict]:
         {k: v for k, v in line.items() if k not in timed and "per_second" not in k and "memory" not in k}
         for line in found
     ]
+
+
+def test_a_model_that_may_carry_state_is_planned_before_its_labels_are_counted(texts, tmp_path):
+    """Its layers are looked at on the meta device, before the data tell how many labels there are."""
+    config = tiny_family("causal", "qwen3_5_text").config
+    config.vocab_size = 512
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer = {"model.tokenizer.path": str(RECIPE.parent / "stories260K")}
+    plan = plan_run(tmp_path, **texts, **tokenizer, **{"model.model_name_or_path": str(tmp_path / "model")}).plan
+    assert plan.build.section(ClassificationSpec).num_labels == 2
 
 
 def test_packed_rows_have_the_losses_of_padded_ones_and_the_saved_model_the_scores(texts, tmp_path):

@@ -117,6 +117,16 @@ def adapted(tmp_path_factory):
     return folder
 
 
+def test_layers_that_train_in_full_next_to_an_adapter_compute_in_the_dtype_of_the_base(tmp_path):
+    """They are float32 while they train, and so are those of a block, which get bfloat16 from the block before."""
+    block = {"method.type": "lora", "method.lora_modules_to_save": "[self_attn]", "model.dtype": "bfloat16"}
+    write_base(tmp_path / "base", "float32")
+    train(tmp_path, **SETTINGS, **block, **{"model.model_name_or_path": tmp_path / "base"})
+    for command in (("export", "run", "--out", "ex", "--check"), ("generate", "run", "Once", "--max-new-tokens", "2")):
+        done = run_here(*command, cwd=tmp_path)
+        assert done.code == 0, done.err
+
+
 def test_an_adapter_alone_knows_the_dtype_of_its_base(adapted, tmp_path):
     shutil.copytree(adapted / "run" / "model", tmp_path / "adapter")
     done = run_here("export", "adapter", "--out", "ex", "--check", "--prompt", "Once upon a time", cwd=tmp_path)
