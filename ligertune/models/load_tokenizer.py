@@ -71,6 +71,9 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     # transformers makes one with an EOS token alone for a folder without a tokenizer's files, for some classes
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise origin.error(f"the tokenizer of {name} is empty.", hint)
+    unknown = tokenizer.unk_token
+    if tokenizer.is_fast and unknown is not None and unknown not in tokenizer.get_vocab():  # transformers never returns
+        raise origin.error(f"the tokenizer of {name}: unk_token is {unknown!r}, which is not in its vocabulary.")
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise origin.error(f"{Path(name) / 'tokenizer_config.json'}: chat_template is not a text.")
     if wanted.adds:

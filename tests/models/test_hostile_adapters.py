@@ -62,6 +62,8 @@ ADAPTERS = (
     Hostile("a huge rank", adapter_config(r=10**9), ("r is 1000000000",)),
     Hostile("another rank", adapter_config(r=4), ("holds no adapter of this model", "lora_A")),
     Hostile("a module to import", adapter_config(megatron_config={}, megatron_core="evil"), ("megatron_config",)),
+    Hostile("a method beside LoRA", adapter_config(monteclora_config="yes"), ("monteclora_config is not supported",)),
+    Hostile("no object", adapter_config(eva_config="yes"), ('eva_config is "yes"', "an object")),
     Hostile("no rank", adapter_config(r=-1), ("r is -1",)),
     Hostile("half a rank", adapter_config(r=1.5), ("r is 1.5",)),
     Hostile("a scale of NaN", adapter_config(lora_alpha=float("nan")), ("lora_alpha is NaN",)),

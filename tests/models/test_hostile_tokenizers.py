@@ -85,6 +85,13 @@ def test_an_expression_that_does_not_end_is_one_sentence(case, place):
     assert "the expression" in refused(place, "generate")
 
 
+def test_an_unknown_token_that_is_unknown_itself_is_one_sentence(place):
+    """transformers looks up the id of an unknown token as that of unk_token."""
+    path = place / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "unk_token": ""}))
+    assert "unk_token is '', which is not in its vocabulary" in refused(place, "generate")
+
+
 def test_a_panic_on_a_text_of_the_data_is_one_sentence(place):
     """On each process that prepares data, too. The expression fails where no probe of letters reaches."""
     change(place, "normalizer", replace({"Regex": rb"(\u0e01+\u0e01+)+#".decode("unicode_escape")}, "x"))

@@ -34,6 +34,11 @@ MAX_CHARACTERS = 4095  # of a text; a path has at most as many
 MAX_NEW_ROWS = 4096  # of the embedding, beyond the base model's, in addition to one for each token that is named
 MAX_SVD_ITERATIONS = 64  # of pissa_niter_N and LoftQ; their papers take up to 16 and 5
 _PLAIN_NAME = re.compile(r"\w+(\.\w+)*")
+# of peft, which compute otherwise than LoRA or DoRA; for the first it imports the module that megatron_core names
+_OTHER_METHODS = (
+    "megatron_config", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "use_bdlora", "use_qalora",
+    "alora_invocation_tokens",
+)  # fmt: skip
 _NAMES = ("modules_to_save", "layers_pattern")  # names that PEFT puts into a regular expression
 _PATTERNS = {"rank_pattern": (1, MAX_RANK), "alpha_pattern": (0, MAX_RANK)}
 
@@ -45,8 +50,9 @@ def check_adapter(folder: Path, origin: ModelOrigin) -> set[str]:
     """
     path = folder / ADAPTER_CONFIG
     values = read_json(path, origin)
-    if values.get("megatron_config") is not None:  # peft imports the module that megatron_core names
-        raise origin.error(f"{path}: megatron_config is not supported.", hint="Leave the key out.")
+    for key in _OTHER_METHODS:
+        if values.get(key) not in (None, False):
+            raise origin.error(f"{path}: {key} is not supported.", hint="Leave the key out.")
     with loading(origin, f"{path} cannot be used"):
         _check_values(values, path, origin)
     weights = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
@@ -72,6 +78,9 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
         numbers: Iterable[Any] = found.values() if isinstance(found, dict) else [None]
         if any(type(number) not in (int, float) or not least <= number < most for number in numbers):
             raise refuse(key, found, f"an object with numbers from {least} to {most - 1:,}")
+    for key, value in values.items():
+        if key.endswith("_config") and not isinstance(value, dict | None):
+            raise refuse(key, value, "an object")
     _check_layers(values, refuse)
     _check_initialisation(values, refuse)
     _check_amounts(values, refuse)
