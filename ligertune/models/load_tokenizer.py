@@ -68,12 +68,7 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
     except UserError:
         _check_vocabulary_file(folder / "tokenizer.json", origin)
         raise
-    # transformers makes one with an EOS token alone for a folder without a tokenizer's files, for some classes
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise origin.error(f"the tokenizer of {name} is empty.", hint)
-    unknown = tokenizer.unk_token
-    if tokenizer.is_fast and unknown is not None and unknown not in tokenizer.get_vocab():  # transformers never returns
-        raise origin.error(f"the tokenizer of {name}: unk_token is {unknown!r}, which is not in its vocabulary.")
+    _check_tokens(tokenizer, name, origin, hint)
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise origin.error(f"{Path(name) / 'tokenizer_config.json'}: chat_template is not a text.")
     if wanted.adds:
@@ -85,6 +80,18 @@ def read_tokenizer(spec: ModelOptions, origin: ModelOrigin) -> PreTrainedTokeniz
         tokenizer.chat_template = _read_template(path)
         tokenizer.chat_template_file = str(path)  # for the errors of `template_name`
     return tokenizer
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, name: str, origin: ModelOrigin, hint: str) -> None:
+    """Raise UserError for a vocabulary without words, or without the token for unknown ones."""
+    vocabulary = tokenizer.get_vocab()
+    # transformers makes one with an EOS token alone for a folder without a tokenizer's files, for some classes
+    if set(vocabulary) <= set(tokenizer.all_special_tokens):
+        raise origin.error(f"the tokenizer of {name} is empty.", hint)
+    unknown = tokenizer.unk_token
+    # transformers looks up the id of an unknown token as that of this one, for ever
+    if tokenizer.is_fast and unknown is not None and unknown not in vocabulary:
+        raise origin.error(f"the tokenizer of {name}: unk_token is {unknown!r}, which is not in its vocabulary.")
 
 
 def _check_vocabulary_file(path: Path, origin: ModelOrigin) -> None:
