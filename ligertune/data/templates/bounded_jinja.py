@@ -33,8 +33,8 @@ from ligertune.data.templates.template_limits import (
     budget,
     check_filter,
     check_method,
-    check_output,
     check_product,
+    longest_text,
 )
 from ligertune.errors import UserError
 
@@ -216,6 +216,7 @@ def _rendered(
     pieces: list[str] = []
     found: list[tuple[int, int]] = []
     length = 0
+    most = MAX_ADDED  # characters of a text without a count of what is given, which usual texts do not need
     budget.begin()
     variables = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     variables["messages"] = [_with_reasoning(message) for message in messages]
@@ -227,8 +228,8 @@ def _rendered(
         while some := list(islice(left, 1 if spans else _PIECES)):
             pieces += some
             length += sum(map(len, some))
-            if length > MAX_ADDED:  # usual texts are shorter, and need no count of what was given
-                check_output(length, variables)
+            if length > most:
+                most = longest_text(variables, length)
     return "".join(pieces), found
 
 

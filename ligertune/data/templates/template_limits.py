@@ -109,11 +109,13 @@ def n_characters(value: Any) -> int:
     return length
 
 
-def check_output(length: int, given: dict[str, Any]) -> None:
-    """Raise TemplateLimitError if a rendered text is too long for the messages, tools and other values given."""
+def longest_text(given: dict[str, Any], length: int) -> int:
+    """Return how long a text may be for what is given. Raises TemplateLimitError if `length` is longer."""
     n_given = n_characters(given)
-    if length > MAX_ADDED + _MAX_GROWTH * n_given:
+    most = MAX_ADDED + _MAX_GROWTH * n_given
+    if length > most:
         raise TemplateLimitError(f"makes a text of at least {length:,} characters from {n_given:,} that it is given")
+    return most
 
 
 def check_product(operator: str, left: Any, right: Any) -> None:
