@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,8 @@ def _build(
 
 def _never_packed(model: PreTrainedModel) -> PreTrainedModel:
     """Keep bitsandbytes from packing 4-bit weights for a CPU in the first evaluation: they would have no gradients."""
-    for layer in model.modules():
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
     return model
