@@ -109,13 +109,16 @@ def carried_state(options: BuildOptions, config: PreTrainedConfig) -> str | None
     """Return which layers carry state from one document of a packed row into the next, in words, or None.
 
     Those that our kernels compute do not. The model is built on the meta device, where its configuration leaves open
-    whether it has such layers.
+    whether it has such layers; without what the task adds, which data that are not read yet may decide.
     """
     if not may_carry_state(config):
         return None
     if kinds := unknown_layers(config):
         return " and ".join(kinds)
-    model, _ = _load_and_patch(options, copy.deepcopy(config), "eager", dtype=torch.bfloat16, device="meta")
+    spec = options.model.model_copy(update={"attn_implementation": "eager"})
+    model = build_model(spec, copy.deepcopy(config), dtype=torch.bfloat16, device="meta", seed=options.seed)
+    if options.kernels.enabled is not False and options.kernels.mixer:
+        patch(model, rope=False, norm=False, mlp=False, loss="torch")
     carriers = state_carriers(module for module in model.modules() if not isinstance(module, KernelMixer))
     return " and ".join(sorted(carriers)) or None
 

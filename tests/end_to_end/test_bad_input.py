@@ -96,7 +96,7 @@ CASES = (
         argv=(*TRAIN, "--set", "data.prompt_template=t.jinja"), files={"t.jinja": "{{ raise_exception('no') }}"}),
     set_("a device as a prompt template", "data.prompt_template=/dev/zero", "cannot be read as a template file"),
     set_("a device as a chat template", "model.tokenizer.chat_template=/dev/zero", "there is no file /dev/zero"),
-    Bad("data", "a template without an end", ("t.jinja: the chat template makes a text of at least",),
+    Bad("data", "a template without an end", ("t.jinja: the chat template makes at least", "characters of text from"),
         argv=(*TRAIN, "--set", "data.prompt_template=t.jinja", "--set", "data.num_proc=2"),
         files={"t.jinja": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
                "data.jsonl": lines(GOOD) * 2000}),

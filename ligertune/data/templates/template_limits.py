@@ -114,7 +114,7 @@ def longest_text(given: dict[str, Any], length: int) -> int:
     n_given = n_characters(given)
     most = MAX_ADDED + _MAX_GROWTH * n_given
     if length > most:
-        raise TemplateLimitError(f"makes a text of at least {length:,} characters from {n_given:,} that it is given")
+        raise TemplateLimitError(f"makes at least {length:,} characters of text from {n_given:,} of messages and tools")
     return most
 
 

@@ -45,9 +45,10 @@ def _resolve_labels(options: TaskOptions, data: PreparedData) -> Mapping[str, Cl
 def _prepare_classifier(config: PreTrainedConfig, options: BuildOptions, origin: ModelOrigin = RECIPE_MODEL) -> None:
     """Make the configuration that of a classifier, in place. Its labels are known once the data are prepared."""
     values = options.section(ClassificationSpec)
+    assert values.num_labels is not None  # `_resolve_labels` has completed the section
     make_scored(
         config,
-        num_labels=values.num_labels or 1,  # None while only the layers of a model are looked at, before its data
+        num_labels=values.num_labels,
         problem_type=values.problem_type,
         labels=values.labels or (),
         origin=origin,

@@ -34,11 +34,9 @@ MAX_CHARACTERS = 4095  # of a text; a path has at most as many
 MAX_NEW_ROWS = 4096  # of the embedding, beyond the base model's, in addition to one for each token that is named
 MAX_SVD_ITERATIONS = 64  # of pissa_niter_N and LoftQ; their papers take up to 16 and 5
 _PLAIN_NAME = re.compile(r"\w+(\.\w+)*")
-# of peft, which compute otherwise than LoRA or DoRA; for the first it imports the module that megatron_core names
-_OTHER_METHODS = (
-    "megatron_config", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "use_bdlora", "use_qalora",
-    "alora_invocation_tokens",
-)  # fmt: skip
+# PEFT imports the module that megatron_core names. An adapter with invocation tokens would have no effect here: PEFT's
+# own `generate` looks for these tokens.
+_UNSUPPORTED = ("megatron_config", "alora_invocation_tokens")
 _NAMES = ("modules_to_save", "layers_pattern")  # names that PEFT puts into a regular expression
 _PATTERNS = {"rank_pattern": (1, MAX_RANK), "alpha_pattern": (0, MAX_RANK)}
 
@@ -50,8 +48,8 @@ def check_adapter(folder: Path, origin: ModelOrigin) -> set[str]:
     """
     path = folder / ADAPTER_CONFIG
     values = read_json(path, origin)
-    for key in _OTHER_METHODS:
-        if values.get(key) not in (None, False):
+    for key in _UNSUPPORTED:
+        if values.get(key) is not None:
             raise origin.error(f"{path}: {key} is not supported.", hint="Leave the key out.")
     with loading(origin, f"{path} cannot be used"):
         _check_values(values, path, origin)

@@ -28,7 +28,8 @@ def grow(first: str, following: str) -> str:
 
 
 TOO_SLOW, TOO_LONG, TOO_MANY = ("runs for more than 0.1 s", "makes a text of more than 33,554,432", "makes a ")
-TOO_DEEP, TOO_LARGE, OF_LITTLE = "calls itself too often", "computes too large a number", "from 159 that it is given"
+TOO_DEEP, TOO_LARGE = "calls itself too often", "computes too large a number"
+OF_LITTLE = "characters of text from 159 of messages and tools"
 HOSTILE = {
     LOOPS.replace("BODY", "x"): OF_LITTLE,
     LOOPS.replace("BODY", "{{ 'x' * 300 }}"): OF_LITTLE,

@@ -49,7 +49,7 @@ def test_two_ranks_train_as_one_process(strategy, hybrid, tmp_path) -> None:
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_adapters_train_on_four_bits(hybrid, tmp_path) -> None:
-    """The layers of 4 rows that make decays and learning rates are not among those of 4 bits."""
+    """The check for leaks evaluates the model first, where bitsandbytes would pack its weights on some CPUs."""
     four_bits = {"method.type": "qlora", "train.learning_rate": 1e-2}
     train(tmp_path, **SETTINGS, **four_bits, **{"model.model_name_or_path": hybrid, "model.tokenizer.path": TOKENIZER})
     first, *_, last = losses(tmp_path / "run")
