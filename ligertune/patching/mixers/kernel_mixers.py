@@ -13,7 +13,7 @@ from typing import Any
 from ligertune_kernels.ops.recurrence import package_functions
 from torch import nn
 
-from ligertune.patching.mixers.recognise_mixers import CONVOLUTIONS, MixerSpec, Role, torch_function
+from ligertune.patching.mixers.recognise_mixers import INPUTS, MixerSpec, Role, torch_function
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, rebuild_function
 
 
@@ -28,18 +28,16 @@ class KernelMixer(ModulePatch):
 
 
 def _replacement(original: Callable[..., Any], role: Role) -> Callable[..., Any]:
+    """Return our function, with the arguments that `original` names; it gets what attention gets, too."""
     function: Callable[..., Any] = getattr(package_functions, role)
-    if role not in CONVOLUTIONS:
-        return function
-
     names = tuple(inspect.signature(torch_function(original)).parameters)
+    inputs = names[: INPUTS[role]]
+    options = {*names[INPUTS[role] :], *package_functions.DOCUMENTS}
 
     @functools.wraps(function)
-    def convolve(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False))
-        activation = kwargs.pop("activation", None) or given.pop("activation", None)
-        # a configuration may name any activation of transformers
-        chosen = function if activation in package_functions.ACTIVATIONS else original
-        return chosen(*given.values(), activation=activation, **kwargs)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        chosen = {name: value for name, value in given.items() if name in options}
+        return function(*(given[name] for name in inputs), **chosen)
 
-    return convolve
+    return compute

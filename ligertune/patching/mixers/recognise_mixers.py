@@ -1,8 +1,8 @@
 """Recognise the convolution and the recurrence that a mixer of a hybrid model calls.
 
 A modelling file has both as functions of its own, which transformers exchanges for those of a package (causal-conv1d,
-flash-linear-attention) where it is installed. What is tried out is the function of the file. A name says which
-arguments a function takes; numbers say whether it computes what our op computes.
+flash-linear-attention) where it is installed. What is tried out is the function of the file, with wrappers that are not
+transformers' own. Numbers say whether it computes what our op computes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from typing import Any, Literal
 
 import torch
 from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
+from ligertune_kernels.ops.recurrence.causal_conv1d import MAX_TAPS
+from ligertune_kernels.ops.recurrence.package_functions import ACTIVATIONS
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from ligertune.patching.module_patch import decorator_chain, names_in
-from ligertune.patching.probe import Definition, Refusal, answer, close, definition_of, numbers
+from ligertune.patching.probe import Definition, Refusal, answer, close, definition_of, numbers, settings_of
 
 Role = Literal["causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 CONVOLUTIONS: tuple[Role, ...] = ("causal_conv1d_fn", "causal_conv1d_update")
@@ -32,6 +35,20 @@ NAMES: dict[Role, re.Pattern[str]] = {
     "chunk_gated_delta_rule": re.compile(r"(torch_)?chunk_gated_delta_rule"),
     "fused_recurrent_gated_delta_rule": re.compile(r"(torch_|fused_)?recurrent_gated_delta_rule"),
 }
+# their tensors, which a forward may give by position or by name
+INPUTS: dict[Role, int] = {
+    "causal_conv1d_fn": 2,
+    "causal_conv1d_update": 3,
+    "chunk_gated_delta_rule": 5,
+    "fused_recurrent_gated_delta_rule": 5,
+}
+# further arguments that our functions take as those of the files do
+CONVOLUTION_OPTIONS = frozenset({"bias", "activation", "seq_idx"})
+RULE_OPTIONS = frozenset(
+    {"initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
+)
+EXCHANGE = ("transformers.", "kernels.")  # they wrap functions to exchange them
+STRONG = 30.0  # of decays that forget a state within a token
 DECAYS = ("A_log", "A")  # parameters of a recurrence
 TOKENS = 70  # of a trial: more than a chunk of 64
 RTOL = 1e-4  # of fp32 results of two ways through a chunk
@@ -67,7 +84,20 @@ def recognise_mixer(module: nn.Module) -> MixerSpec | Refusal:
     if "forward" in vars(module):
         return Refusal("its forward was replaced on the instance")
     cls = type(module)
-    return _mixer_spec(cls.forward, definition_of(cls))
+    spec = _mixer_spec(cls.forward, definition_of(cls))
+    return spec if isinstance(spec, Refusal) else _refuse_convolution(module) or spec
+
+
+def _refuse_convolution(module: nn.Module) -> Refusal | None:
+    """Return why our op cannot compute the convolution that a mixer was configured with, or None."""
+    for child in filter(_is_filter, module.children()):
+        taps = child.kernel_size[0]
+        if not 2 <= taps <= MAX_TAPS:
+            return Refusal(f"its convolution has {taps} taps; kernels have 2 to {MAX_TAPS}")
+    for name, value in settings_of(module):
+        if value in ACT2FN and value not in ACTIVATIONS:
+            return Refusal(f"its {name} is {value}; kernels have silu")
+    return None
 
 
 @functools.cache
@@ -78,7 +108,8 @@ def _mixer_spec(whole_forward: Callable[..., Any], definition: Definition) -> Mi
         return Refusal("its forward is wrapped by a decorator that is not a plain function")
     functions = _functions(whole_forward)
     for name, role in functions:
-        refusal = TRIALS[role](torch_function(forward.__globals__[name]))
+        function = torch_function(forward.__globals__[name])
+        refusal = _refuse_arguments(function, role) or TRIALS[role](function)
         if refusal is not None:
             return Refusal(f"{name}: {refusal.reason}")
     return MixerSpec(functions)
@@ -95,14 +126,37 @@ def state_carriers(modules: Iterable[nn.Module]) -> Counter[str]:
 def _carries_state(module: nn.Module) -> bool:
     if isinstance(module, nn.RNNBase):
         return True
-    decays = any(name in module._parameters for name in DECAYS)
-    convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
-    return decays or any(child.groups == child.in_channels > 1 for child in convolutions)
+    return any(name in module._parameters for name in DECAYS) or any(map(_is_filter, module.children()))
+
+
+def _is_filter(module: nn.Module) -> bool:
+    """Return whether a module is a convolution with one filter for each channel."""
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
 
 
 def torch_function(function: Any) -> Callable[..., Any]:
-    """Return a modelling file's own function, behind the module or package's function that it became."""
-    return inspect.unwrap(function.forward if isinstance(function, nn.Module) else function)
+    """Return a modelling file's own function, behind the module or package's function that it became.
+
+    Wrappers of other code stay: they may change the result.
+    """
+    if isinstance(function, nn.Module):
+        function = function.forward
+    return inspect.unwrap(function, stop=lambda wrapper: not _exchanges(wrapper))
+
+
+def _exchanges(wrapper: Any) -> bool:
+    """Return whether a wrapper comes from the code that exchanges functions; `__module__` names what it wraps."""
+    return getattr(wrapper, "__globals__", {}).get("__name__", "").startswith(EXCHANGE)
+
+
+def _refuse_arguments(function: Callable[..., Any], role: Role) -> Refusal | None:
+    """Return why a function's arguments differ from those that it is tried out with, or None."""
+    known = CONVOLUTION_OPTIONS if role in CONVOLUTIONS else RULE_OPTIONS
+    options = list(inspect.signature(function).parameters.values())[INPUTS[role] :]
+    for option in options:
+        if option.kind is not option.VAR_KEYWORD and option.name not in known:
+            return Refusal(f"it takes {option.name}, which kernels do not have")
+    return None
 
 
 def _try_convolution(function: Callable[..., Any]) -> Refusal | None:
@@ -139,16 +193,35 @@ def _try_delta_rule(function: Callable[..., Any]) -> Refusal | None:
     decay = -numbers(2, TOKENS, 2, seed=3).abs()
     beta = numbers(2, TOKENS, 2, seed=4).sigmoid()
     state = numbers(2, 2, 4, 3, seed=5)
-    for l2_norm, initial in ((True, None), (True, state), (False, state)):
-        k = key if l2_norm else key / key.norm(dim=-1, keepdim=True)
+    unit = key / key.norm(dim=-1, keepdim=True)
+    trials = (
+        (key, decay, True, None),
+        (key, decay, True, state),
+        (unit, decay, False, state),
+        (key, STRONG * decay, True, state),
+    )
+    for k, g, l2_norm, initial in trials:
         options = {"initial_state": initial, "output_final_state": True, "use_qk_l2norm_in_kernel": l2_norm}
-        given = answer(functools.partial(function, g=decay, beta=beta, **options), query, k, value)
+        given = answer(functools.partial(function, g=g, beta=beta, **options), query, k, value)
         if isinstance(given, Refusal):
             return given
-        expected = gated_delta_rule_reference(query, k, value, decay, beta, l2_norm=l2_norm, initial_state=initial)
+        expected = gated_delta_rule_reference(query, k, value, g, beta, l2_norm=l2_norm, initial_state=initial)
         if not _both_close(given, expected):
             return Refusal("it computes another recurrence")
-    return None
+    return _try_shared_keys(function, query, key)
+
+
+def _try_shared_keys(function: Callable[..., Any], query: Tensor, key: Tensor) -> Refusal | None:
+    """Try out two value heads a key head, which a function may refuse: its model then repeats keys."""
+    value = numbers(2, TOKENS, 4, 3, seed=6)
+    decay = -numbers(2, TOKENS, 4, seed=7).abs()
+    beta = numbers(2, TOKENS, 4, seed=8).sigmoid()
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    given = answer(functools.partial(function, g=decay, beta=beta, **options), query, key, value)
+    if isinstance(given, Refusal):
+        return None
+    expected = gated_delta_rule_reference(query, key, value, decay, beta, l2_norm=True)
+    return None if _both_close(given, expected) else Refusal("it shares keys among value heads in another way")
 
 
 def _both_close(given: Any, expected: tuple[Tensor, Tensor]) -> bool:

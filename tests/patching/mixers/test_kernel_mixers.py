@@ -1,6 +1,7 @@
 """Mixers of hybrid models: every family's function is recognised, computes the same, and keeps documents apart."""
 
 import copy
+import functools
 import math
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
-from ligertune.patching.mixers.recognise_mixers import recognise_mixer
+from ligertune.patching.mixers.recognise_mixers import MixerSpec, is_mixer, recognise_mixer, state_carriers
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch, unpatch
 from ligertune.patching.probe import Refusal
@@ -143,15 +144,25 @@ def test_generation_with_a_cache_gives_the_same_tokens(model) -> None:
     assert not any(isinstance(module, KernelMixer) for module in model.modules())
 
 
-def test_a_convolution_with_another_activation_stays_transformers() -> None:
+@pytest.mark.parametrize(
+    "key, value, why",
+    [
+        ("hidden_act", "gelu", "its activation is gelu; kernels have silu"),
+        ("linear_conv_kernel_dim", 5, "its convolution has 5 taps; kernels have 2 to 4"),
+    ],
+)
+def test_a_mixer_with_another_convolution_stays_transformers(key, value, why) -> None:
     config = tiny_family("causal", "qwen3_5_text").config
-    config.hidden_act = "gelu"
+    setattr(config, key, value)
     model = AutoModelForCausalLM.from_config(config).eval()
+    mixers = [module for module in model.modules() if is_mixer(module)]
+    assert mixers and {recognise_mixer(mixer) for mixer in mixers} == {Refusal(why)}
     ids = torch.randint(3, 100, (1, 12), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         plain = model(input_ids=ids).logits
         patch(model, loss="torch")
         torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=1e-4, atol=1e-5)
+    assert state_carriers(model.modules()).total() == len(mixers)
 
 
 def torch_chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
@@ -172,6 +183,52 @@ def torch_causal_conv1d_update(hidden_states, conv_state, weight, bias=None, act
 class UpdatingMixer(nn.Module):
     def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         return torch_causal_conv1d_update(x, state, x[0])
+
+
+def rule(query, key, value, g, beta, **options):
+    """Return the gated delta rule under the arguments of packages."""
+    return package_functions.chunk_gated_delta_rule(query, key, value, g, beta, **options)
+
+
+def heads_in_turns(query, key, value, g, beta, **options):
+    """Give value head 2 key head 0, where ours has key head 1."""
+    repeats = value.shape[2] // key.shape[2]
+    return rule(query.repeat(1, 1, repeats, 1), key.repeat(1, 1, repeats, 1), value, g, beta, **options)
+
+
+def bounded_decay(query, key, value, g, beta, **options):
+    return rule(query, key, value, g.clamp(min=-5), beta, **options)
+
+
+def reversed_rule(query, key, value, g, beta, reverse=False, **options):
+    return rule(query, key, value, g, beta, **options)
+
+
+@functools.wraps(rule)
+def doubled(*args, **options):
+    out, state = rule(*args, **options)
+    return 2 * out, state
+
+
+@functools.wraps(rule)
+def counted(*args, **options):
+    return rule(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        (heads_in_turns, "it shares keys among value heads in another way"),
+        (bounded_decay, "it computes another recurrence"),
+        (reversed_rule, "it takes reverse, which kernels do not have"),
+        (doubled, "it computes another recurrence"),
+        (counted, None),
+    ],
+)
+def test_a_rule_that_differs_where_it_can_is_left_alone(function, why, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "torch_chunk_gated_delta_rule", function)
+    found = recognise_mixer(OtherMixer())
+    assert isinstance(found, MixerSpec) if why is None else found == Refusal(f"torch_chunk_gated_delta_rule: {why}")
 
 
 def test_a_function_that_does_not_move_its_state_is_left_alone() -> None:

@@ -356,7 +356,12 @@ def causal_conv1d(
 
     Raises ValueError on mismatched shapes and other activations.
     """
-    _check(x, weight, bias, activation, documents)
+    check_convolution("causal_conv1d", x, weight, bias, activation)
+    if documents is not None and (x.shape[0] != 1 or documents.starts.shape != x.shape[2:]):
+        raise ValueError(
+            f"causal_conv1d: documents have starts {tuple(documents.starts.shape)} and x {tuple(x.shape)}; "
+            "expected (T,) and (1, C, T)"
+        )
     if x.numel() == 0 or not runs_triton(x):
         return causal_conv1d_reference(x, weight, bias, activation=activation, documents=documents)
     tokens_first = x.transpose(1, 2)
@@ -366,27 +371,19 @@ def causal_conv1d(
     shape = _Shape(weight.shape[1], bias is not None, documents is not None, activation)
     # stand-ins that the kernels do not read
     bias = weight if bias is None else bias.contiguous()
-    starts = weight if documents is None else documents.starts
+    starts = weight if documents is None else documents.starts.contiguous()
     return _Conv.apply(tokens_first, weight, bias, starts, shape).transpose(1, 2)
 
 
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
-    documents: Documents | None,
+def check_convolution(
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> None:
+    """Raise ValueError, in the name of an op, where shapes do not belong together."""
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not 2 <= weight.shape[1] <= MAX_TAPS:
         raise ValueError(
-            f"causal_conv1d: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 4)"
+            f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 4)"
         )
     if bias is not None and bias.shape != x.shape[1:2]:
-        raise ValueError(f"causal_conv1d: bias {tuple(bias.shape)}; expected {tuple(x.shape[1:2])}")
+        raise ValueError(f"{op}: bias {tuple(bias.shape)}; expected {tuple(x.shape[1:2])}")
     if activation not in (None, "silu"):
-        raise ValueError(f'causal_conv1d: activation is {activation!r}; expected "silu" or None')
-    if documents is not None and (x.shape[0] != 1 or documents.starts.shape != x.shape[2:]):
-        raise ValueError(
-            f"causal_conv1d: documents have starts {tuple(documents.starts.shape)} and x {tuple(x.shape)}; "
-            "expected (T,) and (1, C, T)"
-        )
+        raise ValueError(f'{op}: activation is {activation!r}; expected "silu" or None')

@@ -17,8 +17,8 @@ from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import silu
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.recurrence import tiles
-from ligertune_kernels.ops.recurrence.causal_conv1d import MAX_TAPS, Activation
-from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS
+from ligertune_kernels.ops.recurrence.causal_conv1d import Activation, check_convolution
+from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, autocast, check_rule
 
 
 def causal_conv1d_step_reference(
@@ -88,16 +88,15 @@ def causal_conv1d_step(
 
     Raises ValueError on mismatched shapes and other activations.
     """
+    check_convolution("causal_conv1d_step", x, weight, bias, activation)
     batch, n_channels, n_tokens = x.shape
     taps = weight.shape[-1]
     places = conv_state.shape[-1]
-    if weight.shape[0] != n_channels or conv_state.shape[:2] != x.shape[:2] or places < taps - 1 or taps > MAX_TAPS:
+    if conv_state.ndim != 3 or conv_state.shape[:2] != x.shape[:2] or places < taps - 1:
         raise ValueError(
-            f"causal_conv1d_step: x {tuple(x.shape)}, conv_state {tuple(conv_state.shape)}, "
-            f"weight {tuple(weight.shape)}; expected (B, C, L), (B, C, W - 1 or more) and (C, 2 to 4)"
+            f"causal_conv1d_step: conv_state is {tuple(conv_state.shape)}; expected "
+            f"{(batch, n_channels)} and {taps - 1} places or more"
         )
-    if activation not in (None, "silu"):
-        raise ValueError(f'causal_conv1d_step: activation is {activation!r}; expected "silu" or None')
     if n_tokens != 1 or not conv_state.is_contiguous() or x.numel() == 0 or not runs_triton(x):
         return causal_conv1d_step_reference(x, conv_state, weight, bias, activation=activation)
     weight = weight.contiguous()
@@ -204,13 +203,10 @@ def gated_delta_rule_step(
     """Compute the gated delta rule of few tokens, one after the other, and the state after them. No gradient.
 
     What `gated_delta_rule` computes, without chunks. The reference runs for heads wider than 256.
-    Raises ValueError on mismatched shapes.
+    Raises ValueError on mismatched shapes or dtypes.
     """
-    if query.shape != key.shape or query.shape[:2] != value.shape[:2] or decay.shape != value.shape[:3]:
-        raise ValueError(
-            f"gated_delta_rule_step: query {tuple(query.shape)}, key {tuple(key.shape)}, value "
-            f"{tuple(value.shape)}, decay {tuple(decay.shape)}; expected twice (B, T, H, K), (B, T, X, V), (B, T, X)"
-        )
+    check_rule("gated_delta_rule_step", query, key, value, decay, beta, initial_state)
+    query, key, value = autocast(query, key, value)
     batch, _, heads, key_dim = key.shape
     value_heads, value_dim = value.shape[2:]
     if value.numel() == 0 or max(key_dim, value_dim) > tiles.MAX_WIDTH or not runs_triton(query):

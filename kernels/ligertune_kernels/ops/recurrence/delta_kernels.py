@@ -126,7 +126,7 @@ def prepare_kernel(
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     k_squares = tl.zeros([CHUNK], tl.float32)
-    for col in tl.static_range(0, KEYS, COLS):
+    for col in tl.static_range(0, KEY_DIM, COLS):
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
         products = tl.dot(k, tl.trans(k), products, input_precision=DOT)
         if NORMED:
@@ -139,7 +139,7 @@ def prepare_kernel(
             tl.store(k_norm_ptr + at_norms, key_scale, mask=exists)
             q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
             q_squares = tl.zeros([CHUNK], tl.float32)
-            for q_col in range(0, KEYS, COLS):  # a loop: its loads would take the registers of others
+            for q_col in range(0, KEY_DIM, COLS):  # a loop: its loads would take the registers of others
                 q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, q_col, KEY_DIM, CHUNK, COLS).to(tl.float32)
                 q_squares += tl.sum(q * q, 1)
             tl.store(q_norm_ptr + at_norms, tl.rsqrt(q_squares + NORM_EPS), mask=exists)
@@ -154,7 +154,7 @@ def prepare_kernel(
 
     from_state = key_scale * beta * decay_from_state(logs, starts, first)
     w_row_ptr = w_ptr + at_heads * KEY_DIM
-    for col in tl.static_range(0, KEYS, COLS):
+    for col in tl.static_range(0, KEY_DIM, COLS):
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
         w = tl.dot(t, (k * from_state[:, None]).to(t.dtype), input_precision=DOT)
         store_chunk(w_row_ptr, w, first, exists, value_heads * KEY_DIM, col, KEY_DIM, CHUNK, COLS)

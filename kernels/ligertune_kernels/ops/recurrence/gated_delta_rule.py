@@ -369,7 +369,7 @@ def gated_delta_rule(
 
     Raises ValueError on mismatched shapes or dtypes.
     """
-    _check(query, key, value, decay, beta)
+    check_rule("gated_delta_rule", query, key, value, decay, beta)
     if documents is not None and (
         value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2])
     ):
@@ -380,14 +380,14 @@ def gated_delta_rule(
     if value.numel() == 0:
         # of no token, but with gradients for all
         return value * (query.sum() + key.sum() + decay.sum() + beta.sum()).to(value.dtype)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     if not tiles.runs_delta_kernels(query, max(key.shape[-1], value.shape[-1])):
         with without_autocast(query.device):
             return gated_delta_rule_reference(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)[0]
     shape = _shape(key, value, l2_norm)._replace(has_documents=documents is not None)
     decay = decay.contiguous()
     # stand-ins that no kernel reads
-    starts, ends = (decay, decay) if documents is None else documents[:2]
+    starts, ends = (decay, decay) if documents is None else (places.contiguous() for places in documents[:2])
     out, _ = _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), decay, starts, ends)
     return out
 
@@ -403,15 +403,12 @@ def gated_delta_rule_with_states(
     initial_state: torch.Tensor | None = None,  # (B, X, K, V)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T, X, V) contiguous; (B, X, K, V) float32
     """Compute `gated_delta_rule` from a state, or zeros, and the state after the last token; both have gradients."""
-    _check(query, key, value, decay, beta)
+    check_rule("gated_delta_rule", query, key, value, decay, beta, initial_state)
     batch, _, value_heads, value_dim = value.shape
-    expected = (batch, value_heads, key.shape[-1], value_dim)
-    if initial_state is not None and initial_state.shape != expected:
-        raise ValueError(f"gated_delta_rule: initial_state is {tuple(initial_state.shape)}; expected {expected}")
     if value.numel() == 0:
-        state = value.new_zeros(expected, dtype=torch.float32)
+        state = value.new_zeros((batch, value_heads, key.shape[-1], value_dim), dtype=torch.float32)
         return torch.zeros_like(value), state if initial_state is None else initial_state.float()
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     if not tiles.runs_delta_kernels(query, max(key.shape[-1], value_dim)):
         with without_autocast(query.device):
             return gated_delta_rule_reference(
@@ -424,7 +421,8 @@ def gated_delta_rule_with_states(
     return _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), initial, decay, decay)
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors in the dtype of autocast, where it is on."""
     dtype = autocast_dtype(tensors[0].device)
     if dtype is None or tensors[0].dtype is torch.float64:
         return tensors
@@ -442,20 +440,30 @@ def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
-def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+def check_rule(
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
 ) -> None:
+    """Raise ValueError, in the name of an op, where shapes or dtypes do not belong together."""
     if query.ndim != 4 or value.ndim != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
         raise ValueError(
-            f"gated_delta_rule: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
+            f"{op}: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
             "expected twice (B, T, H, K) and (B, T, X, V)"
         )
     heads = key.shape[2]
     value_heads = value.shape[2]
     if heads == 0 or value_heads % heads:
-        raise ValueError(f"gated_delta_rule: {value_heads} value heads and {heads} key heads; expected a multiple")
+        raise ValueError(f"{op}: {value_heads} value heads and {heads} key heads; expected a multiple")
     if not (query.dtype == key.dtype == value.dtype):
-        raise ValueError(f"gated_delta_rule: query is {query.dtype}, key {key.dtype}, value {value.dtype}")
+        raise ValueError(f"{op}: query is {query.dtype}, key {key.dtype}, value {value.dtype}")
     for name, t in (("decay", decay), ("beta", beta)):
         if t.shape != value.shape[:3]:
-            raise ValueError(f"gated_delta_rule: {name} is {tuple(t.shape)}; expected {tuple(value.shape[:3])}")
+            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(value.shape[:3])}")
+    expected = (value.shape[0], value_heads, key.shape[3], value.shape[3])
+    if initial_state is not None and initial_state.shape != expected:
+        raise ValueError(f"{op}: initial_state is {tuple(initial_state.shape)}; expected {expected}")

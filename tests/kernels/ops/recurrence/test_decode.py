@@ -35,3 +35,34 @@ def test_a_recurrence_token_by_token_is_that_of_the_row(heads, dtype, tolerance,
         out.append(found)
     torch.testing.assert_close(torch.cat(out, 1).double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(state.double(), last, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"beta": torch.zeros(1, 1, 3)}, r"gated_delta_rule_step: beta is \(1, 1, 3\); expected \(1, 1, 2\)"),
+        ({"query": torch.zeros(1, 1, 1, 4).half()}, "gated_delta_rule_step: query is torch.float16"),
+        ({"initial_state": torch.zeros(1, 1, 4, 3)}, r"gated_delta_rule_step: initial_state is .* \(1, 2, 4, 3\)"),
+    ],
+)
+def test_tensors_of_a_step_that_do_not_fit_are_refused(given, message) -> None:
+    shapes = {"query": (1, 1, 1, 4), "key": (1, 1, 1, 4), "value": (1, 1, 2, 3), "decay": (1, 1, 2), "beta": (1, 1, 2)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        gated_delta_rule_step(**{**tensors, **given})
+
+
+def test_states_of_a_convolution_that_do_not_fit_are_refused() -> None:
+    x = torch.zeros(1, 2, 1)
+    with pytest.raises(ValueError, match="causal_conv1d_step: conv_state is .* 3 places or more"):
+        causal_conv1d_step(x, torch.zeros(1, 2, 2), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="causal_conv1d_step: bias"):
+        causal_conv1d_step(x, torch.zeros(1, 2, 3), torch.zeros(2, 4), torch.zeros(3))
+
+
+def test_a_step_under_autocast_has_its_dtype(device) -> None:
+    query = torch.randn(1, 1, 1, 16, device=device)
+    decay = torch.zeros(1, 1, 1, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        out, state = gated_delta_rule_step(query, query, query, decay, decay)
+    assert out.dtype is torch.bfloat16 and state.dtype is torch.float32

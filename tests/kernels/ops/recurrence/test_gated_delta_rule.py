@@ -22,6 +22,7 @@ HEADS = (
     pytest.param((1, 1, 16, 16), id="one head"),
     pytest.param((2, 4, 16, 32), id="two value heads per key head"),
     pytest.param((1, 3, 24, 20), id="widths not a power of two"),
+    pytest.param((2, 2, 96, 32), id="keys of three tiles"),
 )
 # largest decay of a token as a logarithm: hardly any, and the fastest of a model that is trained
 DECAYS = (1e-4, 2.0, 20.0)

@@ -11,6 +11,8 @@ DOCUMENTS = documents_of(LENGTHS, torch.device("cpu"))
 BOUNDS = torch.tensor((0, *LENGTHS)).cumsum(0)
 FORMS = {"cu_seqlens": BOUNDS.int(), "document_places": torch.stack((DOCUMENTS.starts, DOCUMENTS.ends))}
 NUMBERS = torch.tensor([3, 1, 2, 1]).repeat_interleave(torch.tensor(LENGTHS))[None].int()  # neighbours differ
+RULE_FORMS = {**FORMS, "cu_seq_lens_q": BOUNDS, "seq_idx": NUMBERS}
+TWO_ROWS = torch.zeros(2, 20).int()
 
 
 @pytest.fixture
@@ -27,10 +29,10 @@ def tensors() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", RULE_FORMS)
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
 def test_documents_of_the_rule_in_each_form(name, form, tensors) -> None:
-    out, state = getattr(package_functions, name)(*tensors, **{form: FORMS[form]})
+    out, state = getattr(package_functions, name)(*tensors, **{form: RULE_FORMS[form]})
     assert state is None
     torch.testing.assert_close(out, gated_delta_rule(*tensors, documents=DOCUMENTS))
 
@@ -68,6 +70,44 @@ def test_next_tokens_move_the_state() -> None:
     parts = [package_functions.causal_conv1d_update(x[..., i], state, weight) for i in range(3)]
     torch.testing.assert_close(torch.stack(parts, -1), whole)
     assert torch.equal(state[..., 1:], x)
+
+
+def test_tokens_without_bounds_are_documents_of_their_own(tensors) -> None:
+    """The bounds end before the row, or after it; places of a transposed tensor have a stride."""
+    few = package_functions.chunk_gated_delta_rule(*tensors, cu_seqlens=torch.tensor([4, 5, 14]))[0]
+    many = package_functions.chunk_gated_delta_rule(*tensors, cu_seqlens=torch.tensor([0, 4, 5, 14, 90]))[0]
+    strided = FORMS["document_places"].t().contiguous().t()
+    places = package_functions.chunk_gated_delta_rule(*tensors, document_places=strided)[0]
+    expected = gated_delta_rule(*tensors, documents=DOCUMENTS)
+    for out in (few, many, places):
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    "given", [{"seq_idx": TWO_ROWS}, {"cu_seqlens": TWO_ROWS}, {"cu_seqlens": BOUNDS.float()}, {"document_places": NUMBERS}]
+)
+def test_documents_of_another_form_are_refused(given, tensors) -> None:
+    name = next(iter(given))
+    with pytest.raises(ValueError, match=f"{name} is .* for one row of 20 tokens"):
+        package_functions.chunk_gated_delta_rule(*tensors, **given)
+
+
+@pytest.mark.parametrize("name, value", [("head_first", True), ("A_log", torch.ones(1)), ("cp_context", object())])
+def test_arguments_that_change_the_result_are_refused(name, value, tensors) -> None:
+    with pytest.raises(ValueError, match=f"{name} is given, which these kernels do not compute; leave it out"):
+        package_functions.fused_recurrent_gated_delta_rule(*tensors, **{name: value})
+    x = torch.randn(1, 2, 3)
+    with pytest.raises(ValueError, match="initial_states is given"):
+        package_functions.causal_conv1d_fn(x, torch.randn(2, 4), initial_states=x)
+    with pytest.raises(ValueError, match="cache_seqlens is given"):
+        package_functions.causal_conv1d_update(x, torch.zeros(1, 2, 4), torch.randn(2, 4), cache_seqlens=x)
+    package_functions.causal_conv1d_fn(x, torch.randn(2, 4), return_final_states=False, position_ids=x)
+
+
+def test_a_step_with_a_state_that_trains_has_gradients(tensors) -> None:
+    state = torch.randn(1, 2, 16, 16, requires_grad=True)
+    package_functions.fused_recurrent_gated_delta_rule(*tensors, initial_state=state)[0].sum().backward()
+    assert state.grad.abs().sum() > 0
 
 
 def test_other_activations_are_refused() -> None:
