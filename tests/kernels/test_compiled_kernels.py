@@ -6,7 +6,9 @@ from functorch.compile import make_boxed_func
 from ligertune_kernels import (
     ExpertLora,
     ExpertProjection,
+    causal_conv1d,
     experts,
+    gated_delta_rule,
     gated_rms_norm,
     layer_norm,
     linear_cross_entropy,
@@ -15,6 +17,7 @@ from ligertune_kernels import (
     swiglu,
 )
 from ligertune_kernels.launcher import TRITON_INSTALLED
+from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.moe import tiles
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops import triton_kernel_wrap
@@ -69,6 +72,37 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
     assert len(graphs) == 2
     assert len(launches) > 10
     assert not [kernel for kernel, changed in launches if "placeholder" in changed]
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_recurrences_are_two_graphs_that_change_no_input(packed, h100):
+    """Rows of more than one chunk and run: a dimension of 1 is another graph."""
+    graphs, changed = [], []
+
+    def collect(graph, _):
+        for node in graph.graph.find_nodes(op="call_function", target=CHANGES):
+            changed.append([node.kwargs["kwargs"][name].op for name in node.kwargs["tensors_to_clone"]])
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=collect)(graph, inputs)
+
+    def step(x, weight, decay, beta, places):
+        documents = Documents(*places) if packed else None
+        mixed = causal_conv1d(x.transpose(1, 2), weight, activation="silu", documents=documents)
+        query, key, value = mixed.transpose(1, 2).unflatten(-1, (3, 2, 32)).unbind(2)
+        return gated_delta_rule(query, key, value, decay, beta, l2_norm=True, documents=documents)
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for n_tokens in (480, 300, 5000):
+        shapes = (1, n_tokens, 192), (192, 4), (1, n_tokens, 2), (1, n_tokens, 2)
+        leaves = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        compiled(*leaves, torch.empty(2, n_tokens, dtype=torch.int32, device="meta")).sum().backward()
+        assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
+    assert len(graphs) == 2
+    assert len(changed) > 10
+    assert not [ops for ops in changed if "placeholder" in ops]
 
 
 @pytest.mark.slow

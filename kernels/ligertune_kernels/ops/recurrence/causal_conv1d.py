@@ -308,6 +308,11 @@ def _launches(shape: _Shape, chip: Chip) -> tuple[_Launch, _Launch]:
     return launch(conv_forward_kernel, CONV_FORWARD), launch(conv_backward_kernel, backward)
 
 
+def _or_stand_in(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return tensors, with one that the kernels do not read for those that are missing."""
+    return tuple(stand_in if t is None else t for t in tensors)
+
+
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, starts, shape):  # x (B, T, C) with neighbouring channels
@@ -315,7 +320,9 @@ class _Conv(torch.autograd.Function):
         (launcher, tile), _ = _launches(shape, chip_of(x.device))
         y = x.new_empty(x.shape)
         grid = (-(-n_tokens // tile.run), -(-n_channels // tile.cols), batch)
-        launcher(grid, (x, weight, bias, starts, y), (*x.stride()[:2], n_channels), n_tokens, tile.run)
+        launcher(
+            grid, (x, weight, *_or_stand_in(weight, bias, starts), y), (*x.stride()[:2], n_channels), n_tokens, tile.run
+        )
         ctx.save_for_backward(x, weight, bias, starts)
         ctx.shape = shape
         return y
@@ -332,7 +339,7 @@ class _Conv(torch.autograd.Function):
         partial = torch.empty((batch * runs, MAX_TAPS + 1, n_channels), dtype=torch.float32, device=x.device)
         launcher(
             (runs, -(-n_channels // tile.cols), batch),
-            (x, dy, weight, bias, starts, dx, partial),
+            (x, dy, weight, *_or_stand_in(weight, bias, starts), dx, partial),
             (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, tile.run,
         )  # fmt: skip
         sums = partial.sum(0)
@@ -367,12 +374,10 @@ def causal_conv1d(
     tokens_first = x.transpose(1, 2)
     if tokens_first.stride(-1) != 1:
         tokens_first = tokens_first.contiguous()
-    weight = weight.contiguous()
     shape = _Shape(weight.shape[1], bias is not None, documents is not None, activation)
-    # stand-ins that the kernels do not read
-    bias = weight if bias is None else bias.contiguous()
-    starts = weight if documents is None else documents.starts.contiguous()
-    return _Conv.apply(tokens_first, weight, bias, starts, shape).transpose(1, 2)
+    bias = None if bias is None else bias.contiguous()
+    starts = None if documents is None else documents.starts.contiguous()
+    return _Conv.apply(tokens_first, weight.contiguous(), bias, starts, shape).transpose(1, 2)
 
 
 def check_convolution(

@@ -142,14 +142,18 @@ def decay_to_state(
 
 
 @triton.jit
-def owned_tokens(starts_ptr, ends_ptr, part, part_tokens, n_tokens, HAS_DOCUMENTS: tl.constexpr):
-    """Return the first token, and the one after the last, of the documents that begin in a part; equal if none do."""
-    if HAS_DOCUMENTS:
-        begin = (part * part_tokens).to(tl.int32)
-        last = tl.minimum(begin + part_tokens, n_tokens) - 1
-        begins_here = tl.load(starts_ptr + begin) == begin
-        first = tl.where(begins_here, begin, tl.load(ends_ptr + begin))
-        end = tl.where(first <= last, tl.load(ends_ptr + last), first)
-        return first, end
-    else:
-        return 0, n_tokens
+def part_of_row(part, part_tokens, n_tokens):
+    """Return the first and the last token of a part."""
+    begin = (part * part_tokens).to(tl.int32)
+    return begin, tl.minimum(begin + part_tokens, n_tokens) - 1
+
+
+@triton.jit
+def owned_tokens(begin, last, start, first_end, last_end):
+    """Return the first token, and the one after the last, of the documents that begin in a part; equal if none do.
+
+    start, first_end: of the document of the part's first token; last_end: of that of its last. torch.compile would take
+    tensors for changed whose pointers a function like this gets.
+    """
+    first = tl.where(start == begin, begin, first_end)
+    return first, tl.where(first <= last, last_end, first)

@@ -14,6 +14,7 @@ from ligertune_kernels.ops.recurrence.chunks import (
     load_starts,
     load_state,
     owned_tokens,
+    part_of_row,
     store_chunk,
     store_state,
     visible_tokens,
@@ -90,7 +91,13 @@ def state_gradients_kernel(
     batch = (tl.program_id(2) // tl.cdiv(n_tokens, part_tokens)).to(tl.int64)
     head = value_head // GROUP
     value_heads = HEADS * GROUP
-    own_first, own_end = owned_tokens(starts_ptr, ends_ptr, part, part_tokens, n_tokens, HAS_DOCUMENTS)
+    own_first = 0
+    own_end = n_tokens
+    if HAS_DOCUMENTS:
+        begin, last = part_of_row(part, part_tokens, n_tokens)
+        first_end = tl.load(ends_ptr + begin)
+        last_end = tl.load(ends_ptr + last)
+        own_first, own_end = owned_tokens(begin, last, tl.load(starts_ptr + begin), first_end, last_end)
 
     at_heads = batch * n_tokens * value_heads + value_head
     at_norms = batch * n_tokens * HEADS + head

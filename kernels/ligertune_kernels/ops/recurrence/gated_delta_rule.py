@@ -184,7 +184,7 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
 
 
 class _Inputs(NamedTuple):
-    """What autograd keeps. initial_state, starts and ends may be stand-ins that no kernel reads."""
+    """What autograd keeps."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -194,6 +194,11 @@ class _Inputs(NamedTuple):
     initial_state: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor
+
+    @staticmethod
+    def of(*tensors: torch.Tensor | None) -> _Inputs:
+        """Make it of tensors of which the last three may be missing; the decays stand for what no kernel reads."""
+        return _Inputs(*(tensors[3] if t is None else t for t in tensors))
 
     def strides(self, *names: str) -> tuple[int, ...]:
         """Return strides of rows, tokens and heads, which Triton specialises on."""
@@ -278,7 +283,7 @@ def _scan_back(
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shape, *inputs):
-        x = _Inputs(*inputs)
+        x = _Inputs.of(*inputs)
         chip = chip_of(x.q.device)
         batch, n_tokens, value_heads, value_dim = x.v.shape
         final_state = x.decay.new_empty(
@@ -292,7 +297,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             (x.q, x.k, made.corrected, made.logs, made.q_norm, made.k_norm, x.starts, made.states, out),
             x.strides("q", "k"), n_tokens, n_chunks,
         )  # fmt: skip
-        ctx.save_for_backward(*x)
+        ctx.save_for_backward(*inputs)
         ctx.shape = shape
         if not shape.has_final:
             ctx.mark_non_differentiable(final_state)
@@ -301,7 +306,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx, d_out, d_final):
-        x = _Inputs(*ctx.saved_tensors)
+        x = _Inputs.of(*ctx.saved_tensors)
         shape = ctx.shape._replace(keeps_t=True)
         chip = chip_of(x.q.device)
         batch, n_tokens, heads, _ = x.k.shape
@@ -386,9 +391,8 @@ def gated_delta_rule(
             return gated_delta_rule_reference(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)[0]
     shape = _shape(key, value, l2_norm)._replace(has_documents=documents is not None)
     decay = decay.contiguous()
-    # stand-ins that no kernel reads
-    starts, ends = (decay, decay) if documents is None else (places.contiguous() for places in documents[:2])
-    out, _ = _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), decay, starts, ends)
+    starts, ends = (None, None) if documents is None else (places.contiguous() for places in documents[:2])
+    out, _ = _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), None, starts, ends)
     return out
 
 
@@ -416,9 +420,8 @@ def gated_delta_rule_with_states(
             )
     shape = _shape(key, value, l2_norm)._replace(has_initial=initial_state is not None, has_final=True)
     decay = decay.contiguous()
-    # stand-ins that no kernel reads
-    initial = decay if initial_state is None else initial_state.contiguous()
-    return _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), initial, decay, decay)
+    initial = None if initial_state is None else initial_state.contiguous()
+    return _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), initial, None, None)
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
