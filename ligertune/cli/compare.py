@@ -53,8 +53,8 @@ def compare(
     Example: ligertune compare configs/quickstart/stories260k.yaml --ablate
     """
     from ligertune.compare.compare_files import CPU_REMARK, check_folder
-    from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, compare
-    from ligertune.compare.side import check_losses, choose_sides, kernels_in_use
+    from ligertune.compare.comparison import CPU_DEFAULTS, GPU_DEFAULTS, compare, kernels_in_use
+    from ligertune.compare.side import check_losses, choose_sides
     from ligertune.compare.trial import TrialOptions, label, read_target
 
     render.people_on_stderr(json)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ligertune.compare.side import Side
+from ligertune.compare.side import SIDE_OF, Side, kernels_of
 from ligertune.compare.summary import Comparison, Point, summarise_trials
 from ligertune.compare.trial import Trial, TrialOptions, run_trial
 from ligertune.errors import UserError
+from ligertune.models.read_config import read_config
+from ligertune.planning.options import RunOptions
 from ligertune.recipe.read import load_recipe
-from ligertune.recipe.schema import Recipe
+from ligertune.recipe.schema import KernelsSpec, Recipe
 from ligertune.report import model_title
+from ligertune.training.build import carried_state
 
 # axis of --sweep -> recipe key
 AXES = {"batch": "train.per_device_train_batch_size", "length": "data.max_length"}
@@ -46,6 +49,27 @@ def load_settings(path: Path, overrides: Sequence[str], sweep: str | None) -> tu
     )
 
 
+def carriers_of(recipe: Recipe, kernels: KernelsSpec) -> str | None:
+    """Return the layers that carry state between documents of a packed row with these kernels, in words, or None."""
+    build = RunOptions.of(recipe.model_copy(update={"kernels": kernels})).build
+    return carried_state(build, read_config(recipe.model))
+
+
+def kernels_in_use(recipe: Recipe, arch: str) -> tuple[str, ...]:
+    """Return the kernels that a recipe uses on a device, for `choose_sides(ablate=...)`. arch: "sm90", "x86_64"."""
+    kernels = recipe.kernels
+    adapts = recipe.method.type in ("lora", "qlora")
+
+    def taken(value: bool | str) -> bool:
+        return value is True or (value == "auto" and arch == "sm90")
+
+    in_use = {"rope": kernels.rope, "norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss != "torch",
+              "attention": taken(kernels.attention), "lora": adapts and taken(kernels.lora),
+              "optimizer": kernels.optimizer is True or (not adapts and taken(kernels.optimizer))}  # fmt: skip
+    in_use["mixer"] = kernels.mixer and carriers_of(recipe, kernels_of(recipe, SIDE_OF["without"])) is not None
+    return tuple(name for name, used in in_use.items() if used)
+
+
 def compare(
     settings: Sequence[Setting],
     sides: Sequence[Side],
@@ -55,7 +79,8 @@ def compare(
     show: Callable[[str], None],
 ) -> Comparison:
     """Measure every side at every setting. show: called with one line per finished trial."""
-    points = tuple(_measure(setting, sides, options, show) for setting in settings)
+    alike = [packed_alike(setting, sides, show) for setting in settings]
+    points = tuple(_measure(setting, sides, options, show) for setting in alike)
     first = settings[0].recipe
     return Comparison(
         target=target,
@@ -68,6 +93,20 @@ def compare(
         processes=options.processes,
         points=points,
     )
+
+
+def packed_alike(setting: Setting, sides: Sequence[Side], show: Callable[[str], None]) -> Setting:
+    """Return a setting without packing if `auto` would pack the rows of some sides and not of others."""
+    recipe = setting.recipe
+    if recipe.data.packing != "auto":
+        return setting
+    carriers = [carriers_of(recipe, kernels_of(recipe, side)) for side in sides]
+    if None not in carriers or not any(carriers):
+        return setting
+    side, layers = next((side, layers) for side, layers in zip(sides, carriers, strict=True) if layers)
+    show(f"packing is off on all sides: in {side.label}, {layers} layers carry state between documents")
+    data = recipe.data.model_copy(update={"packing": False})
+    return replace(setting, recipe=recipe.model_copy(update={"data": data}))
 
 
 def _measure(setting: Setting, sides: Sequence[Side], options: TrialOptions, show: Callable[[str], None]) -> Point:

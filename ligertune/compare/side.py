@@ -9,7 +9,7 @@ from typing import Any
 
 from ligertune.errors import UserError, pip_install
 from ligertune.recipe.feature import part_of_task
-from ligertune.recipe.schema import Recipe
+from ligertune.recipe.schema import KernelsSpec, Recipe
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ SIDES = (
     Side("no-fused-loss", "ligertune without fused loss", {**ON, "loss": "torch"}, ours=True, removes="loss"),
     Side("no-attention", "ligertune without attention", {**ON, "attention": False}, ours=True, removes="attention"),
     Side("no-lora", "ligertune without fused LoRA", {**ON, "lora": False}, ours=True, removes="lora"),
+    Side("no-mixer", "ligertune without mixer", {**ON, "mixer": False}, ours=True, removes="mixer"),
     Side("no-optimizer", "ligertune without AdamW", {**ON, "optimizer": False}, ours=True, removes="optimizer"),
     Side("with-recompute", "ligertune, recompute", {**ON, "recompute": True}, ours=True),
     Side("with-recompute-norms", "ligertune, recompute: norms", {**ON, "recompute": "norms"}, ours=True),
@@ -77,18 +78,9 @@ PEERS = ("liger",)
 RENAMED = {"hf": "without", "with-rebuild": "with-recompute", "with-rebuild-norms": "with-recompute-norms"}
 
 
-def kernels_in_use(recipe: Recipe, arch: str) -> tuple[str, ...]:
-    """Return the kernels that a recipe uses on a device, for `choose_sides(ablate=...)`. arch: "sm90", "x86_64"."""
-    kernels = recipe.kernels
-    adapts = recipe.method.type in ("lora", "qlora")
-
-    def taken(value: bool | str) -> bool:
-        return value is True or (value == "auto" and arch == "sm90")
-
-    in_use = {"rope": kernels.rope, "norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss != "torch",
-              "attention": taken(kernels.attention), "lora": adapts and taken(kernels.lora),
-              "optimizer": kernels.optimizer is True or (not adapts and taken(kernels.optimizer))}  # fmt: skip
-    return tuple(name for name, used in in_use.items() if used)
+def kernels_of(recipe: Recipe, side: Side) -> KernelsSpec:
+    """Return the kernels of the recipe as a side changes them."""
+    return KernelsSpec.model_validate({**recipe.kernels.model_dump(), **side.kernels})
 
 
 def check_losses(sides: Sequence[Side], task: str) -> None:

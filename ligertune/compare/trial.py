@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ligertune.compare.side import Side
+from ligertune.compare.side import Side, kernels_of
 from ligertune.errors import UserError
 from ligertune.files.checked_files import DamagedFileError, read_fields
 from ligertune.files.storage import open_to_append, read_metrics, write_text
 from ligertune.launcher.signals import before_leaving
 from ligertune.recipe.read import dump_recipe
-from ligertune.recipe.schema import KernelsSpec, Recipe
+from ligertune.recipe.schema import Recipe
 
 MODULE = ["-m", "ligertune.compare.trial_rank"]
 RESULT = "result.json"
@@ -133,7 +133,7 @@ def trial_recipe(recipe: Recipe, side: Side, steps: int, output_dir: Path) -> Re
 
     full_determinism is off: compiled layers do not support it, and no other library turns it on.
     """
-    kernels = KernelsSpec.model_validate({**recipe.kernels.model_dump(), **side.kernels})
+    kernels = kernels_of(recipe, side)
     train: dict[str, Any] = {"max_steps": steps, "num_train_epochs": None, "full_determinism": False}
     # Hugging Face and liger-kernel pad their batches, and torch.compile and CUDA graphs need fixed shapes.
     pads = side.change or side.train.keys() & {"torch_compile", "cuda_graphs"} or not kernels.enabled

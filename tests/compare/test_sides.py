@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from ligertune.cli.app import app
 from ligertune.compare import comparison
 from ligertune.compare.compare_files import COLOURS
-from ligertune.compare.side import SIDE_OF, SIDES, check_losses, choose_sides, kernels_in_use
+from ligertune.compare.comparison import kernels_in_use
+from ligertune.compare.side import SIDE_OF, SIDES, check_losses, choose_sides
 from ligertune.compare.trial import Failure, Trial, TrialOptions, trial_recipe
 from ligertune.errors import UserError
 

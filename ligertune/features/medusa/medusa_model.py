@@ -23,6 +23,8 @@ from ligertune.features.medusa.heads_loss import (
 )
 from ligertune.features.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
 from ligertune.models.score_head import lm_head_of
+from ligertune.models.shape import base_of
+from ligertune.patching.mixers.recognise_mixers import state_carriers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,9 +35,10 @@ if TYPE_CHECKING:
 def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) -> MedusaModel:
     """Return `base_model` with the heads in `spec.heads_path`, or with new heads that equal its next-token predictor.
 
-    On the meta device only sizes are checked. Raises UserError if the model has no plain output head, or the heads
-    belong to another model or differ from `spec`.
+    On the meta device only sizes are checked. Raises UserError if the model has no plain output head, carries a state
+    from token to token, or the heads belong to another model or differ from `spec`.
     """
+    _refuse_states(base_model)
     weight = check_plain_head(base_model, hint=NEEDS_PLAIN_HEAD).weight.detach()
     on_meta = weight.device.type == "meta"
     if spec.heads_path is not None:
@@ -49,6 +52,16 @@ def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) 
         heads = read_heads(folder, weight)
     transform = LogitTransform() if on_meta else logit_transform(base_model, hint=NEEDS_PLAIN_HEAD)
     return MedusaModel(base_model, heads, spec, transform=transform, fused=fused)
+
+
+def _refuse_states(model: PreTrainedModel) -> None:
+    decoder = base_of(model).get_decoder()
+    carriers = " and ".join(sorted(state_carriers(decoder.modules())))
+    if carriers:
+        raise UserError(
+            f"task: medusa: {carriers} layers of the model carry a state from token to token.",
+            hint="A guess that is rejected cannot be taken out of a state again. Use a model without such layers.",
+        )
 
 
 def _check_as_specified(spec: MedusaSpec, found: HeadsConfig, folder: Path) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 ALL_LINEAR = "all-linear"
+NO_EXPERTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _adapted_parameters(model: PreTrainedModel, spec: MethodOptions, experts: li
         found += names
     for name in found:
         layer = model.get_submodule(name.rpartition(".")[0])
-        if model.get_parameter(name).ndim not in (2, 3) or isinstance(layer, nn.Linear | nn.Embedding):
+        if model.get_parameter(name).ndim not in (2, 3) or isinstance(layer, NO_EXPERTS):
             raise UserError(
                 f"method.lora_target_parameters: {_relative(name)} is not a weight of experts or of a router.",
                 hint="Name layers in method.lora_target_modules.",

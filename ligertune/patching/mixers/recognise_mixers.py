@@ -44,9 +44,7 @@ INPUTS: dict[Role, int] = {
 }
 # further arguments that our functions take as those of the files do
 CONVOLUTION_OPTIONS = frozenset({"bias", "activation", "seq_idx"})
-RULE_OPTIONS = frozenset(
-    {"initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
-)
+RULE_OPTIONS = frozenset({"initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"})
 EXCHANGE = ("transformers.", "kernels.")  # they wrap functions to exchange them
 STRONG = 30.0  # of decays that forget a state within a token
 DECAYS = ("A_log", "A")  # parameters of a recurrence
@@ -90,8 +88,8 @@ def recognise_mixer(module: nn.Module) -> MixerSpec | Refusal:
 
 def _refuse_convolution(module: nn.Module) -> Refusal | None:
     """Return why our op cannot compute the convolution that a mixer was configured with, or None."""
-    for child in filter(_is_filter, module.children()):
-        taps = child.kernel_size[0]
+    for filters in _channel_filters(module):
+        taps = filters.kernel_size[0]
         if not 2 <= taps <= MAX_TAPS:
             return Refusal(f"its convolution has {taps} taps; kernels have 2 to {MAX_TAPS}")
     for name, value in settings_of(module):
@@ -126,12 +124,13 @@ def state_carriers(modules: Iterable[nn.Module]) -> Counter[str]:
 def _carries_state(module: nn.Module) -> bool:
     if isinstance(module, nn.RNNBase):
         return True
-    return any(name in module._parameters for name in DECAYS) or any(map(_is_filter, module.children()))
+    return any(name in module._parameters for name in DECAYS) or bool(_channel_filters(module))
 
 
-def _is_filter(module: nn.Module) -> bool:
-    """Return whether a module is a convolution with one filter for each channel."""
-    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
+def _channel_filters(module: nn.Module) -> list[nn.Conv1d]:
+    """Return a module's convolutions that have one filter for each channel."""
+    convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
+    return [child for child in convolutions if child.groups == child.in_channels > 1]
 
 
 def torch_function(function: Any) -> Callable[..., Any]:

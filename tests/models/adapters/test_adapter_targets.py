@@ -148,6 +148,8 @@ def test_rslora_scales_experts_and_layers_alike():
          ["no layer called w1", "lora_target_parameters: [mlp.experts.down_proj, mlp.experts.gate_up_proj]"]),
         ("mixtral", {"use_dora": True}, ["method.use_dora", "mlp.experts.gate_up_proj is a parameter", "[]"]),
         ("llama", {"lora_target_parameters": ["mlp.experts.down_proj"]}, ["no parameter called", "It has no experts."]),
+        ("qwen3_5_text", {"lora_target_parameters": ["conv1d.weight"]},
+         ["linear_attn.conv1d.weight is not a weight of experts"]),
         ("mixtral", {"lora_target_modules": ["experts"]},
          ["mlp.experts is no layer", "lora_target_parameters: [mlp.experts.down_proj, mlp.experts.gate_up_proj]"]),
         ("mixtral", {"lora_target_modules": ["self_attn"]},
@@ -163,8 +165,8 @@ def test_rslora_scales_experts_and_layers_alike():
         ("llama", {"load_in_8bit": True, "lora_modules_to_save": ["down_proj"], "lora_target_modules": ["q_proj"]},
          ["lora_modules_to_save: down_proj is stored in 8 bits"]),
     ],
-    ids=["unknown", "misspelt", "layer", "norm", "old name", "DoRA", "dense", "experts", "block", "saved experts",
-         "saved block", "saved expression", "4 bits", "linear 4 bits", "8 bits"],
+    ids=["unknown", "misspelt", "layer", "norm", "old name", "DoRA", "dense", "filter", "experts", "block",
+         "saved experts", "saved block", "saved expression", "4 bits", "linear 4 bits", "8 bits"],
 )  # fmt: skip
 def test_what_cannot_be_adapted_is_refused(family, changes, words):
     with pytest.raises(UserError) as caught:

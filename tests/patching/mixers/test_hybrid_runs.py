@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ligertune.compare.comparison import kernels_in_use, load_settings, packed_alike
+from ligertune.compare.side import SIDE_OF
 from ligertune.errors import UserError
 from ligertune.patching.patch import patch
 from ligertune.planning.plan import Plan
@@ -118,3 +120,20 @@ def test_packing_is_off_where_transformers_carries_a_state(hybrid, tmp_path) -> 
     assert f"packing is off: {why}" in plan.notes
     with pytest.raises(UserError, match=f"data.packing: {why}"):
         plan_of(tmp_path, hybrid, **{"kernels.mixer": False, "data.packing": True})
+
+
+def test_medusa_heads_are_refused_before_training(hybrid, tmp_path) -> None:
+    with pytest.raises(UserError, match="Qwen3_5GatedDeltaNet layers of the model carry a state"):
+        plan_of(tmp_path, hybrid, task="medusa")
+
+
+@pytest.mark.parametrize("names, packing", [(("with", "without"), False), (("with", "no-rope"), "auto")])
+def test_sides_of_a_comparison_pack_alike(names, packing, hybrid) -> None:
+    overrides = [f"model.model_name_or_path={hybrid}", f"model.tokenizer.path={TOKENIZER}", "data.packing=auto"]
+    (setting,) = load_settings(RECIPE, overrides, None)
+    said: list[str] = []
+    alike = packed_alike(setting, [SIDE_OF[name] for name in names], said.append)
+    assert alike.recipe.data.packing == packing
+    told = ["packing is off on all sides: in Hugging Face, Qwen3_5GatedDeltaNet layers carry state between documents"]
+    assert said == (told if packing is False else [])
+    assert "mixer" in kernels_in_use(setting.recipe, "sm90")

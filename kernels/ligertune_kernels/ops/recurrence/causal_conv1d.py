@@ -385,9 +385,7 @@ def check_convolution(
 ) -> None:
     """Raise ValueError, in the name of an op, where shapes do not belong together."""
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not 2 <= weight.shape[1] <= MAX_TAPS:
-        raise ValueError(
-            f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 4)"
-        )
+        raise ValueError(f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 4)")
     if bias is not None and bias.shape != x.shape[1:2]:
         raise ValueError(f"{op}: bias {tuple(bias.shape)}; expected {tuple(x.shape[1:2])}")
     if activation not in (None, "silu"):

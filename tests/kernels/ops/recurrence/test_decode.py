@@ -54,7 +54,7 @@ def test_tensors_of_a_step_that_do_not_fit_are_refused(given, message) -> None:
 
 def test_states_of_a_convolution_that_do_not_fit_are_refused() -> None:
     x = torch.zeros(1, 2, 1)
-    with pytest.raises(ValueError, match="causal_conv1d_step: conv_state is .* 3 places or more"):
+    with pytest.raises(ValueError, match=r"causal_conv1d_step: conv_state is .* 3 places or more"):
         causal_conv1d_step(x, torch.zeros(1, 2, 2), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="causal_conv1d_step: bias"):
         causal_conv1d_step(x, torch.zeros(1, 2, 3), torch.zeros(2, 4), torch.zeros(3))

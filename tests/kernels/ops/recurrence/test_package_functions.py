@@ -84,7 +84,8 @@ def test_tokens_without_bounds_are_documents_of_their_own(tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"seq_idx": TWO_ROWS}, {"cu_seqlens": TWO_ROWS}, {"cu_seqlens": BOUNDS.float()}, {"document_places": NUMBERS}]
+    "given",
+    [{"seq_idx": TWO_ROWS}, {"cu_seqlens": TWO_ROWS}, {"cu_seqlens": BOUNDS.float()}, {"document_places": NUMBERS}],
 )
 def test_documents_of_another_form_are_refused(given, tensors) -> None:
     name = next(iter(given))
