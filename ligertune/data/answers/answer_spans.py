@@ -79,10 +79,19 @@ class AnswerFinder:
         return spans
 
     def _checked(self, index: int, span: Span | None) -> Span | BadRow:
-        if span and span[1] > span[0]:
+        if span and span[1] > span[0] and not self._holds_result(span):
             return span
         what = "nothing is written for" if span else "the template rewrites"
+        if span and span[1] > span[0]:
+            what = "the template writes results of tools into"
         return BadRow("the answer cannot be placed", f"{what} {_content(self.messages[index])[:40]!r}")
+
+    def _holds_result(self, span: Span) -> bool:
+        """Return whether a tool's result stands between a turn's call and its text (Gemma 4)."""
+        if all(message["role"] != "tool" for message in self.messages):
+            return False
+        results = (tag for tag in self._tags if self.messages[self._fields[tag.number].turn]["role"] == "tool")
+        return any(span[0] < tag.place < span[1] for tag in results)
 
     def _after_prompt(self, index: int) -> Span | None:
         """Return the span if the prompt is a prefix of the text, and so is the turn at least to the answer's end.
@@ -181,6 +190,9 @@ class AnswerFinder:
             written = self.text[begin : ends[0]]
             expected = field.text if begins else field.text[begin - ends[0] :]
             several = field.name == "content" and (len(ends) > 1 or len(begins) > 1)
+            left_out = "" if begins else field.text[: begin - ends[0]]
+            if left_out.find("<think>") > 0:  # not only reasoning
+                return False
             if several or begin >= ends[0] or written != expected:
                 return False
             found = True
@@ -249,9 +261,12 @@ def tag_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any
         if message["content"]:
             new["content"] = tagged(turn, "content", message["content"])
         if "tool_calls" in message:
-            functions = [call["function"] for call in message["tool_calls"]]
-            names = [{**function, "name": tagged(turn, "call", function["name"])} for function in functions]
-            new["tool_calls"] = [{"type": "function", "function": function} for function in names]
+            calls = message["tool_calls"]
+            names = [tagged(turn, "call", call["function"]["name"]) for call in calls]
+            new["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": name}}
+                for call, name in zip(calls, names, strict=True)
+            ]
         return new
 
     return [tagged_message(turn, message) for turn, message in enumerate(messages)], fields

@@ -27,16 +27,20 @@ ROLES: dict[str, Role] = {name: role for role, names in _ROLE_NAMES.items() for 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the assistant. `text` is its JSON as the data set wrote it."""
+    """A tool call of the assistant. `text` is its JSON as the data set wrote it; `id` is empty without one."""
 
     name: str
     arguments: Any
     text: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `input` is Alpaca's second field; only the assistant has `reasoning` and `calls`."""
+    """One turn. `input` is Alpaca's second field; only the assistant has `reasoning` and `calls`.
+
+    fields: what else the turn has for a template, such as `name` and `tool_call_id`.
+    """
 
     role: Role
     content: str
@@ -44,6 +48,7 @@ class Message:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     trained: bool = True  # False for an assistant's turn that is context only
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:

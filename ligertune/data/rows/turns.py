@@ -21,6 +21,11 @@ from ligertune.recipe.section import RESERVED_VARIABLES
 MAX_NUMBER = 1e18  # the squared error of larger numbers overflows float32
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
+# the other keys of a turn that this module reads; a template may read the rest
+_READ_KEYS = frozenset(
+    {"from", "role", "value", "content", "tool_calls", "function_call", *_REASONING_KEYS, *_WEIGHT_KEYS}
+)
+_ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # OpenAI's, Llama's, LangChain's and Anthropic's name
 _MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -65,9 +70,10 @@ class RowReader:
         if role is None:
             raise BadRow("unknown role", repr(name)[:40])
         trained = self._is_trained(turn, role)
+        fields = {key: value for key, value in turn.items() if key not in _READ_KEYS and value is not None}
         value = turn["value"] if turn.get("value") is not None else turn.get("content")
         if name == "function_call":
-            return Message(role, "", calls=_calls(value), trained=trained)
+            return Message(role, "", calls=_calls(value), trained=trained, fields=fields)
         calls = tuple(_call(call) for call in list_of(turn.get("tool_calls"), "`tool_calls`"))
         if turn.get("function_call"):  # OpenAI's older form
             calls += _calls(turn["function_call"])
@@ -82,7 +88,7 @@ class RowReader:
             else:
                 texts[kind] += text
         reasoning = self.text(texts["reasoning"], "reasoning")
-        return Message(role, texts["text"], reasoning=reasoning, calls=calls, trained=trained)
+        return Message(role, texts["text"], reasoning=reasoning, calls=calls, trained=trained, fields=fields)
 
     def turns(self, row: dict[str, Any], column: str) -> list[Message]:
         """Parse a list of turns in `column`."""
@@ -159,12 +165,18 @@ def _call(call: Any, text: str | None = None) -> ToolCall:
         inner = parse_json(inner, "call is not JSON")
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise BadRow("call is not JSON", f"{call!r:.40} has no name")
-    arguments = inner.get("arguments", {})
+    arguments: Any = next((inner[key] for key in _ARGUMENT_KEYS if inner.get(key) is not None), {})
     if isinstance(arguments, str):  # OpenAI's form
-        arguments = parse_json(arguments, "call is not JSON")
+        arguments = parse_json(arguments, "call is not JSON") if arguments.strip() else {}
     plain = {"name": inner["name"], "arguments": arguments}
+    number = call.get("id") if isinstance(call, dict) else None
     try:
-        return ToolCall(inner["name"], arguments, text or json.dumps(plain, ensure_ascii=False))
+        return ToolCall(
+            inner["name"],
+            arguments,
+            text or json.dumps(plain, ensure_ascii=False),
+            id=number if isinstance(number, str) else "",
+        )
     except (TypeError, ValueError, RecursionError) as error:  # bytes of a parquet file, or too deep a value
         raise BadRow("call is not JSON", str(error)) from error
 

@@ -61,7 +61,10 @@ def forms_of(messages: Sequence[Message], source: str) -> Iterator[MessageForm]:
 
 
 def split_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the turns with one call in each. Results follow their calls if there is one result for each call."""
+    """Return the turns with one call in each. Results follow their calls if there is one result for each call.
+
+    Results belong to calls by their ids, and without these by their order.
+    """
     turns: list[Message] = []
     left = list(messages)
     while left:
@@ -71,6 +74,9 @@ def split_calls(messages: Sequence[Message]) -> list[Message]:
         made[1:] = [replace(turn, content="", reasoning="") for turn in made[1:]]
         results = list(takewhile(lambda turn: turn.role == "tool", left))
         if n_calls == len(results) > 1:
+            by_id = {turn.fields.get("tool_call_id"): turn for turn in results}
+            if by_id.keys() == {call.id for call in message.calls}:
+                results = [by_id[call.id] for call in message.calls]
             made = [turn for pair in zip(made, results, strict=True) for turn in pair]
             del left[:n_calls]
         turns += made
@@ -90,7 +96,7 @@ def reads_reasoning(source: str) -> list[str]:
 
 def _tool_call(call: ToolCall, form: MessageForm) -> dict[str, Any]:
     function = {"name": call.name, "arguments": _arguments(call.arguments, form)}
-    return {"type": "function", "function": function}
+    return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
 
 
 def _joined(text: str, more: str) -> str:
@@ -102,7 +108,7 @@ def _template_message(message: Message, source: str, form: MessageForm) -> dict[
     """Return one message. Fields that this template does not read become text of the content."""
     content = _joined(message.content, message.input)
     reasoning = message.reasoning
-    fields: dict[str, Any] = {"role": message.role}
+    fields: dict[str, Any] = {**message.fields, "role": message.role}
     names = reads_reasoning(source) if reasoning else []
     if message.calls and form.as_text:
         content = "\n".join([*([content] if content else []), *(call.text for call in message.calls)])
@@ -138,9 +144,7 @@ def check_calls(messages: Sequence[dict[str, Any]], text: str, render: Callable[
             arguments = function["arguments"]
             if isinstance(arguments, dict) and _is_added(repr(arguments), text, messages):
                 raise BadRow("the template leaves a turn out", "the arguments of a call are not written as JSON")
-            functions.append(
-                {"type": "function", "function": {**function, "name": f"{_tag(number)}{function['name']}"}}
-            )
+            functions.append({**call, "function": {**function, "name": f"{_tag(number)}{function['name']}"}})
             number += 1
         tagged.append({**message, "tool_calls": functions} if functions else message)
     written = render(tagged)

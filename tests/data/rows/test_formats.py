@@ -96,6 +96,27 @@ def test_media_are_an_error_with_their_source():
             convert(chat(("user", parts), ("assistant", "a")))
 
 
+@pytest.mark.parametrize("key", ["arguments", "parameters", "args", "input"])
+def test_arguments_under_the_names_of_other_libraries(key):
+    for call in ({"name": "f", key: {"x": 1}}, {"function": {"name": "f", key: '{"x": 1}'}}):
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+        (made,) = convert({"messages": turns}).messages[1].calls
+        assert made.arguments == {"x": 1}
+
+
+def test_a_call_without_arguments_and_fields_for_templates():
+    call = {"id": "c1", "function": {"name": "f", "arguments": ""}}
+    turns = [
+        {"role": "user", "content": "a", "name": "Ann", "weight": None},
+        {"role": "assistant", "tool_calls": [call], "weight": 1},
+        {"role": "tool", "content": "r", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "b"},
+    ]
+    question, calling, result, _ = convert({"messages": turns}).messages
+    assert (calling.calls[0].arguments, calling.calls[0].id) == ({}, "c1")
+    assert (question.fields, calling.fields, result.fields) == ({"name": "Ann"}, {}, {"tool_call_id": "c1"})
+
+
 def test_function_calls_observations_and_parts_of_a_turn():
     call = '{"name": "area", "arguments": {"side": 7}}'
     row = shared(("human", "q"), ("function_call", call), ("observation", "49"), ("gpt", "It is 49."))

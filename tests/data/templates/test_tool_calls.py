@@ -138,6 +138,57 @@ def template_with(body: str) -> str:
     return TURN.replace("CALL", CALL.replace("BODY", body))
 
 
+IDS = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "oslo", "arguments": {}}},
+        {"id": "c2", "type": "function", "function": {"name": "rome", "arguments": {}}},
+    ]},
+    {"role": "tool", "tool_call_id": "c2", "name": "rome", "content": "20C"},
+    {"role": "tool", "tool_call_id": "c1", "name": "oslo", "content": "3C"},
+    {"role": "assistant", "content": "Oslo 3C."},
+]  # fmt: skip
+
+
+def test_a_result_belongs_to_the_call_with_its_id(trained_texts):
+    """Templates get ids and names, which they match; where each call has a turn of its own, its result follows it."""
+    matched = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} "
+        "{{ c.id }} {% endfor %}{% if m.role == 'tool' %} of {{ m.tool_call_id }} {{ m.name }}{% endif %}</s>"
+        "{% endfor %}"
+    )
+    found, rendered = trained_texts(IDS, matched)
+    assert found == ("assistant: oslo c1 rome c2 </s>", "assistant: Oslo 3C.</s>")
+    assert "tool: 20C of c2 rome</s>tool: 3C of c1 oslo</s>" in rendered.text
+    text = trained_texts(IDS, published("llama3_1"))[1].text
+    places = [text.index(part) for part in ('"oslo"', '"3C"', '"rome"', '"20C"')]
+    assert places == sorted(places)
+
+
+def test_a_result_within_an_answer_is_not_trained(trained_texts):
+    """As Gemma 4: the text of a turn stands behind its calls and their results."""
+    late = (
+        "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% for r in messages if r.role == 'tool' %}={{ r.content }}{% endfor %} {% endfor %}"
+        "{{ m.content }}</s>{% endfor %}"
+    )
+    turns = [IDS[0], {**IDS[1], "content": "I look.", "tool_calls": IDS[1]["tool_calls"][:1]}, *IDS[3:]]
+    found, rendered = trained_texts(turns, late)
+    assert "oslo=3C I look.</s>" in rendered.text
+    assert found == ("assistant: Oslo 3C.</s>",)
+    assert rendered.unplaced == ("the template writes results of tools into 'I look.'",)
+
+
+@pytest.mark.parametrize(
+    "content, placed", [("<think>plan</think> Yes", True), ("Sure! <think>plan</think> Yes", False)]
+)
+def test_a_template_may_leave_out_reasoning_and_no_other_text(trained_texts, content, placed):
+    turns = [IDS[0], {"role": "assistant", "content": content}, IDS[0], {"role": "assistant", "content": "No."}]
+    found, rendered = trained_texts(turns, published("qwen3"))
+    assert [text.strip() for text in found[:-1]] == (["Yes<|im_end|>"] if placed else [])
+    assert rendered.unplaced == (() if placed else (f"the template rewrites {content[:40]!r}",))
+
+
 FORMS = {
     "an object is written as Python writes it": ("c.function.name ~ c.function.arguments", 'add{"a": 2, "b": 3}'),
     "text is needed": ("'[' + c.function.arguments + ']' + c.function.name", '[{"a": 2, "b": 3}]add'),
