@@ -107,6 +107,7 @@ def test_a_file_of_another_tool(case, tmp_path, monkeypatch):
         assert words in harms[key], key
     assert [item.harm for item in found.left] == sorted((item.harm for item in found.left), key=HARMS.index)
     assert case.get("says", "") in found.text
+    assert "silent" not in case or case["silent"] not in found.text
     assert not [name for name in case.get("without", ()) if f"  {name}: " in found.text.rpartition("\n# ")[2]]
 
 

@@ -42,7 +42,8 @@ def import_recipe(path: Path) -> Import:
     unread = list(document.complaints)  # keys that are given twice
     work = Import(peer_of(document), document, path.absolute().parent)
     # after Import has copied the file: the report names its empty keys, too
-    document.data = _without_nulls(document.data)
+    meanings = {name: value for name, value in work.peer.nulls.items() if document.data.get(name, 0) is None}
+    document.data = _without_nulls(document.data | meanings)
     _other_sections(work)
     for rules in tables.KEYS["rules"].values():
         apply_rules(work, rules)

@@ -21,11 +21,15 @@ KEEP_THE_TOOL = "Keep the other tool for this file."
 
 @dataclass(frozen=True)
 class Peer:
-    """A tool. signs: keys that identify its files; defaults: its defaults that differ from ours, by our keys."""
+    """A tool. signs: keys that identify its files; defaults: its defaults that differ from ours, by our keys.
+
+    nulls: keys whose null is not the default, with the value that it means.
+    """
 
     name: str
     signs: tuple[str, ...]
     defaults: Mapping[str, Any]
+    nulls: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,10 @@ CONVERSIONS = {  # by their names in keys.yaml
 }
 
 # in this order: of two tools with as many signs in a file, the first one counts
-TOOLS = tuple(Peer(name, tuple(row["signs"].split()), row["defaults"]) for name, row in KEYS["tools"].items())
+TOOLS = tuple(
+    Peer(name, tuple(row["signs"].split()), row["defaults"], row.get("nulls", {}))
+    for name, row in KEYS["tools"].items()
+)
 AXOLOTL, LLAMA_FACTORY, TRL = TOOLS
 IMPORTED = tuple(Alias(key, tuple(names.split()), _conversion(to)) for names, key, to in KEYS["rows"])
 TEMPLATES: dict[str, str] = KEYS["templates"]

@@ -15,7 +15,6 @@ from ligertune.recipe.importers.import_state import OFF, Fate, Import, Left, is_
 from ligertune.recipe.importers.import_tables import HARMLESS, REASONS, Reason, nested, split_names
 
 GALORE_OPTIONS = {"rank", "update_proj_gap", "scale"}
-TOKENIZERS = ("tokenizer_default", "tokenizer", "default", "empty", "")  # names of the tokenizer's own template
 # weights of experts are parameters of one module: PEFT cannot name them as layers
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
 MAX_LAYERS = 4096  # as in the sizes of a configuration
@@ -75,11 +74,12 @@ def convert_chat_template(work: Import) -> None:
     model = str(data.get("base_model", data.get("model_name_or_path", data.get("model")))).lower()
     for name in ("template", "chat_template"):
         written = data.get(name)
-        if not isinstance(written, str):
+        if not isinstance(written, str) or not written:
             continue
         found = tables.TEMPLATES.get(written.replace("-", "_"))
+        # Axolotl's name, or that with a fallback; default and empty of LLaMA-Factory are templates of their own.
         # Qwen's models always have the template in the tokenizer; theirs also has a place for tools
-        is_own = written in TOKENIZERS or ("qwen" in written.lower() and "qwen" in model)
+        is_own = written.startswith("tokenizer_default") or ("qwen" in written.lower() and "qwen" in model)
         # Axolotl's jinja without a file, or a template that has no built-in counterpart
         if not is_own and found is None:
             work.leave((name,), REASONS["chat_template"])
@@ -90,7 +90,8 @@ def convert_chat_template(work: Import) -> None:
             continue
         if written.endswith("nothink"):  # of LLaMA-Factory: qwen3_nothink
             work.put("data.chat_template_kwargs", {"enable_thinking": False}, name)
-        work.notes.append(f"{name}: {written} is the template that the model's tokenizer has")
+        note = f"{name}: {written} is the template that the model's tokenizer has"
+        work.notes.append(f"{note}; if it has none, name one in model.tokenizer.chat_template")
 
 
 def choose_evaluations(work: Import) -> None:
