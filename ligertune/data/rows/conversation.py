@@ -19,8 +19,20 @@ Role = Literal["system", "user", "assistant", "tool"]
 _ROLE_NAMES: dict[Role, tuple[str, ...]] = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "ai", "model", "function_call"),
-    "tool": ("tool", "function", "observation", "function_response"),
+    "assistant": (
+        "assistant",
+        "gpt",
+        "chatgpt",
+        "bing",
+        "bard",
+        "bot",
+        "chatbot",
+        "ai",
+        "model",
+        "function_call",
+        "tool_call",
+    ),
+    "tool": ("tool", "function", "observation", "function_response", "tool_response"),
 }
 ROLES: dict[str, Role] = {name: role for role, names in _ROLE_NAMES.items() for name in names}
 

@@ -369,6 +369,12 @@ def _record(value: Any, file: DataFile, line: int, n_bytes: int) -> Record:
             'A record looks like {"instruction": "...", "output": "..."}.',
             line=line,
         )
+    if isinstance(value.get("data"), list) and isinstance(value.get("columns"), list):
+        raise file.error(
+            "a table of pandas with orient='split', whose rows have no names",
+            "Write it with to_json(orient='records', lines=True).",
+            line=line,
+        )
     return file.record(value, line, n_bytes)
 
 

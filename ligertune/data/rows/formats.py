@@ -18,7 +18,6 @@ from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
 from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
-from ligertune.data.shapes.turn_lists import turns_in
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -194,14 +193,14 @@ def _conversation(row: dict[str, Any], reader: RowReader, *, column: str) -> Con
 
 def _prompt_completion(row: dict[str, Any], reader: RowReader) -> Conversation:
     """Read `prompt` and `completion`: two texts, or two lists of turns. Only the completion is trained."""
-    if isinstance(turns_in(row.get("prompt")), list):
-        row = {**row, "completion": turns_in(row.get("completion"))}
-        prompt = [replace(turn, trained=False) for turn in reader.turns(row, "prompt")]
-        completion = [Message("assistant", row["completion"])] if isinstance(row.get("completion"), str) else None
-        completion = completion or reader.turns(row, "completion")
-        return Conversation((*prompt, *completion), parse_tools(row.get("tools")))
-    texts = [reader.text(row.get(column), f"`{column}`") for column in ("prompt", "completion")]
-    return Conversation((Message("user", texts[0]), Message("assistant", texts[1])))
+    prompt = reader.turns_or_text(row, "prompt")
+    if isinstance(prompt, str):
+        return Conversation((Message("user", prompt), Message("assistant", reader.plain_text(row, "completion"))))
+    completion = reader.turns_or_text(row, "completion")
+    if isinstance(completion, str):
+        completion = [Message("assistant", completion)]
+    context = [replace(turn, trained=False) for turn in prompt]
+    return Conversation((*context, *completion), parse_tools(row.get("tools")))
 
 
 def _question_answer(row: dict[str, Any], reader: RowReader) -> Conversation:

@@ -50,7 +50,7 @@ class PairFormat(Format):
             if chosen_score is not None and chosen_score == rejected_score:
                 raise BadRow("equal scores", f"both {chosen_score:g}")
         prompt = self.read(row, reader)
-        sides = _split_prompt(prompt.messages, *(_answer(row, column, reader) for column in ANSWERS))
+        sides = _split_prompt(prompt.messages, *(reader.turns_or_text(row, column) for column in ANSWERS))
         shared = prompt.tools, template_kwargs(row)
         chosen, rejected = (checked(Conversation(side, *shared), reader, repairs) for side in sides)
         if chosen == rejected:
@@ -66,14 +66,6 @@ def _margin(row: dict[str, Any]) -> tuple[float, ...]:
     if number is None or abs(number) > MAX_NUMBER:
         raise BadRow("margin is not a number", f"{margin!r:.40}")
     return (number,)
-
-
-def _answer(row: dict[str, Any], column: str, reader: RowReader) -> list[Message] | str:
-    """Read an answer: a text, a turn, or a list of turns."""
-    value = turns_in(row.get(column))
-    if isinstance(value, dict):
-        return [reader.message(value)]
-    return reader.turns({column: value}, column) if isinstance(value, list) else reader.text(value, f"`{column}`")
 
 
 def _split_prompt(
@@ -140,11 +132,11 @@ def _hh_turns(text: str) -> list[Message]:
 
 def _prompt(row: dict[str, Any], reader: RowReader, *, column: str | None, is_text: bool = False) -> Conversation:
     """Read the prompt in `column`, turns or with `is_text` also a text, and the optional `system` and `tools`."""
-    value = turns_in(row.get(column or ""))
     messages = []
-    if is_text and isinstance(value, str):
-        messages = [Message("user", value)]
-    elif column and (value is not None or isinstance(row.get("chosen"), str)):
+    if column and is_text and row.get(column) is not None:
+        prompt = reader.turns_or_text(row, column)
+        messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+    elif column and (row.get(column) is not None or isinstance(row.get("chosen"), str)):
         messages = reader.turns(row, column)
     if row.get("system") and (not messages or messages[0].role != "system"):
         messages.insert(0, Message("system", reader.text(row["system"], "`system`")))

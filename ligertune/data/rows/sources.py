@@ -171,7 +171,18 @@ def class_names(spec: DatasetOptions, column: str) -> tuple[str, ...]:
         return ()
     import datasets
 
-    return _names_of_classes(datasets.Features.from_arrow_schema(arrow_schema(DataFile(files[0]))), name)
+    found = {}
+    for file in files:
+        features = datasets.Features.from_arrow_schema(arrow_schema(DataFile(file)))
+        found[_names_of_classes(features, name)] = file
+    first, *others = found
+    if others:
+        raise UserError(
+            f"{found[others[0]].name}: the names of `{name}` ({', '.join(others[0]) or 'none'}) are not those of "
+            f"{found[first].name} ({', '.join(first) or 'none'}).",
+            hint="Name the files as separate data sets: their ids are then read by name.",
+        )
+    return first
 
 
 def _names_of_classes(features: Any, label: str) -> tuple[str, ...]:

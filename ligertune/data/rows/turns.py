@@ -14,18 +14,23 @@ from typing import Any
 from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import ROLES, Message, ToolCall
 from ligertune.data.shapes.marked_texts import quoted_call
-from ligertune.data.shapes.turn_lists import as_turns
+from ligertune.data.shapes.turn_lists import as_turns, is_turn, is_turn_text, turns_in
 from ligertune.errors import UserError
 from ligertune.recipe.section import RESERVED_VARIABLES
 
 MAX_NUMBER = 1e18  # the squared error of larger numbers overflows float32
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_WEIGHT_KEYS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's name
+# names of LLaMA-Factory, OpenAI, ms-swift, and of axolotl's documentation for message_field_training
+_WEIGHT_KEYS = ("loss_weight", "weight", "loss", "train", "training")
+# Keys that exclude tokens in a form that is not read: axolotl's ranges of characters (message_field_training_detail),
+# and `mask`, which no tool documents.
+_PART_MASKS = ("train_detail", "training_detail", "mask")
 # the other keys of a turn that this module reads; a template may read the rest
 _READ_KEYS = frozenset(
-    {"from", "role", "value", "content", "tool_calls", "function_call", *_REASONING_KEYS, *_WEIGHT_KEYS}
+    ("from", "role", "value", "content", "tool_calls", "function_call", *_REASONING_KEYS, *_WEIGHT_KEYS, *_PART_MASKS)
 )
 _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # OpenAI's, Llama's, LangChain's and Anthropic's name
+_TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are those of OpenAI's responses
 _MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -72,7 +77,7 @@ class RowReader:
         trained = self._is_trained(turn, role)
         fields = {key: value for key, value in turn.items() if key not in _READ_KEYS and value is not None}
         value = turn["value"] if turn.get("value") is not None else turn.get("content")
-        if name == "function_call":
+        if name in ("function_call", "tool_call"):
             return Message(role, "", calls=_calls(value), trained=trained, fields=fields)
         calls = tuple(_call(call) for call in list_of(turn.get("tool_calls"), "`tool_calls`"))
         if turn.get("function_call"):  # OpenAI's older form
@@ -102,6 +107,20 @@ class RowReader:
             raise BadRow("not a list of turns", f"`{column}`")
         return [self.message(turn) for turn in turns]
 
+    def turns_or_text(self, row: dict[str, Any], column: str) -> list[Message] | str:
+        """Parse a column that holds a text, one turn or a list of turns."""
+        value = turns_in(row.get(column))
+        if not isinstance(value, list | dict):
+            return self.plain_text(row, column)
+        return self.turns({column: [value] if is_turn(value) else value}, column)
+
+    def plain_text(self, row: dict[str, Any], column: str) -> str:
+        """Return the text of a column that may also hold turns. Raise BadRow for turns in a text that is not JSON."""
+        text = self.text(row.get(column), f"`{column}`")
+        if is_turn_text(text):
+            raise BadRow("not a list of turns", f"{text[:40]!r}")
+        return text
+
     def instruction(self, row: dict[str, Any]) -> list[Message]:
         """Parse Alpaca's `instruction`, `input`, and the optional `system` and `history` (pairs of earlier turns)."""
         messages = [Message("system", self.optional(row, "system"))]
@@ -126,6 +145,8 @@ class RowReader:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _MEDIA_PARTS:
             raise self._media_error(f"a part of type {kind}")
+        if kind in _TEXT_PARTS:
+            kind = "text"
         if kind not in ("text", "reasoning", "tool_call"):
             raise BadRow("not text", f"a part of type {kind!r:.40}")
         return kind, self.text(part.get("value", part.get("text")), f"a part of type {kind}")
@@ -138,6 +159,11 @@ class RowReader:
 
     def _is_trained(self, turn: dict[str, Any], role: str) -> bool:
         """Return whether the turn's loss weight, 0 or 1 or a boolean, lets it be trained. Without a weight it does."""
+        if masked := [key for key in _PART_MASKS if turn.get(key)]:
+            raise UserError(
+                f"{self.source}: the key `{masked[0]}` of a turn masks it in a form that is not read.",
+                hint="Write `weight`: 0 for a turn that is context only, and remove the key.",
+            )
         given = [(key, turn[key]) for key in _WEIGHT_KEYS if turn.get(key) is not None]
         for key, weight in given:
             found = f"{self.source}: {key} {weight!r}"

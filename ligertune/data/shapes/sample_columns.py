@@ -10,7 +10,7 @@ from ligertune.data.rows.conversation import ROLES
 from ligertune.data.rows.data_files import Record
 from ligertune.data.shapes.column_names import TURN_NAMES, value_of
 from ligertune.data.shapes.marked_texts import is_marked_text
-from ligertune.data.shapes.turn_lists import ROLE_KEYS, as_turns, turns_in
+from ligertune.data.shapes.turn_lists import ROLE_KEYS, as_turns, is_turn, turns_in
 
 _ROWS = 100  # rows whose values are looked at: as many as a stream has read when it begins
 _DEPTH = 3  # of nested names
@@ -55,7 +55,7 @@ class SampleColumns:
             return set()
         if isinstance(value, list) and not isinstance(value[0], dict) and name.lower() not in TURN_NAMES:
             return set()
-        turns = as_turns(value)
+        turns = [value] if is_turn(value) else as_turns(value)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             return set()
         words = [next((turn[key] for key in ROLE_KEYS if isinstance(turn.get(key), str)), "") for turn in turns]

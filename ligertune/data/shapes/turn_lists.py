@@ -21,8 +21,10 @@ _EXCHANGES = (
     ("human", "assistant"), ("user", "assistant"), ("input", "output"), ("prompt", "response"),
     ("question", "answer"), ("instruction", "output"), ("query", "response"),
 )  # fmt: skip
-# the beginning of a turn that is written as JSON text
-_TURN_TEXT = re.compile(r"""\s*\{\s*["'](?:role|from)["']\s*:""")
+# The beginning of a turn, or of a list of turns, that is written as text, and its role. Python's quotes count, too:
+# pandas writes a list in a cell of a csv file as Python does.
+_TURN_TEXT = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|from|content|value)["']\s*:""")
+_ROLE_TEXT = re.compile(r"""["'](?:role|from)["']\s*:\s*["']([\w ]+)["']""")
 
 
 def turns_in(value: Any) -> Any:
@@ -41,6 +43,22 @@ def turns_in(value: Any) -> Any:
     turns = turns_in(parsed)
     turns = as_turns(turns) if all(isinstance(turn, dict) for turn in turns) else []
     return turns if turns and all(map(_has_role, turns)) else value
+
+
+def is_turn_text(text: str) -> bool:
+    """Return whether a text begins as a turn or a list of turns and is not JSON, so that it cannot be read as one."""
+    return _written_role(text) in ROLES and _parsed(text) is None
+
+
+def _written_role(text: str) -> str:
+    """Return the role of the first turn in a text that begins as turns do; empty for another text."""
+    role = _ROLE_TEXT.search(text) if _TURN_TEXT.match(text) else None
+    return role[1].strip().lower() if role else ""
+
+
+def is_turn(value: Any) -> bool:
+    """Return whether a value is one turn: an object with a known role and a text."""
+    return _has_role(value) and any(value.get(key) is not None for key in TEXT_KEYS)
 
 
 def _turn_in(turn: Any) -> Any:
@@ -71,7 +89,7 @@ def as_turns(value: Any) -> Any:
         return value if all(_has_text(turn) for turn in value) else [_plain_turn(turn) for turn in value]
     if all(isinstance(turn, str) for turn in value) and len(value) % 2 == 0:
         # a turn that is written as JSON and cannot be read as one is no text to train
-        return value if any(map(_TURN_TEXT.match, value)) else _alternating(value)
+        return value if any(map(_written_role, value)) else _alternating(value)
     if all(_is_pair(turn) for turn in value):
         return _alternating(text for pair in value for text in pair)
     if all(isinstance(turn, dict) for turn in value):

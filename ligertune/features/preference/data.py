@@ -42,7 +42,7 @@ _VOTE_NAMES = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up", "is
 
 @dataclass(frozen=True)
 class LabelledFormat(Format):
-    """A format of answers with a label. Only the last answer of a conversation is trained."""
+    """A format of answers with a label. Only the last answer of a conversation is trained, or the whole completion."""
 
     def parse(self, record: Record, repairs: list[str] | None = None) -> ParsedRow:
         """Return the conversation and whether its answer is desirable."""
@@ -53,7 +53,7 @@ class LabelledFormat(Format):
             raise BadRow("no label", f"{label!r:.40}")
         messages = conversation.messages
         # the label is about the last answer: earlier ones would be trained with a label that is not theirs
-        if self.name != "prompt_completion":  # the prompt of this format is marked
+        if self.name != "prompt_completion":  # whose label is about all of the completion, as in TRL
             messages = (*(replace(turn, trained=False) for turn in messages[:-1]), messages[-1])
         return ParsedRow((replace(conversation, messages=messages),), desirable)
 

@@ -18,7 +18,7 @@ from ligertune.data.rows.row_kind import FirstRows
 from ligertune.data.rows.sources import class_names
 from ligertune.data.rows.turns import MAX_NUMBER, RowReader, finite_number, parse_tools
 from ligertune.errors import UserError
-from ligertune.features.scores.label_kinds import MAX_LABELS, Labels, decide_labels, is_name
+from ligertune.features.scores.label_kinds import MAX_LABELS, Labels, decide_labels, is_name, read_label
 
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
@@ -40,7 +40,7 @@ class LabelFormat(Format):
         row = record.row
         reader = RowReader(record.source, repair=repairs is not None)
         reader.refuse_media(row)
-        targets = self._targets(row.get(self.label))
+        targets = self._targets(read_label(row.get(self.label)))
         if not self.texts:
             return ParsedRow((_without_answer_check(self.read(row, reader), reader, repairs),), targets=targets)
         texts = [reader.text(row.get(column), f"`{column}`") for column in self.texts]

@@ -6,6 +6,8 @@ rows, nothing is guessed: the data set is refused with the line that decides.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ KIND_WORDS: dict[str, str] = {
 # Labels of another kind up to this share are bad rows. Above, and up to a half, either reading loses many rows.
 BAD_SHARE = 0.1
 MAX_LABELS = 2**20  # transformers writes a name of each label into config.json; checkpoints with more are refused
+_NUMBER_SIGNS = set("0123456789.,+-eE \t\r\n")
 _SEEN = 1000  # labels of one row that are looked at: enough to tell their kind
 
 
@@ -43,8 +46,8 @@ class Labels:
 
 
 def is_name(value: Any) -> bool:
-    """Return whether a label is a name: text that is neither blank nor a missing number (nan, inf) in letters."""
-    if not isinstance(value, str) or not value.strip():
+    """Return whether a label is a name: text that is not blank, no missing number (nan, inf) and no list."""
+    if not isinstance(value, str) or not value.strip() or _is_list_text(value):
         return False
     try:
         return math.isfinite(float(value))
@@ -52,12 +55,29 @@ def is_name(value: Any) -> bool:
         return True
 
 
+def read_label(value: Any) -> Any:
+    """Return the list in a label that is JSON text of one, as in a cell of a csv file; another label unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _is_list_text(text: str) -> bool:
+    """Return whether a text is a list as Python or numpy writes it, and pandas in a csv: ['a'], ['a' 'b'], [0 1]."""
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return False
+    items = text[1:-1].strip()
+    return items.endswith(("'", '"')) or not set(items) - _NUMBER_SIGNS
+
+
 def decide_labels(first: Sequence[Record], column: str, path: str, problem_type: str | None) -> Labels:
     """Return the kind of labels in the first records. problem_type: the recipe's, which decides where two kinds fit.
 
     Raises UserError, naming `path`, without labels, and for labels of two kinds.
     """
-    filled = [(record.row[column], record.source) for record in first if record.row.get(column) is not None]
+    filled = [(read_label(record.row[column]), record.source) for record in first if record.row.get(column) is not None]
     if not filled:
         raise UserError(f"{path}: the column `{column}` is null in the first rows.", hint="Name another one.")
     shapes = [("lists" if isinstance(value, list | tuple) else "single labels", source) for value, source in filled]

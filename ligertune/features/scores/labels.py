@@ -94,11 +94,13 @@ def resolve_labels(
     found = list(blocks)
     if kind in ("values", "indicators") and many:
         found = [_ids_of_indicators(block, report.path) for block, report in zip(blocks, reports, strict=True)]
-    declared = next((report.class_names for report in reports if report.class_names), ())
-    names = tuple(options.labels or ()) or (() if kind == "names" else tuple(declared))
+    declared = () if kind == "names" else dict.fromkeys(name for report in reports for name in report.class_names)
+    names = tuple(options.labels or declared)
     if kind == "names":
         names = names or tuple(sorted({name for block in found for name in block.label_names}))
         found = [_ids_of_names(block, names) for block in found]
+    else:
+        found = [_ids_by_name(block, report, names) for block, report in zip(found, reports, strict=True)]
     width = next((report.label_width for report in reports if kind == "indicators"), 0)
     count = _count(found, names, width, options)
     if problem == SINGLE and count < 2:
@@ -223,15 +225,35 @@ def _ids_of_indicators(block: Block, path: str) -> Block:
     return replace(block, targets=ids.astype(np.float64), n_targets=counts)
 
 
-def _ids_of_names(block: Block, names: tuple[str, ...]) -> Block:
+def _places(found: Sequence[str], names: tuple[str, ...]) -> np.ndarray:
+    """Return the id in `names` of each name. Raises UserError for a name that is not there."""
     place = {name: number for number, name in enumerate(names)}
-    if unknown := [name for name in block.label_names if name not in place]:
+    if unknown := [name for name in found if name not in place]:
         raise UserError(
             f"classification.labels: the data has the label {unknown[0]!r}, which the list lacks.",
             hint="Add it, or leave classification.labels out.",
         )
-    ids = np.array([place[name] for name in block.label_names] or [0], dtype=np.float64)
+    return np.array([place[name] for name in found] or [0], dtype=np.float64)
+
+
+def _ids_of_names(block: Block, names: tuple[str, ...]) -> Block:
+    ids = _places(block.label_names, names)
     return replace(block, targets=ids[block.targets.astype(np.int64)], label_names=())
+
+
+def _ids_by_name(block: Block, report: DatasetReport, names: tuple[str, ...]) -> Block:
+    """Turn ids of a data set that declares names into those of the same names in `names`."""
+    if not report.class_names:
+        return block
+    ids = _places(report.class_names, names)
+    unnamed = np.setdiff1d(block.targets, np.arange(len(ids)))
+    if len(unnamed):
+        raise UserError(
+            f"{_source_of_target([block], unnamed[0])}: the label {unnamed[0]:g} has no name: {report.path} declares "
+            f"{plural(len(ids), 'name')}.",
+            hint="Repair the row, or the names of the column.",
+        )
+    return replace(block, targets=ids[block.targets.astype(np.int64)])
 
 
 def _count(blocks: Sequence[Block], names: tuple[str, ...], width: int, options: ClassificationSpec) -> int:

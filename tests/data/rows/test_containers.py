@@ -119,6 +119,10 @@ CASES = {
         [[{"conversation": [user("a"), bot("b")], "mood": "glad"}], [{"conversation": [user("a"), bot("b")]}]]),
     "label of names": Case([{"text": "one", "label": "b"}, {"text": "two", "label": "a"}], [], "texts", [(1,), (0,)]),
     "label of numbers": Case([{"text": "one", "label": 1}, {"text": "two", "label": 0}], [], "texts", [(1,), (0,)]),
+    "lists of names": Case([{"text": "one", "labels": ["b", "a"]}, {"text": "two", "labels": []}], [], "texts",
+                           [(1, 0), ()]),
+    "lists of numbers": Case([{"text": "one", "labels": [0.5, 2]}, {"text": "two", "labels": [1, 1.5]}], [], "texts",
+                             [(0.5, 2), (1, 1.5)]),
 }  # fmt: skip
 
 _MIXED = "a struct has one type for each key"

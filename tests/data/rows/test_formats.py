@@ -7,6 +7,7 @@ import pytest
 from ligertune.data.bad_rows import DROP_REASONS, BadRow
 from ligertune.data.rows.conversation import ROLES, Conversation
 from ligertune.data.rows.formats import FORMATS, recognise_format
+from ligertune.data.rows.pairs import PAIR_FORMATS
 from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.rows.sources import Record
 from ligertune.errors import UserError
@@ -41,7 +42,7 @@ def test_alpaca_input_may_be_missing_or_null_and_system_and_history_come_first()
 
 SYSTEM_NAMES, USER_NAMES = ("system", "developer"), ("human", "user", "User ", "prompter")
 ASSISTANT_NAMES = ("gpt", "chatgpt", "bing", "bard", "bot", "assistant", "model", "chatbot", "AI", " GPT")
-TOOL_NAMES = ("tool", "function", "observation", "function_response", "Observation")
+TOOL_NAMES = ("tool", "function", "observation", "function_response", "Observation", "tool_response")
 
 
 def test_roles_have_many_names():
@@ -51,11 +52,11 @@ def test_roles_have_many_names():
         assert shape(convert(shared(*turns))) == shape(convert(chat(*turns))) == expected, turns
     columns = convert({**chat(("user", "q"), ("assistant", "a")), "system": "s"})
     assert shape(columns) == expected
-    for call, tool in zip(("function_call", "Function_Call") * 3, TOOL_NAMES, strict=False):
+    for call, tool in zip(("function_call", "tool_call") * 3, TOOL_NAMES, strict=False):
         messages = convert(shared(("user", "q"), (call, '{"name": "f"}'), (tool, "49"), ("gpt", "a"))).messages
         assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
         assert messages[1].calls[0].name == "f" and messages[2].content == "49"
-    names = (*SYSTEM_NAMES, *USER_NAMES, *ASSISTANT_NAMES, *TOOL_NAMES, "function_call")
+    names = (*SYSTEM_NAMES, *USER_NAMES, *ASSISTANT_NAMES, *TOOL_NAMES, "function_call", "tool_call")
     assert set(ROLES) == {name.strip().lower() for name in names}
 
 
@@ -167,8 +168,33 @@ def test_json_that_somebody_wants_to_train_stays_text():
     assert shape(convert({"messages": texts})) == expected
     assert shape(convert({"instruction": texts[0], "output": texts[1]})) == expected
     assert shape(convert({"prompt": texts[0], "completion": texts[1]})) == expected
+    assert shape(convert({"prompt": "{'city': 1}", "completion": "[{'role': 'clerk'}]"}))[0] == ("user", "{'city': 1}")
     about_chats = json.dumps(TURNS)
     assert shape(convert({"prompt": "Make up a chat.", "completion": about_chats}))[1] == ("assistant", about_chats)
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion", "chosen", "rejected", "messages"])
+@pytest.mark.parametrize(
+    "text", [str(TURNS), str(TURNS[0]), "[{'content': 'q', 'role': 'user'}\n {", json.dumps(TURNS)[:-1]]
+)
+def test_turns_that_are_written_as_the_text_of_another_language_are_not_trained(column, text):
+    """pandas writes a list in a cell of a csv file as Python does."""
+    row = {"prompt": "q", "completion": "a"} if column in ("prompt", "completion") else {"messages": TURNS[:1]}
+    if column in ("chosen", "rejected"):
+        row = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    formats = PAIR_FORMATS if "chosen" in row else FORMATS
+    with pytest.raises(BadRow) as caught:
+        recognise_format("auto", row, "d.csv", formats).parse(Record({**row, column: text}, "d.csv:2"))
+    assert caught.value.reason == "not a list of turns"
+
+
+def test_an_answer_may_be_one_turn_and_parts_may_have_the_names_of_a_response():
+    question, answer = chat(("user", "q"), ("assistant", "a"))["messages"]
+    for completion in (answer, json.dumps(answer), [answer], "a"):
+        messages = convert({"prompt": [question], "completion": completion}).messages
+        assert [(turn.content, turn.trained) for turn in messages] == [("q", False), ("a", True)]
+    parts = [[{"type": kind, "text": "x"}] for kind in ("input_text", "output_text")]
+    assert shape(convert(chat(("user", parts[0]), ("assistant", parts[1])))) == [("user", "x"), ("assistant", "x")]
 
 
 def weighted(role: int, key: str, weight: float | None) -> dict:
@@ -177,13 +203,23 @@ def weighted(role: int, key: str, weight: float | None) -> dict:
     return row
 
 
-@pytest.mark.parametrize("key", ["loss_weight", "weight", "train"])
+@pytest.mark.parametrize("key", ["loss_weight", "weight", "train", "training", "loss"])
 def test_the_weight_of_a_turn(key):
-    for weight, trained in ((0, False), (0.0, False), (1, True), (1.0, True), (None, True)):
-        assert convert(weighted(1, key, weight)).messages[1].trained is trained, weight
+    for weight in (0, 0.0, False):
+        assert not convert(weighted(1, key, weight)).messages[1].trained, weight
+    for weight in (1, 1.0, True, None):
+        assert convert(weighted(1, key, weight)).messages[1].trained, weight
     for role, weight, says in ((1, 0.5, "only 0 and 1"), (0, 1, "only the assistant's turns")):
         with pytest.raises(UserError, match=rf"data\.jsonl:7: {key} .*{says}"):
             convert(weighted(role, key, weight))
+
+
+@pytest.mark.parametrize("key", ["train_detail", "training_detail", "mask"])
+def test_a_mask_of_a_part_of_a_turn_is_refused(key):
+    for nothing in (None, False, 0, []):
+        assert convert(weighted(1, key, nothing)).messages[1].trained
+    with pytest.raises(UserError, match=rf"data\.jsonl:7: the key `{key}` of a turn masks it in a form"):
+        convert(weighted(1, key, [{"begin_offset": 0, "end_offset": 1, "train": False}]))
 
 
 BAD = [

@@ -184,6 +184,8 @@ def test_a_csv_of_one_column_with_commas_in_quotes_or_semicolons_is_read(tmp_pat
         ("r.csv.zst", ZST[:9] + b"garbage" + ZST[16:], 1, "not a valid zst file"),
         ("r.jsonl", ZST, 1, "the content is Zstandard (.zst), and the name says .jsonl"),
         ("r.jsonl", gzip.compress(b"{}", mtime=0), 1, "the content is gzip (.gz)"),
+        ("r.json", b'{"columns":["q","a"],"index":[0],"data":[["x","y"]]}', 1, "a table of pandas"),
+        ("r.json", b'{"columns":["q","a"],\n"data":[]}', 1, "a table of pandas"),
         ("r.csv", b"PAR1", 1, "the content is parquet"),
         ("r.csv", b'{"a": 1, "b": 2}\n', 1, "the header is JSON. Name the file .jsonl"),
         ("r.csv", b"a;b\n1;2\n1;2;3\n1;2\n", 3, "3 fields, but the header has 2"),

@@ -164,6 +164,12 @@ def test_labels_of_answers(label, desirable):
     assert recognised({"prompt": "q", "completion": "a", "label": label}, rows="labelled").template == "plain"
 
 
+def test_a_label_is_about_the_whole_completion():
+    row = {"prompt": USER, "completion": turns("a", "q", "b", roles="aua"), "label": 1}
+    (conversation,) = parsed(row, rows="labelled").conversations
+    assert [turn.content for turn in conversation.messages if turn.role == "assistant" and turn.trained] == ["a", "b"]
+
+
 @pytest.mark.parametrize("label", [2, 0.5, "good", None, [1]], ids=str)
 def test_an_unknown_label_is_a_bad_row(label):
     with pytest.raises(BadRow) as caught:

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer
@@ -88,6 +89,35 @@ def test_text_of_a_csv_file_that_is_a_number_is_a_number(labels, bad, problem, r
     assert read(labels, csv=True).labels.problem_type == problem
     found = read([*labels, bad], csv=True)
     assert found.labels.problem_type == problem and found.report.dropped == {"label of another kind": 1}
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        ([["a", "b"], ["b"], []], MULTI),
+        ([[0, 2], [1], []], MULTI),
+        ([[0, 1, 1], [1, 0, 0]], MULTI),
+        ([[0.0, 1.5], [2.0, 0.5]], REGRESSION),
+    ],
+)
+def test_lists_in_json_text_are_the_lists(labels, problem, read):
+    """A cell of a csv file is a text; the same text in another file is read alike."""
+    as_text = [json.dumps(label) for label in labels] * 8
+    in_csv = ['"' + text.replace('"', '""') + '"' for text in as_text]
+    expected = read(labels * 8)
+    for found in (read(as_text), read(in_csv, csv=True)):
+        assert found.labels == replace(expected.labels, inferred_from=found.labels.inferred_from)
+        assert found.labels.problem_type == problem and found.report.dropped == {}
+        assert [example.targets for example in found.train] == [example.targets for example in expected.train]
+
+
+@pytest.mark.parametrize("text", ["['a', 'b']", "['a' 'b']", "[0 1 1]", "[0. 1.5]", "[\"a'\", 'b']"])
+def test_lists_in_the_text_of_another_language_are_no_names(text, read):
+    with pytest.raises(UserError, match=r"holds no label in the first rows; .*rows\.jsonl:1 has"):
+        read([text, text.replace("b", "c")] * 8)
+    found = read([*NAMES, text, "[sic]", "[a, b]"])
+    assert found.report.dropped == {"label of another kind": 1}
+    assert found.labels.labels == ("[a, b]", "[sic]", "cat", "dog")
 
 
 def test_a_bad_label_behind_the_first_rows_is_dropped_too(read):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -116,7 +117,6 @@ def test_long_texts_are_cut_at_their_end_or_dropped(read):
 
 
 def test_names_of_a_class_label_column_are_kept(tmp_path, tokenizer):
-    datasets = pytest.importorskip("datasets")
     features = datasets.Features({"text": datasets.Value("string"), "topic": datasets.ClassLabel(names=["z", "a"])})
     rows = datasets.Dataset.from_dict({"text": ["One.", "Two."], "topic": [0, 1]}, features=features)
     rows.to_parquet(tmp_path / "rows.parquet")
@@ -125,6 +125,68 @@ def test_names_of_a_class_label_column_are_kept(tmp_path, tokenizer):
     for _ in range(2):
         found = prepare(data, tokenizer, seed=1, rows="texts", label_options=ClassificationSpec())
         assert found.labels.labels == ("z", "a") and found.train.n_targets.tolist() == [1, 1]
+
+
+@pytest.fixture
+def read_classes(tmp_path, tokenizer):
+    """read_classes(names of each data set, ...): data, and (text, label) of the rows. The last set evaluates."""
+
+    def call(*declared: list[str] | None, many: bool = False, ids=None, **options) -> tuple[PreparedData, list]:
+        paths = []
+        for number, names in enumerate(declared):
+            text = datasets.Value("string")
+            one = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
+            features = datasets.Features({"text": text, "label": datasets.List(one) if many else one})
+            found = ids or [i % len(names or "ab") for i in range(12)]
+            texts = [f"{number} {names[i % len(names)] if names else i}" for i in found]
+            columns = {"text": texts, "label": [[i] for i in found] if many else found}
+            paths.append({"path": str(tmp_path / f"{number}.parquet")})
+            datasets.Dataset.from_dict(columns, features=features).to_parquet(paths[-1]["path"])
+        data = DataOptions(datasets=paths[:-1] or paths, eval_datasets=paths[1:][-1:], num_proc=1, cache=False)
+        found = prepare(data, tokenizer, seed=1, rows="texts", label_options=ClassificationSpec(**options))
+        rows = [*found.train, *(found.eval or ())]
+        texts = [tokenizer.decode(row.input_ids, skip_special_tokens=True).split()[-1] for row in rows]
+        learned = [found.labels.words(row.targets) for row in rows]
+        return found, list(zip(texts, learned, strict=True))
+
+    return call
+
+
+CLASSES = [
+    ([["neg", "pos"], ["pos", "neg"]], {}, ("neg", "pos")),
+    ([["neg", "pos"], ["pos", "neg"], ["pos", "neg"]], {}, ("neg", "pos")),
+    ([["neg", "pos"], ["neg", "neutral", "pos"]], {}, ("neg", "pos", "neutral")),
+    ([["neg", "pos"]], {"labels": ("pos", "neg")}, ("pos", "neg")),
+    ([["neg", "pos"], ["pos", "neg"]], {"labels": ("neutral", "pos", "neg")}, ("neutral", "pos", "neg")),
+]
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(("declared", "options", "names"), CLASSES)
+def test_ids_of_a_class_label_column_are_read_by_name(declared, options, names, many, read_classes):
+    """Each text ends with the name of its label."""
+    found, rows = read_classes(*declared, many=many, **options)
+    assert found.labels.labels == names
+    assert len(rows) == 12 * len(declared) and all(text == learned for text, learned in rows)
+
+
+def test_a_name_of_a_class_label_column_that_the_list_lacks_is_refused(read_classes):
+    with pytest.raises(UserError, match=r"the data has the label 'neg', which the list lacks"):
+        read_classes(["neg", "pos"], labels=("bad", "pos"))
+    with pytest.raises(UserError, match=r"0\.parquet:2: the label -1 has no name: .*0\.parquet declares 2 names"):
+        read_classes(["neg", "pos"], ids=[0, -1, -1, 1], problem_type=SINGLE)
+    found, rows = read_classes(["neg", "pos"], None)  # ids without names are those of the list
+    assert found.labels.labels == ("neg", "pos") and ("0", "neg") in rows and ("1", "pos") in rows
+
+
+def test_files_of_a_data_set_that_declare_other_names_are_refused(tmp_path, tokenizer):
+    for file, names in (("a", ["neg", "pos"]), ("b", ["pos", "neg"])):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        rows = datasets.Dataset.from_dict({"text": ["One.", "Two."], "label": [0, 1]}, features=features)
+        rows.to_parquet(tmp_path / f"{file}.parquet")
+    data = DataOptions(datasets=[{"path": str(tmp_path)}], num_proc=1, cache=False)
+    with pytest.raises(UserError, match=r"b\.parquet: the names of `label` \(pos, neg\) are not those of a\.parquet"):
+        prepare(data, tokenizer, seed=1, rows="texts", label_options=ClassificationSpec())
 
 
 def test_data_sets_and_chunks_share_the_ids_of_names(tmp_path, tokenizer):
