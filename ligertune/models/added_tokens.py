@@ -63,22 +63,31 @@ def grow(model: PreTrainedModel, rows: int, *, seed: int, mean_resizing: bool = 
         set_verbosity(verbosity)
 
 
-def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Give a model the rows that the adapter in `folder` trains, as a user does who loads it with PEFT."""
+def resize_for_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model the rows that the adapter in `folder` holds or trains, as a user does who loads it with PEFT."""
+    stored = _stored_rows(model, folder)
+    if stored:
+        grow(model, max(stored), seed=0)
+        return
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     tokens = config.get("trainable_token_indices") or ()
     embedding: AnyModule = model.get_input_embeddings()
-    rows = embedding.weight.shape[0]
     lists = tokens.values() if isinstance(tokens, dict) else [tokens]
-    needed = max([rows, *(int(token) + 1 for ids in lists for token in ids)])
-    path = folder / ADAPTER_WEIGHTS[0]
-    if config.get("modules_to_save") and path.is_file():
-        ends = (embedding, model.get_output_embeddings())
-        names = tuple(f".{name}.weight" for name, module in model.named_modules() if module in ends)
-        with safe_open(path, framework="pt") as file:
-            whole = [name for name in file.keys() if name.endswith(names)]  # noqa: SIM118
-            needed = max([needed, *(file.get_slice(name).get_shape()[0] for name in whole)])
-    grow(model, needed, seed=0)
+    grow(model, max([embedding.weight.shape[0], *(int(token) + 1 for ids in lists for token in ids)]), seed=0)
+
+
+def _stored_rows(model: PreTrainedModel, folder: Path) -> list[int]:
+    """Return the rows of each whole embedding and output head that the adapter in `folder` holds."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if module in ends]
+    inner = ("", "base_layer.", "token_adapter.base_layer.")  # in PEFT's layers around them
+    suffixes = tuple(f".{name}.{one}weight" for name in names for one in inner)
+    path = next(folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file())
+    if path.suffix == ".bin":
+        tensors = torch.load(path, map_location="meta", weights_only=True)
+        return [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(suffixes)]
+    with safe_open(path, framework="pt") as file:
+        return [file.get_slice(name).get_shape()[0] for name in file.keys() if name.endswith(suffixes)]  # noqa: SIM118
 
 
 def check_new_rows(model: PreTrainedModel, spec: TokenizerOptions) -> None:

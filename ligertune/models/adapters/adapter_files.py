@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ligertune.any_types import AnyModule
 from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelOrigin, loading, read_json, shapes_in
 from ligertune.models.adapters.name_patterns import matching_names
-from ligertune.models.added_tokens import grow_for_adapter
+from ligertune.models.added_tokens import resize_for_adapter
 from ligertune.models.score_head import embedding_rows
 
 if TYPE_CHECKING:
@@ -148,12 +149,13 @@ def fitted_config(model: PreTrainedModel, folder: Path, origin: ModelOrigin) -> 
 
     path = folder / ADAPTER_CONFIG
     _check_tokens(model, path, origin)
-    grow_for_adapter(model, folder)
     with loading(origin, f"{folder} holds no adapter of this model"):
+        resize_for_adapter(model, folder)
         config = peft.PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise origin.error(f"{path}: peft_type is {kind}, which adapts the prompt.", hint="Give an adapter of layers.")
+    _check_supported(config, path, origin)
     names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
     for key in ("target_modules", "exclude_modules"):
         expression = getattr(config, key, None)
@@ -176,6 +178,22 @@ def fitted_config(model: PreTrainedModel, folder: Path, origin: ModelOrigin) -> 
         if numbers:
             setattr(config, key, fitted)
     return config
+
+
+def _check_supported(config: AnyModule, path: Path, origin: ModelOrigin) -> None:
+    """Raise UserError for an adapter whose base model cannot be told from the files, or that PEFT does not merge."""
+    if getattr(config, "layer_replication", None):  # configurations with a value for each layer would differ, too
+        raise origin.error(
+            f"{path}: layer_replication copies layers of the base model, which is not supported.",
+            hint="Save the model with the copied layers, and train an adapter of that.",
+        )
+    initial = str(getattr(config, "init_lora_weights", None))
+    # PeftModel differs by 1 to 50 % from what was trained, and from one load to the next (tiny Llama, peft 0.21)
+    if "_niter_" in initial:
+        raise origin.error(
+            f"{path}: init_lora_weights is {initial}, which changes the base by random values that no file holds.",
+            hint="Save the adapter with path_initial_model_for_weight_conversion of PEFT's save_pretrained.",
+        )
 
 
 def _names_matching(expression: str, names: list[str], key: str) -> list[str]:

@@ -8,14 +8,18 @@ model's dtype (autocast).
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ligertune.any_types import AnyModule
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ligertune.planning.options import MethodOptions
+
+# Starts of `init_lora_weights` with which PEFT changes the weights of the base, when it loads an adapter, too.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
@@ -127,17 +134,51 @@ def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:
 
 
 def merged_model(adapted: AnyModule) -> PreTrainedModel:
-    """Return a PEFT model's base with the adapter added to its weights: s B A in float32, the sum rounded once."""
+    """Return a PEFT model's base with the adapter added to its weights: s B A in float32, the sum rounded once.
+
+    A weight that an adapted layer shares with others, such as a tied embedding, becomes its own. Raises UserError if
+    the class ties it again.
+    """
+    is_untied = _untie(adapted)
     merge_parameters(adapted)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")  # parameters, by the line above
-        return adapted.merge_and_unload()
+        warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`|Input and output embeddings")
+        merged: AnyModule = adapted.merge_and_unload()  # sets tie_word_embeddings to what the weights are
+    if is_untied:
+        weights = {name: id(p) for name, p in merged.named_parameters()}
+        merged.tie_weights()  # as `from_pretrained` does
+        if weights != {name: id(p) for name, p in merged.named_parameters()}:
+            raise UserError(
+                f"The adapter changes one of several layers that share a weight, and {type(merged).__name__} ties them"
+                " in any case, so it cannot be merged.",
+                hint="Load the adapter with PEFT instead.",
+            )
+    return merged
+
+
+def _untie(adapted: AnyModule) -> bool:
+    """Give all layers their own weights if an adapter is on a shared one, and return whether it is.
+
+    PEFT adds s B A to the shared matrix, and with it to layers without the adapter. Trained token rows stay shared.
+    """
+    parameters = [(module, *item) for module in adapted.modules() for item in module.named_parameters(recurse=False)]
+    uses = Counter(id(p) for _, _, p in parameters)
+    layers = [m for m in adapted.modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, TrainableTokensLayer)]
+    if not any(uses[id(p)] > 1 for layer in layers for p in layer.get_base_layer().parameters(recurse=False)):
+        return False
+    for module, name, parameter in parameters:
+        if uses[id(parameter)] > 1:
+            setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    return True
 
 
 def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> peft.PeftModel:
     """Load the adapter saved in `folder` onto `model`. Raises UserError if it does not fit."""
     stored = check_adapter(Path(folder), origin)
     config = fitted_config(model, Path(folder), origin)
+    if str(getattr(config, "init_lora_weights", "")).lower().startswith(CHANGES_BASE):
+        model, config = _with_changed_base(model, config, folder, origin)
     with loading(origin, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FutureWarning as in `add_adapter`; missing weights are refused below
         # low_cpu_mem_usage: no memory before the weights of the file, so that those it lacks stay on the meta device
@@ -167,3 +208,21 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
     split_adapters(adapted)
     compute_in_dtype_of_base(adapted, model.dtype)
     return adapted
+
+
+def _with_changed_base(
+    model: PreTrainedModel, config: AnyModule, folder: str, origin: ModelOrigin
+) -> tuple[PreTrainedModel, AnyModule]:
+    """Return the base with the weights on which the adapter in `folder` works, and a configuration for plain LoRA.
+
+    An adapter that PEFT has saved without conversion works on W - s B0 A0 (or on W in 4 bits). B0 and A0 are in no
+    file: PEFT computes them from W whenever it loads the adapter.
+    """
+    start = copy.deepcopy(config)
+    start.modules_to_save = start.trainable_token_indices = None
+    what = f"the adapter in {folder} has init_lora_weights: {config.init_lora_weights}, which cannot be computed"
+    with loading(origin, what), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(model, start).unload()
+    config.init_lora_weights = True
+    return model, config
