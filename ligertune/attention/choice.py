@@ -88,8 +88,8 @@ class AttentionDemands:
 
     wanted: `model.attn_implementation`. packing: a row holds several documents. cp_size: ranks that share each row.
     own_kernel: `kernels.attention`, True to choose our kernel, "auto" to allow it and what is faster. deterministic:
-    the same inputs must give the same bits. few_shapes: steps run as graphs. carried_state: layers that carry state
-    from one document of a row into the next, in words.
+    the same inputs must give the same bits. few_shapes: steps run as graphs. why_not_packed: why
+    documents of a row would influence each other in this model.
     """
 
     wanted: str
@@ -98,7 +98,7 @@ class AttentionDemands:
     own_kernel: Literal["auto"] | bool = False
     deterministic: bool = True
     few_shapes: bool = False
-    carried_state: str | None = None
+    why_not_packed: str | None = None
 
 
 def choose_attention(
@@ -112,7 +112,7 @@ def choose_attention(
     if cp_size > 1:
         check_shared_rows(config)
     if packing:
-        check_layers(config, demands.carried_state)
+        check_layers(config, demands.why_not_packed)
     elif wanted == "auto":
         return AttentionChoice(None, "")
     reasons = {row.name: _refusal(row, config, machine, precision, cp_size) for row in ATTENTIONS}
@@ -165,15 +165,13 @@ def _lacks_triton() -> bool:
     return torch.cuda.is_available() and backend("cuda") == "reference"
 
 
-def check_layers(config: PreTrainedConfig, carried_state: str | None = None) -> None:
-    """Raise UserError if the model may have layers that carry state from one document of a row into the next."""
-    layers = carried_state or ", ".join(unknown_layers(config))
-    if layers:
-        raise UserError(
-            f"data.packing: {config.model_type} has {layers} layers, which would see from one document of a packed row "
-            "into the next.",
-            hint="Write data.packing: false.",
-        )
+def check_layers(config: PreTrainedConfig, why_not_packed: str | None = None) -> None:
+    """Raise UserError if documents of a packed row would, or may, influence each other in this model."""
+    unknown = ", ".join(unknown_layers(config))
+    if unknown and why_not_packed is None:
+        why_not_packed = f"{config.model_type} has {unknown} layers, which may see from one document into the next"
+    if why_not_packed is not None:
+        raise UserError(f"data.packing: {why_not_packed}.", hint="Write data.packing: false.")
 
 
 def check_shared_rows(config: PreTrainedConfig) -> None:

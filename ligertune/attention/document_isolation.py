@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ligertune.attention.packed_documents import ROWS
 from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 from ligertune.data.modalities.modality import modality_of
@@ -102,11 +103,10 @@ def check_document_isolation(model: PreTrainedModel, *, multiple_of: int) -> Non
     """Raise UserError if documents of a packed row influence each other or the model refuses packed rows."""
     try:
         leak = document_leak(model, multiple_of=multiple_of)
-    except (ValueError, TypeError) as error:  # models refuse packed rows, or keywords that they do not know, by these
-        raise UserError(
-            f"data.packing: this {type(model).__name__} takes no packed rows: {message_of(error)}",
-            hint="Write data.packing: false.",
-        ) from error
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a forward may fail in any way, for instance without a mask
+        raise UserError(f"data.packing: {_failure(model, error)}.", hint="Write data.packing: false.") from error
     experts = any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS)
     if not leak <= (ROUNDING_OF_EXPERTS if experts and model.dtype != torch.float32 else ROUNDING):
         raise UserError(
@@ -114,3 +114,29 @@ def check_document_isolation(model: PreTrainedModel, *, multiple_of: int) -> Non
             f"(changing one moves the other's logits {leak:.1e} times as far as its own).",
             hint="Write data.packing: false.",
         )
+
+
+def why_not_isolated(model: PreTrainedModel) -> str | None:
+    """Return why documents of a packed row would influence each other, or None if the model's forward shows no reason.
+
+    model: on the meta device, with per_document attention and `prepare_masks`. A plan has no weights, so it looks for
+    layers that refuse a packed row or attend by functions of their own; `check_document_isolation` compares numbers.
+    """
+    documents = [np.zeros(FIRST, dtype=np.int64), np.zeros(SECOND, dtype=np.int64)]
+    ROWS.attended = False
+    name = type(model).__name__
+    try:
+        _logits_of(model, documents, multiple_of=1)
+    except UserError as problem:
+        return problem.message.removeprefix("data.packing: ").rstrip(".")
+    except RuntimeError:
+        # Meta tensors have no values to read, as routers of experts do. The class then tells where it attends.
+        if ROWS.attended or model._supports_attention_backend:
+            return None
+    except Exception as error:
+        return _failure(model, error)
+    return None if ROWS.attended else f"{name} does not attend by transformers' attention functions"
+
+
+def _failure(model: nn.Module, error: Exception) -> str:
+    return f"this {type(model).__name__} takes no packed rows: {message_of(error)}".rstrip(".")

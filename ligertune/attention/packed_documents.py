@@ -38,6 +38,7 @@ class _RowState(threading.local):
 
     packed = False  # its rows are packed
     documents_known = False  # nothing is gained by searching its position_ids for documents
+    attended = False  # per_document has separated documents since this was last set to False
 
 
 ROWS = _RowState()
@@ -211,6 +212,7 @@ def _each_document(
     key_rows: Tensor | None,
     terms: _LayerTerms,
 ) -> Tensor:  # (1, T, H, D)
+    ROWS.attended = True
     lengths = key_lengths = list(reveal(document_lengths))
     if context_parallel is not None:
         assert key_rows is not None  # the collator writes both

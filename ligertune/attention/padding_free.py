@@ -73,7 +73,7 @@ def _attention(
         own_kernel=options.document_attention,
         deterministic=options.full_determinism,
         few_shapes=options.few_shapes,
-        carried_state=options.carried_state,
+        why_not_packed=options.why_not_packed,
     )
     return choose_attention(demands, config, machine, precision)
 

@@ -80,16 +80,16 @@ class _PreparedRecipe(NamedTuple):
     reader: ModalityReader | None
 
 
-def _carried_state(recipe: Recipe, config: PreTrainedConfig) -> str | None:
-    """Return the layers that carry state from one document of a packed row into the next, as training finds them."""
+def _why_not_packed(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """Return why training does not pack a model that may carry state. Of others this command builds no model."""
     from ligertune.models.read_config import may_carry_state
 
     if not may_carry_state(config):
         return None
     from ligertune.planning.options import RunOptions
-    from ligertune.training.build import carried_state  # imports what building a model takes
+    from ligertune.training.build import why_not_packed  # imports what building a model takes
 
-    return carried_state(RunOptions.of(recipe).build, config)
+    return why_not_packed(RunOptions.of(recipe).build, config)
 
 
 def _prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> _PreparedRecipe:
@@ -104,7 +104,7 @@ def _prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> _PreparedReci
 
         config = read_config(recipe.model)  # transformers imports the code of its kind here
     modality = modality_of(config)
-    packing, _ = choose_packing(recipe.data, modality.facts, _carried_state(recipe, config))
+    packing, _ = choose_packing(recipe.data, modality.facts, _why_not_packed(recipe, config))
     tokenizer = load_tokenizer(recipe.model).tokenizer
     reader = modality.load_reader(recipe.model, recipe, tokenizer)
     part = part_of_task(recipe.task)

@@ -64,7 +64,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
             file_text = opened.read(1 << 20).decode("utf-8", "replace")  # a longer one is refused
     template = [tokenizer.chat_template, file_text]
     parts = {
-        "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path, spec.split)]
+        "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path, spec.split, spec.name)]
         or hub_rows(spec, download=True)._fingerprint,
         "path": display_path(Path(spec.path)),
         "dataset": {name: value for name, value in vars(spec).items() if name != "weight"},

@@ -94,7 +94,7 @@ class ExampleStream:
         digest = hashlib.sha256(repr(self._preparation.example_options).encode())
         for part in self.sets:
             digest.update(repr(part.spec).encode())
-            for file in find_files(part.spec.path, part.spec.split):
+            for file in find_files(part.spec.path, part.spec.split, part.spec.name):
                 stat = file.stat()
                 digest.update(f"{file}|{stat.st_size}|{stat.st_mtime_ns}".encode())
         return digest.hexdigest()

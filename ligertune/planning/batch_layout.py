@@ -155,19 +155,19 @@ class StatisticsOptions:
 
 
 def choose_packing(
-    data: DataOptions, modality: ModalityFacts, carried_state: str | None
+    data: DataOptions, modality: ModalityFacts, why_not_packed: str | None
 ) -> tuple[bool, tuple[str, ...]]:
     """Resolve `data.packing`: off for a model that packed rows would change, with a note that says so.
 
-    A recipe that sets it for such a model raises UserError. carried_state: the layers that carry state from one
-    document of a row into the next, in words.
+    A recipe that sets it for such a model raises UserError. why_not_packed: why the documents of a row
+    would influence each other in this model.
     """
     if data.packing is False:
         return False, ()
     if modality.packs_exactly:
-        if carried_state is None:
+        if why_not_packed is None:
             return True, ()
-        why = f"{carried_state} layers carry state from one document of a packed row into the next"
+        why = why_not_packed
         off = f"packing is off: {why}"
     else:
         why = f"in {modality.family} the documents of a packed row would attend to each other's {modality.inputs}"

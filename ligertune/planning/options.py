@@ -69,14 +69,14 @@ class BatchLayoutOptions:
     few_shapes: bool  # every new batch shape costs a graph
     full_determinism: bool
     cp_size: int
-    carried_state: str | None = None  # layers that carry state from one document of a row into the next
+    why_not_packed: str | None = None  # why documents of a row would influence each other in this model
 
     @property
     def packing(self) -> bool:
         return self.kind == "packed"
 
     @staticmethod
-    def of(recipe: Recipe, *, packing: bool | None = None, carried_state: str | None = None) -> BatchLayoutOptions:
+    def of(recipe: Recipe, *, packing: bool | None = None, why_not_packed: str | None = None) -> BatchLayoutOptions:
         """Copy the values out of a recipe. packing: as resolved for its model; None: the recipe's."""
         kernels = recipe.kernels
         train = recipe.train
@@ -96,7 +96,7 @@ class BatchLayoutOptions:
             few_shapes=train.torch_compile or train.cuda_graphs,
             full_determinism=train.full_determinism,
             cp_size=recipe.parallel.cp_size,
-            carried_state=carried_state,
+            why_not_packed=why_not_packed,
         )
 
     def length_multiple(self, attention_multiple: int) -> int:

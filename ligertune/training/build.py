@@ -21,8 +21,10 @@ from ligertune.activations.gate_offload import offload_gates, require_gates
 from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.any_types import AnyModule
 from ligertune.attention.choice import AttentionChoice
+from ligertune.attention.document_isolation import why_not_isolated
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.data.modalities.modality import modality_of
+from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
@@ -32,7 +34,7 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
-from ligertune.models.read_config import may_carry_state, read_config, unknown_layers
+from ligertune.models.read_config import RECURRENT_LAYERS, may_carry_state, read_config, unknown_layers
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
@@ -115,12 +117,39 @@ def carried_state(options: BuildOptions, config: PreTrainedConfig) -> str | None
         return None
     if kinds := unknown_layers(config):
         return " and ".join(kinds)
-    spec = options.model.model_copy(update={"attn_implementation": "eager"})
-    model = build_model(spec, copy.deepcopy(config), dtype=torch.bfloat16, device="meta", seed=options.seed)
-    if options.kernels.enabled is not False and options.kernels.mixer:
-        patch(model, rope=False, norm=False, mlp=False, loss="torch")
+    model = _without_weights(options, config, "eager")
     carriers = state_carriers(module for module in model.modules() if not isinstance(module, KernelMixer))
+    if not carriers and not any(isinstance(module, KernelMixer) for module in model.modules()):
+        # layers that the configuration names, of a form that is not recognised, such as MiniMax's lightning attention
+        carriers.update(RECURRENT_LAYERS.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
     return " and ".join(sorted(carriers)) or None
+
+
+# transformers finds documents by position_ids for these, if at all: the check before training decides
+_SEARCH_POSITIONS = ("eager", "flex_attention", "flash_attention_2")
+
+
+def why_not_packed(options: BuildOptions, config: PreTrainedConfig) -> str | None:
+    """Return why documents of a packed row would influence each other in this model, or None if nothing shows it."""
+    if (layers := carried_state(options, config)) is not None:
+        return f"{layers} layers carry state from one document of a packed row into the next"
+    if options.model.attn_implementation in _SEARCH_POSITIONS or not modality_of(config).facts.packs_exactly:
+        return None
+    try:
+        model = _without_weights(options, config, "per_document")
+    except UserError:  # if it is another fault, building the model that trains finds it, too
+        return f"a {config.model_type} model has attention of its own, which does not keep documents apart"
+    prepare_masks(model)
+    return why_not_isolated(model)
+
+
+def _without_weights(options: BuildOptions, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """Return the model on the meta device with kernels of mixers, without what the task adds."""
+    spec = options.model.model_copy(update={"attn_implementation": attention})
+    model = build_model(spec, copy.deepcopy(config), dtype=torch.bfloat16, device="meta", seed=options.seed)
+    if may_carry_state(config) and options.kernels.enabled is not False and options.kernels.mixer:
+        patch(model, rope=False, norm=False, mlp=False, loss="torch")
+    return model
 
 
 def trained_model(

@@ -30,7 +30,7 @@ from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
-from ligertune.training.build import carried_state, preview_model
+from ligertune.training.build import preview_model, why_not_packed
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
 from ligertune.training.parallel.distributed import launched_with_fsdp
 from ligertune.training.setup import Job
@@ -80,10 +80,11 @@ def resolve(
     config = read_config(recipe.model)
     check_task(config, recipe.task)
     modality = modality_of(config)
-    state = carried_state(written.build, config)
-    packing, packing_notes = choose_packing(recipe.data, modality.facts, state)
+    shares_rows = recipe.data.packing is not False or recipe.data.padding_free is not False
+    why = why_not_packed(written.build, config) if shares_rows else None
+    packing, packing_notes = choose_packing(recipe.data, modality.facts, why)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
-    layout = BatchLayoutOptions.of(recipe, packing=packing, carried_state=state)
+    layout = BatchLayoutOptions.of(recipe, packing=packing, why_not_packed=why)
     choose_batch_layout(layout, config, machine, precision)  # refuse impossible settings before data are read
     tokenizer = load_tokenizer(recipe.model)
     check_vocabulary(tokenizer.tokenizer, config)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from ligertune.attention.document_isolation import check_document_isolation, document_leak
 from ligertune.data.batching.collate import collate_packed
 from ligertune.errors import UserError
-from ligertune.patching.packing_checks import install_packing_checks
+from ligertune.patching.packing_checks import install_packing_checks, prepare_masks
 
 
 def logits_of(model, batch) -> torch.Tensor:
@@ -98,6 +98,15 @@ def test_a_model_that_cannot_be_packed_is_refused(name, settings, implementation
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     install_packing_checks(model)
     with pytest.raises(UserError, match=f"data.packing: .*{why}"):
+        check_document_isolation(model, multiple_of=16)
+
+
+def test_an_error_of_a_model_without_its_mask_is_one_sentence():
+    """MPT reads its mask, which our attention does without."""
+    config = transformers.MptConfig(vocab_size=128, d_model=64, n_layers=2, n_heads=4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="per_document")
+    prepare_masks(model)
+    with pytest.raises(UserError, match=r"data\.packing: this MptForCausalLM takes no packed rows: 'NoneType'"):
         check_document_isolation(model, multiple_of=16)
 
 

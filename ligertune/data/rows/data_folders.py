@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ligertune.data.rows.data_card import card_parts
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.file_readers import FILE_TYPES, file_type, reader_of
 from ligertune.errors import UserError
@@ -36,9 +37,15 @@ _MAX_FOLDERS = 10_000  # of one level, so that a search from / ends
 _MAX_METADATA = 1 << 24  # bytes of a file that `datasets` wrote about a data set
 
 
-def files_in(folder: Path, split: str) -> list[Path]:
-    """Return the data files of a folder, sorted, or those of `split` if their names say that they have splits."""
-    parts = _saved_parts(folder) or _parts(folder)
+def files_in(folder: Path, split: str, name: str | None = None) -> list[Path]:
+    """Return the data files of a folder, sorted, or those of `split` if README.md or their names tell splits apart.
+
+    name: a configuration of README.md.
+    """
+    parts = card_parts(folder, name)
+    if not parts and name is not None:
+        raise no_configurations(str(folder))
+    parts = parts or _saved_parts(folder) or _parts(folder)
     files = _chosen(parts, split, folder)
     types = sorted({file_type(file) for file in files})
     if len(types) > 1:
@@ -47,6 +54,15 @@ def files_in(folder: Path, split: str) -> list[Path]:
             hint=f"Choose one, for instance with {folder / ('*' + types[0])}.",
         )
     return files
+
+
+def no_configurations(path: str) -> UserError:
+    """Return the error for a `name` where no README.md names configurations."""
+    return UserError(
+        f"{path} is on this machine: `name` chooses among the parts of a data set on the hub, or among the "
+        "`configs` of a folder's README.md.",
+        hint="Leave it out and name the file or folder you want in `path`.",
+    )
 
 
 def _chosen(parts: dict[str, list[Path]], split: str, folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.arrow_tables import TableRows, arrow_schema
 from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
-from ligertune.data.rows.data_folders import DEFAULT_SPLIT, files_in
+from ligertune.data.rows.data_folders import DEFAULT_SPLIT, files_in, no_configurations
 from ligertune.data.rows.file_readers import file_type, read_records, reader_of
 from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
@@ -76,12 +76,7 @@ class RecordStream:
         return self._read / (self._read + _UNKNOWN_SIZE)
 
     def _all(self) -> Iterator[Record]:
-        paths = find_files(self.spec.path, self.spec.split)
-        if paths and self.spec.name is not None:
-            raise UserError(
-                f"{self.spec.path} is on this machine: `name` chooses among the parts of a data set on the hub.",
-                hint="Leave it out and name the file or folder you want in `path`.",
-            )
+        paths = find_files(self.spec.path, self.spec.split, self.spec.name)
         if not paths:
             yield from _read_hub(self.spec, self.max_bytes, download=self.download)
         self._files = [DataFile(path, self.max_bytes) for path in paths]
@@ -100,20 +95,22 @@ def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
     return assemble_trees(records, row) if TREE_COLUMNS & row.keys() else records
 
 
-def find_files(path: str, split: str = DEFAULT_SPLIT) -> list[Path]:
+def find_files(path: str, split: str = DEFAULT_SPLIT, name: str | None = None) -> list[Path]:
     """Return the data files that `path` names, sorted, or none if it can only be the id of a data set on the hub.
 
-    split: chooses among the parts of a folder. Raises UserError if nothing matches, if files that are no folder should
-    have splits, or if a folder holds files of several types.
+    split, name: choose among the parts of a folder. Raises UserError if nothing matches, if files that are no folder
+    should have parts, or if a folder holds files of several types.
     """
     place = Path(path).expanduser()
     if place.is_dir():
-        return files_in(place, split)
+        return files_in(place, split, name)
     found = [place] if place.is_file() else []
     if not found and glob.has_magic(path):
         found = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if os.path.isfile(name))
         if not found:
             raise UserError(f"No file matches {path}.")
+    if found and name is not None:
+        raise no_configurations(path)
     if found and split != DEFAULT_SPLIT:
         raise UserError(
             f"{path} is on this machine: `split` chooses among the parts of a folder, or of a data set on the hub.",

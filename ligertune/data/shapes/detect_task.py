@@ -20,7 +20,7 @@ def detect_task(spec: DatasetOptions) -> DetectedTask | None:
 
     Raises UserError for a file that cannot be read.
     """
-    if not find_files(spec.path):
+    if not find_files(spec.path, spec.split, spec.name):
         return None
     records = list(islice(RecordStream(spec), FIRST_ROWS))
     first = [record for record in records if record.row]

@@ -120,3 +120,67 @@ def test_a_damaged_saved_data_set_is_one_sentence(file, text, says, saved):
     with pytest.raises(UserError, match=says) as error:
         texts(saved)
     assert error.value.exit_code == 2
+
+
+NAMES = ("good.jsonl", "held.jsonl", "more/train.jsonl", "more/test.jsonl", "notes.jsonl")
+DEFAULT = "- config_name: default\n  data_files: "
+TWO = "- {config_name: a, data_files: good.jsonl}\n- {config_name: b, data_files: [held.jsonl, notes.jsonl]%s}\n"
+
+
+def card(folder: Path, configs: str) -> Path:
+    """Write a README.md as the hub has it."""
+    front = f"license: mit\ndate: 2024-01-01\nconfigs:\n{configs}size_categories:\n- n<1K\n"
+    (folder / "README.md").write_text(f"---\n{front}---\n# A data set\n")
+    return folder
+
+
+# configs of README.md -> the files of a split and name
+CARDS = [
+    (DEFAULT + "[{split: train, path: good.jsonl}, {split: test, path: held.jsonl}]\n", {}, ["good.jsonl"]),
+    (DEFAULT + "[{split: train, path: good.jsonl}, {split: test, path: held.jsonl}]\n", {"split": "test"},
+     ["held.jsonl"]),
+    (DEFAULT + "\n  - split: train\n    path:\n    - good.jsonl\n    - more/tr*\n", {},
+     ["good.jsonl", "more/train.jsonl"]),
+    (DEFAULT + "good.jsonl\n", {}, ["good.jsonl"]),
+    (DEFAULT + "['more/*']\n", {}, ["more/test.jsonl", "more/train.jsonl"]),
+    (DEFAULT + "'more/**'\n", {}, ["more/test.jsonl", "more/train.jsonl"]),
+    (TWO % "", {"name": "b"}, ["held.jsonl", "notes.jsonl"]),
+    (TWO % ", default: true", {}, ["held.jsonl", "notes.jsonl"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("configs", "spec", "expected"), CARDS)
+def test_configs_of_the_card_choose_the_files_as_datasets_does(configs, spec, expected, folder, tmp_path):
+    place = card(folder(*NAMES), configs)
+    assert sorted(texts(place, **spec)) == expected
+    rows = datasets.load_dataset(str(place), spec.get("name"), split=spec.get("split", "train"), cache_dir=tmp_path)
+    assert sorted(rows["text"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("configs", "spec", "says"),
+    [
+        (TWO % "", {}, "no one default configuration; they are a, b"),
+        (TWO % "", {"name": "c"}, "no configuration c; they are a, b"),
+        (DEFAULT + "[{split: train, path: good.jsonl}]\n", {"split": "test"}, "has no split test; it has train"),
+        (DEFAULT + "../other.jsonl\n", {}, "no path inside the folder"),
+        (DEFAULT + "/etc/passwd\n", {}, "no path inside the folder"),
+        (DEFAULT + "'**/**/*.jsonl'\n", {}, "no path inside the folder"),
+        (DEFAULT + "https://example.org/a.jsonl\n", {}, "no path inside the folder"),
+        ("- {config_name: x, data_dir: more}\n", {}, "has `data_dir`"),
+        (DEFAULT + "gone.jsonl\n", {}, "names gone.jsonl, and no data file matches"),
+        (DEFAULT + "{train: good.jsonl}\n", {}, "`data_files` that are no path"),
+        (
+            DEFAULT + "[{split: a, path: good.jsonl}, {split: a, path: held.jsonl}]\n",
+            {},
+            "`data_files` that are no path",
+        ),
+        (DEFAULT + "[]\n", {}, "`data_files` that are no path"),
+        (DEFAULT + "{\n", {}, "not valid YAML"),
+        ("- data_files: good.jsonl\n", {}, "no list of entries with a `config_name`"),
+        ("- &a [1]\n- [*a, *a]\n", {}, "no list of entries with a `config_name`"),
+    ],
+)
+def test_unknown_configs_of_a_card_are_refused(configs, spec, says, folder):
+    with pytest.raises(UserError, match=says):
+        texts(card(folder(*NAMES), configs), **spec)

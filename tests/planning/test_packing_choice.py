@@ -1,0 +1,65 @@
+"""`data.packing: auto` packs the families whose documents are isolated, and no other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.command_line import RECIPE
+from support.models import tiny_families
+from support.quickstart_runs import plan_run
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
+from ligertune.attention.document_isolation import check_document_isolation
+from ligertune.errors import UserError
+from ligertune.patching.packing_checks import prepare_masks
+from ligertune.patching.patch import patch
+from ligertune.planning.options import RunOptions
+from ligertune.recipe.read import load_recipe
+from ligertune.training.build import why_not_packed
+
+# attention of other kinds: ALiBi, no places of documents, sinks, own classes, chunks, an indexer; other mixers; and
+# families that pack, two of which no forward without weights can run
+FAMILIES = ["bloom", "mpt", "stablelm", "nemotron", "gpt_oss", "falcon", "gpt_neo", "llama4_text", "deepseek_v32",
+            "doge", "rwkv", "xlm", "minimax", "mamba2", "llama", "gptj", "bart", "mixtral", "dbrx", "jetmoe",
+            "qwen3_next"]  # fmt: skip
+
+
+def is_isolated(model_type: str) -> bool:
+    """Return what the check before training says about a tiny model with random weights."""
+    config = tiny_families.tiny_config(CONFIG_MAPPING[model_type]())
+    torch.manual_seed(0)
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="per_document").float()
+        patch(model)
+        prepare_masks(model)
+        check_document_isolation(model, multiple_of=16)
+    except (UserError, KeyError):  # KeyError: the family has a table of attention classes
+        return False
+    return True
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_plan_packs_what_the_check_before_training_accepts(model_type) -> None:
+    options = RunOptions.of(load_recipe(RECIPE)).build
+    config = tiny_families.tiny_config(CONFIG_MAPPING[model_type]())
+    assert (why_not_packed(options, config) is None) == is_isolated(model_type)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    config = tiny_families.tiny_config(CONFIG_MAPPING["gpt_oss"](vocab_size=512))
+    config.vocab_size = 512  # of the tokenizer
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_auto_leaves_packing_off_and_says_why(gpt_oss, tmp_path) -> None:
+    tokenizer = str(RECIPE.parent / "stories260K")
+    settings = {"model.model_name_or_path": str(gpt_oss), "model.tokenizer.path": tokenizer, "data.max_length": 256}
+    plan = plan_run(tmp_path, **settings, **{"data.packing": "auto"}).plan
+    assert not plan.rows.packed
+    assert [note for note in plan.notes if note.startswith("packing is off: ") and "attention sinks" in note]
+    with pytest.raises(UserError, match=r"data\.packing: .*attention sinks"):
+        plan_run(tmp_path, **settings, **{"data.packing": True})
