@@ -11,12 +11,9 @@ from ligertune.compare.side import SIDE_OF, Side, kernels_of
 from ligertune.compare.summary import Comparison, Point, summarise_trials
 from ligertune.compare.trial import Trial, TrialOptions, run_trial
 from ligertune.errors import UserError
-from ligertune.models.read_config import read_config
-from ligertune.planning.options import RunOptions
 from ligertune.recipe.read import load_recipe
 from ligertune.recipe.schema import KernelsSpec, Recipe
 from ligertune.report import model_title
-from ligertune.training.build import carried_state
 
 # axis of --sweep -> recipe key
 AXES = {"batch": "train.per_device_train_batch_size", "length": "data.max_length"}
@@ -51,6 +48,11 @@ def load_settings(path: Path, overrides: Sequence[str], sweep: str | None) -> tu
 
 def carriers_of(recipe: Recipe, kernels: KernelsSpec) -> str | None:
     """Return the layers that carry state between documents of a packed row with these kernels, in words, or None."""
+    # they import what building a model takes
+    from ligertune.models.read_config import read_config
+    from ligertune.planning.options import RunOptions
+    from ligertune.training.build import carried_state
+
     build = RunOptions.of(recipe.model_copy(update={"kernels": kernels})).build
     return carried_state(build, read_config(recipe.model))
 
