@@ -191,9 +191,8 @@ class AnswerFinder:
             expected = field.text if begins else field.text[begin - ends[0] :]
             several = field.name == "content" and (len(ends) > 1 or len(begins) > 1)
             left_out = "" if begins else field.text[: begin - ends[0]]
-            if left_out.find("<think>") > 0:  # not only reasoning
-                return False
-            if several or begin >= ends[0] or written != expected:
+            is_reasoning = left_out.find("<think>") <= 0  # text before it would be lost
+            if several or begin >= ends[0] or written != expected or not is_reasoning:
                 return False
             found = True
         return found

@@ -84,16 +84,10 @@ class RowReader:
             calls += _calls(turn["function_call"])
         if value is None and role == "assistant" and calls:
             value = ""
-        reasoning = next((turn[key] for key in _REASONING_KEYS if turn.get(key)), "")
-        texts = {"text": "", "reasoning": reasoning}
-        for part in value if isinstance(value, list) else [self.text(value, f"a turn by {name}")]:
-            kind, text = self._part(part)
-            if kind == "tool_call":
-                calls += _calls(text)
-            else:
-                texts[kind] += text
-        reasoning = self.text(texts["reasoning"], "reasoning")
-        return Message(role, texts["text"], reasoning=reasoning, calls=calls, trained=trained, fields=fields)
+        texts, called = self._texts(value if isinstance(value, list) else [self.text(value, f"a turn by {name}")])
+        given = next((turn[key] for key in _REASONING_KEYS if turn.get(key)), "")
+        reasoning = self.text(given, "reasoning") + texts["reasoning"]
+        return Message(role, texts["text"], reasoning=reasoning, calls=calls + called, trained=trained, fields=fields)
 
     def turns(self, row: dict[str, Any], column: str) -> list[Message]:
         """Parse a list of turns in `column`."""
@@ -137,6 +131,18 @@ class RowReader:
         for column in _MEDIA_COLUMNS:
             if row.get(column):
                 raise self._media_error(f"the row's `{column}`")
+
+    def _texts(self, parts: list[Any]) -> tuple[dict[str, str], tuple[ToolCall, ...]]:
+        """Return the text and the reasoning of a turn's parts, and its calls."""
+        texts = {"text": "", "reasoning": ""}
+        calls: tuple[ToolCall, ...] = ()
+        for part in parts:
+            kind, text = self._part(part)
+            if kind == "tool_call":
+                calls += _calls(text)
+            else:
+                texts[kind] += text
+        return texts, calls
 
     def _part(self, part: Any) -> tuple[str, str]:
         """Parse a string or `{type: text | reasoning | tool_call, value | text: ...}` into (type, text)."""
