@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from ligertune.cli.options import Json, Overrides, RecipeFile
 from ligertune.cli.render import console as render
+from ligertune.errors import UserError
 from ligertune.progress import hashing_triton, importing
 
 if TYPE_CHECKING:
@@ -73,11 +74,16 @@ def train(
     from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
-    run_recipe(load_recipe(recipe, [*(set_ or []), *run_overrides(resume, overwrite)]), json)
+    run_recipe(load_recipe(recipe, [*(set_ or []), *run_overrides(resume, overwrite, set_)]), json)
 
 
-def run_overrides(resume: ResumeFrom | None, overwrite: bool) -> list[str]:
-    """Return --resume and --overwrite as overrides of recipe keys."""
+def run_overrides(resume: ResumeFrom | None, overwrite: bool, given: Sequence[str] | None) -> list[str]:
+    """Return --resume and --overwrite as overrides of recipe keys. Raises UserError if `given` sets the same key."""
+    if resume and any(one.startswith("checkpoint.resume_from_checkpoint=") for one in given or ()):
+        raise UserError(
+            "--resume and --set checkpoint.resume_from_checkpoint both say where to continue.",
+            hint="Leave --resume out to continue from a checkpoint that you name.",
+        )
     chosen = [f"checkpoint.resume_from_checkpoint={resume.value}"] if resume else []
     return [*chosen, "checkpoint.overwrite=true"] if overwrite else chosen
 

@@ -34,7 +34,7 @@ def distill(
     from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
-    overrides = ["task=distill", *run_overrides(resume, overwrite), *(set_ or [])]
+    overrides = ["task=distill", *run_overrides(resume, overwrite, set_), *(set_ or [])]
     if write is None:
         run_recipe(load_recipe(recipe, overrides=overrides), json)
         return

@@ -52,7 +52,7 @@ def medusa(
     }
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     # --set comes last, so that it wins over the options
-    overrides = ["task=medusa", *given, *run_overrides(resume, overwrite), *(set_ or [])]
+    overrides = ["task=medusa", *given, *run_overrides(resume, overwrite, set_), *(set_ or [])]
     loaded = load_recipe(path, overrides=overrides)
     if not report:
         run_recipe(loaded, json)

@@ -127,7 +127,8 @@ def _name_optimizer(optimizer: dict[str, Any]) -> str:
     """Return what decides the shapes and the order of an optimizer's states."""
     rank = f" at train.galore.rank: {optimizer['galore']['rank']}" if optimizer["name"] == "galore_adamw" else ""
     groups = ", ".join(group["parameters"] for group in optimizer["lr_groups"])
-    return f"{optimizer['name']}{rank}{f' with train.lr_groups of {groups}' if groups else ''}"
+    place = "".join(f" with train.optim_{name}" for name in ("offload", "in_backward") if optimizer[name])
+    return f"{optimizer['name']}{rank}{place}{f' with train.lr_groups of {groups}' if groups else ''}"
 
 
 # ---- damage

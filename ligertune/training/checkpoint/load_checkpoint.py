@@ -38,6 +38,7 @@ from ligertune.files.storage import PROGRESS_FILE, read_object
 from ligertune.models.adapters.initial_lora import PREFIX
 from ligertune.planning.plan import Plan
 from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, DamagedRecordError
+from ligertune.training.optim.combined import keep_settings
 from ligertune.training.optim.gradients import unwrap_optimizer
 from ligertune.training.parallel.distributed import local_shard
 
@@ -209,7 +210,20 @@ def restore_random_states(folder: Path, rank: int) -> None:
 
 
 def load_states(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights and optimizer states into what accelerate prepared, however many ranks wrote them."""
+    """Load weights and optimizer states into what accelerate prepared, however many ranks wrote them.
+
+    Settings of the optimizer's groups, such as weight decay, stay those of the recipe, which may have changed.
+    """
+    given = [dict(group) for group in unwrap_optimizer(optimizer).param_groups]
+    _load_all_states(accelerator, folder, model, optimizer)
+    for group, own in zip(unwrap_optimizer(optimizer).param_groups, given, strict=True):
+        group.pop("lr_multiplier", None)  # a group whose rate is the run's has none
+        keep_settings(group, own)
+
+
+def _load_all_states(
+    accelerator: Accelerator, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     was_sharded = (folder / MODEL_SHARDS).is_dir()
     is_sharded = accelerator.distributed_type == DistributedType.FSDP
     if was_sharded == is_sharded:

@@ -20,6 +20,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
+def keep_settings(group: dict[str, Any], given: dict[str, Any]) -> None:
+    """Give a group that was loaded the settings of `given`: loading replaces them by those of the checkpoint."""
+    group.update({name: value for name, value in given.items() if name not in ("params", "lr")})
+
+
 class CombinedOptimizer(torch.optim.Optimizer):
     """Step all of `parts`. Groups and states are those of the parts, not copies: a rate set here is set there."""
 
@@ -110,6 +115,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states, and copy the weights, which the same checkpoint has restored already, to the host."""
         self._on_host.load_state_dict(state_dict)
+        for on_device, on_host in zip(self.param_groups, self._on_host.param_groups, strict=True):
+            keep_settings(on_host, on_device)
         with torch.no_grad():
             for parameter, copy in self._pairs():
                 copy.copy_(parameter)

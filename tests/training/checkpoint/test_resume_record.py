@@ -50,6 +50,10 @@ OTHERS = {
         lambda p: changed(p, "optimizer", lr_groups=(LrGroup("norm", 2.0, None),)),
         "this recipe's optimizer is .* with train.lr_groups of norm",
     ),
+    "place of the states": (
+        lambda p: changed(p, "optimizer", offload=True),
+        "this recipe's optimizer is .* with train.optim_offload",
+    ),
     "optimizer": (lambda p: changed(p, "optimizer", name="lion"), "this recipe's optimizer is lion"),
     "ranks of DeepSpeed": (
         lambda p: replace(changed(p, "batching", world_size=2, accumulation=1), strategy="deepspeed_zero2"),
