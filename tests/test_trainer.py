@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import ligertune
+from ligertune.cli.render.run_report import show_report
 from ligertune.launcher.signals import StopRequest
 from ligertune.trainer import Trainer, plan, train
 
@@ -319,7 +320,7 @@ def test_an_error_at_the_end_of_training_does_not_cost_the_model(recipe, tmp_pat
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_metrics_that_are_not_finite_are_null_in_files(recipe, tmp_path):
+def test_metrics_that_are_not_finite_are_null_in_files(recipe, tmp_path, capsys):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
@@ -335,6 +336,8 @@ def test_metrics_that_are_not_finite_are_null_in_files(recipe, tmp_path):
     written = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
     assert written["eval_measures"]["f1"] is None
     assert report.eval_measures == {"f1": None, "ratio": None, "rows": 8}
+    show_report(report)
+    assert "f1 not finite" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_recipe_that_contains_itself_is_one_sentence(recipe):
@@ -342,6 +345,12 @@ def test_a_recipe_that_contains_itself_is_one_sentence(recipe):
     for call in (train, plan, Trainer):
         with pytest.raises(ligertune.UserError, match="recipe: a value contains itself"):
             call(recipe)
+
+
+def test_a_whole_number_too_long_for_a_message_is_one_sentence(recipe):
+    recipe["train"]["learning_rate"] = 10**5000
+    with pytest.raises(ligertune.UserError, match=r"recipe: a whole number is above 1\.8e308"):
+        Trainer(recipe)
 
 
 def test_no_overrides_may_be_none(recipe, tmp_path):
@@ -354,7 +363,7 @@ def test_no_overrides_may_be_none(recipe, tmp_path):
 def test_paths_and_numbers_of_numpy_and_torch_are_values_of_a_recipe(recipe, tmp_path):
     recipe["checkpoint"]["output_dir"] = tmp_path / "run"
     recipe["train"]["max_steps"] = np.int64(1)
-    recipe["train"]["learning_rate"] = torch.tensor(0.5)
+    recipe["train"]["learning_rate"] = nn.Parameter(torch.tensor(0.5))
     recipe["train"]["seed"] = torch.tensor(7)
     recipe["model"]["dtype"] = torch.float32
     trainer = Trainer(recipe, data=iter({"instruction": "a", "output": "b", "n": np.float32(1)} for _ in range(9)))

@@ -98,8 +98,11 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value).__module__ in ("numpy", "torch") and hasattr(value, "tolist"):  # scalars, arrays, tensors
+    libraries = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    if libraries & {"numpy", "torch"} and hasattr(value, "tolist"):  # scalars, arrays, tensors
         return _plain(value.tolist())
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python writes at most 4,300 digits into a message
+        raise UserError("recipe: a whole number is above 1.8e308, and no key takes one.")
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
