@@ -50,7 +50,7 @@ class Trainer:
     def __init__(
         self,
         recipe: RecipeLike,
-        overrides: Sequence[str] = (),
+        overrides: Sequence[str] | None = (),
         *,
         data: RowsLike | None = None,
         task: type[Task] | Callable[[Plan, nn.Module], Task] | None = None,
@@ -92,7 +92,7 @@ class Trainer:
             task=_task_maker(task, loss),
             callbacks=Callbacks(callbacks),
             metrics=metrics,
-            setup=(lambda training: training) if step is None else (lambda t: replace(t, train_step=step(t))),
+            setup=(lambda training: training) if step is None else (lambda t: _with_step(t, step)),
         )
 
     @cached_property
@@ -130,12 +130,12 @@ class Trainer:
             yield session.training
 
 
-def train(recipe: RecipeLike, overrides: Sequence[str] = (), **options: Any) -> Report:
+def train(recipe: RecipeLike, overrides: Sequence[str] | None = (), **options: Any) -> Report:
     """Train a recipe, and return its report. options: keywords of `Trainer`. Raises UserError."""
     return Trainer(recipe, overrides, **options).train()
 
 
-def plan(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Plan:
+def plan(recipe: RecipeLike, overrides: Sequence[str] | None = ()) -> Plan:
     """Return the plan of a recipe: batches, steps, kernels and predicted memory. Nothing is written.
 
     checkpoint.output_dir may hold a run. Raises UserError for what cannot be trained.
@@ -180,6 +180,24 @@ class _LossTask(Task):
         return loss
 
 
+def _with_step(training: Training, make: Callable[[Training], StepFunction]) -> Training:
+    """Return the training with a user's function of a step. Raises TypeError for anything but a function."""
+    function = make(training)
+    if not callable(function):
+        raise TypeError(f"Trainer: step returned {type(function).__name__}. Return the function of a step")
+    return replace(training, train_step=function)
+
+
+def _made_task(make: Callable[..., Any], plan: Plan, model: nn.Module) -> Task:
+    """Return the task that a user's function makes. Raises TypeError for another value."""
+    made = make(plan, model)
+    if not isinstance(made, Task):
+        raise TypeError(
+            f"Trainer: task returned {type(made).__name__}. Return an object of a subclass of ligertune.Task"
+        )
+    return made
+
+
 def _task_maker(
     task: type[Task] | Callable[[Plan, nn.Module], Task] | None, loss: Loss | None
 ) -> Callable[[Plan, nn.Module], Task] | None:
@@ -188,7 +206,9 @@ def _task_maker(
         return lambda plan, model: _LossTask(plan, model, loss)
     if isinstance(task, type) and issubclass(task, Task):
         return lambda plan, model: task(read_shape(model))
-    return task  # type: ignore[return-value]  # any other class is called with the same arguments
+    if task is None:
+        return None
+    return lambda plan, model: _made_task(task, plan, model)
 
 
 def _rows_of(data: RowsLike) -> dict[str, Iterable[Row]]:
@@ -199,9 +219,11 @@ def _rows_of(data: RowsLike) -> dict[str, Iterable[Row]]:
             f"data: the splits are {', '.join(map(str, given)) or 'none'}.", hint='Name them "train" and "eval".'
         )
     for name, rows in given.items():
-        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        is_frame = type(rows).__name__ == "DataFrame"  # iterating one yields names or columns
+        if is_frame or isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            hint = '. Give its rows: to_dict("records") of pandas, to_dicts() of polars' if is_frame else ""
             raise TypeError(
-                f"data: give rows, such as a list of dicts or a datasets.Dataset, and not {type(rows).__name__}"
+                f"data: give rows, such as a list of dicts or a datasets.Dataset, and not {type(rows).__name__}{hint}"
             )
         # an iterator can be read once, and an error while planning lets the user try again
         given[name] = list(rows) if isinstance(rows, Iterator) else rows

@@ -1,10 +1,12 @@
 """Training from Python: reports, own losses, steps and loops, callbacks and metrics, on the quickstart's model."""
 
+import json
 import math
 import signal
 import threading
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from support.command_line import ROOT
@@ -12,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import ligertune
+from ligertune.cli.render.run_report import show_report
 from ligertune.launcher.signals import StopRequest
 from ligertune.trainer import Trainer, plan, train
 
@@ -269,6 +272,15 @@ def test_metrics_are_computed_from_all_predictions(recipe):
         ({"preprocess_logits_for_metrics": accuracy}, ligertune.UserError, "is read by compute_metrics only"),
         ({"overrides": "train.max_steps=2"}, TypeError, "overrides must be a list"),
         ({"loss": lambda model, batch: 1.0}, TypeError, "loss returned float. Return a tensor with one number"),
+        ({"loss": lambda model, batch: torch.ones(())}, TypeError, "loss returned a tensor without gradient"),
+        ({"task": lambda plan, model: {}}, TypeError, "task returned dict. Return an object of a subclass"),
+        ({"task": {"a": 1}}, TypeError, "Trainer: task must be a function"),
+        ({"step": lambda training: None}, TypeError, "step returned NoneType. Return the function of a step"),
+        ({"step": lambda training: lambda *given: 0.5}, TypeError, "step returned float. Return the gradient norm"),
+        ({"data": pandas.DataFrame(ROWS)}, TypeError, r"and not DataFrame. Give its rows: to_dict\("),
+        ({"data": {"train": pandas.DataFrame(ROWS)}}, TypeError, "and not DataFrame"),
+        ({"overrides": 5}, TypeError, "overrides must be a list .* and is 5"),
+        ({"compute_metrics": lambda found: {"big": 10**400}}, ligertune.UserError, "big is a whole number above"),
         ({"compute_metrics": lambda found: 0.5}, TypeError, "compute_metrics returned float. Return a dict"),
         ({"compute_metrics": lambda found: {"loss": 1}}, ligertune.UserError, "loss is the name of a column"),
     ],
@@ -308,12 +320,55 @@ def test_an_error_at_the_end_of_training_does_not_cost_the_model(recipe, tmp_pat
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_paths_and_numbers_of_numpy_are_values_of_a_recipe(recipe, tmp_path):
+def test_metrics_that_are_not_finite_are_null_in_files(recipe, tmp_path, capsys):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    report = train(
+        recipe,
+        compute_metrics=lambda found: {"f1": math.nan, "ratio": -math.inf, "rows": len(found.label_ids)},
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    texts = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = [json.loads(text, parse_constant=refuse) for text in texts]
+    evaluated = next(line for line in lines if "eval_loss" in line)
+    assert (evaluated["eval_f1"], evaluated["eval_ratio"], evaluated["eval_rows"]) == (None, None, 8)
+    written = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    assert written["eval_measures"]["f1"] is None
+    assert report.eval_measures == {"f1": None, "ratio": None, "rows": 8}
+    show_report(report)
+    assert "f1 not finite" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_recipe_that_contains_itself_is_one_sentence(recipe):
+    recipe["data"]["datasets"].append(recipe)
+    for call in (train, plan, Trainer):
+        with pytest.raises(ligertune.UserError, match="recipe: a value contains itself"):
+            call(recipe)
+
+
+def test_a_whole_number_too_long_for_a_message_is_one_sentence(recipe):
+    recipe["train"]["learning_rate"] = 10**5000
+    with pytest.raises(ligertune.UserError, match=r"recipe: a whole number is above 1\.8e308"):
+        Trainer(recipe)
+
+
+def test_no_overrides_may_be_none(recipe, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(ligertune.recipe.dump_recipe(ligertune.recipe.recipe_of(recipe)), encoding="utf-8")
+    for given in (recipe, file, ligertune.load_recipe(file, None)):
+        assert Trainer(given, None).recipe.train.max_steps == 3
+
+
+def test_paths_and_numbers_of_numpy_and_torch_are_values_of_a_recipe(recipe, tmp_path):
     recipe["checkpoint"]["output_dir"] = tmp_path / "run"
     recipe["train"]["max_steps"] = np.int64(1)
+    recipe["train"]["learning_rate"] = nn.Parameter(torch.tensor(0.5))
+    recipe["train"]["seed"] = torch.tensor(7)
     recipe["model"]["dtype"] = torch.float32
     trainer = Trainer(recipe, data=iter({"instruction": "a", "output": "b", "n": np.float32(1)} for _ in range(9)))
     assert trainer.plan.schedule.total_steps == 1
+    assert (trainer.recipe.train.learning_rate, trainer.recipe.train.seed) == (0.5, 7)
     with pytest.raises(TypeError, match="recipe: a key must be a text, and is 1"):
         Trainer({1: 2})
 

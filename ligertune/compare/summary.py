@@ -92,7 +92,7 @@ def parity(steps: Sequence[Step], reference: Sequence[Step], dtype: str) -> Pari
 
 
 def _difference(a: float | None, b: float | None) -> float:
-    """Return |a - b| / |b|; 0 if both are None (neither run clips gradients), inf if one is None, NaN or inf."""
+    """Return |a - b| / |b|; 0 if both are None (neither clips, or both overflow), inf if one is None, NaN or inf."""
     if a is None or b is None:
         return 0.0 if a is b else math.inf
     found = abs(a - b) / max(abs(b), 1e-12)  # the loss or gradient norm of the reference may be 0

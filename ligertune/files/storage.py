@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -130,8 +131,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file atomically, without secrets."""
-    write_text(path, mask_secrets(json.dumps(content, indent=1, default=str)) + "\n")
+    """Write a JSON file atomically, without secrets. A number that is not finite is null."""
+    write_text(path, mask_secrets(json.dumps(finite(content), indent=1, default=str)) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Return a copy of nested JSON values with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -216,17 +226,20 @@ class MetricsFile:
         """Drop the lines after the step that a run is resumed from; 0 drops all."""
         if self.enabled:
             kept = [line for line in read_metrics(self._path) if line["step"] <= after] if after else []
-            write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_text(self._path, "".join(json.dumps(finite(line)) + "\n" for line in kept))
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines written so far."""
         return read_metrics(self._path)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line. The file is closed after it, so that readers see it at once."""
+        """Append one line. The file is closed after it, so that readers see it at once.
+
+        A number that is not finite is null: a gradient norm under fp16, or a metric of a Python user.
+        """
         if self.enabled:
             with open_to_append(self._path) as out:
-                out.write(json.dumps(line).encode() + b"\n")
+                out.write(json.dumps(finite(line), allow_nan=False).encode() + b"\n")
 
 
 # A line holds numbers, and sample answers of eval.sample_prompts: a few KB. A file of 1 GiB has two million lines.

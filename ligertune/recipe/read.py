@@ -9,7 +9,7 @@ import copy
 import os
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,12 @@ RIVALS = (
 )
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] | None = ()) -> Recipe:
     """Load the recipe at `path` with `section.key=value` overrides. Raises UserError with all complaints.
 
     Raises TypeError for a path or overrides of another type.
     """
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
-        raise TypeError(f"load_recipe: overrides must be a list of 'section.key=value' texts, and is {overrides!r}")
+    overrides = _checked_overrides(overrides)
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"load_recipe: path must be a path of a file, and is {path!r}")
     path = Path(path)
@@ -56,26 +55,41 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def recipe_of(given: Recipe | str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+def _checked_overrides(overrides: Sequence[str] | None) -> Sequence[str]:
+    """Return the overrides; none for None. Raises TypeError for anything but a series of texts."""
+    if overrides is None:
+        return ()
+    is_series = isinstance(overrides, Iterable) and not isinstance(overrides, str | bytes | Mapping)
+    found = tuple(overrides) if is_series else ()  # an iterator can be read once
+    if not is_series or not all(isinstance(override, str) for override in found):
+        raise TypeError(f"overrides must be a list of 'section.key=value' texts, and is {overrides!r}")
+    return found
+
+
+def recipe_of(
+    given: Recipe | str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] | None = ()
+) -> Recipe:
     """Return a recipe from a path, from its sections as a mapping, or the recipe itself, with overrides.
 
     Relative paths in a mapping are looked for in the current folder. Raises UserError with all complaints, and
     TypeError for a value of another type.
     """
+    overrides = _checked_overrides(overrides)
     if isinstance(given, Recipe) and not overrides:
         return given
     if isinstance(given, Recipe):
         given = given.model_dump(mode="json", exclude_unset=True)
     if not isinstance(given, Mapping):
         return load_recipe(given, overrides)  # type: ignore[arg-type]  # it checks the type
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
-        raise TypeError(f"overrides must be a list of 'section.key=value' texts, and is {overrides!r}")
-    document = Document("recipe", _plain(given))
+    try:
+        document = Document("recipe", _plain(given))
+    except RecursionError:
+        raise UserError("recipe: a value contains itself, or is nested too deeply.") from None
     return _recipe_of_document(document, overrides, Path.cwd(), None)
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of nested values as YAML would hold them: paths are texts, numbers of numpy are Python's."""
+    """Return a copy of nested values as YAML would hold them: paths as texts, arrays and tensors as numbers."""
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"recipe: a key must be a text, and is {odd[0]!r}")
@@ -84,8 +98,11 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "item"):
-        return value.item()
+    libraries = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    if libraries & {"numpy", "torch"} and hasattr(value, "tolist"):  # scalars, arrays, tensors
+        return _plain(value.tolist())
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python writes at most 4,300 digits into a message
+        raise UserError("recipe: a whole number is above 1.8e308, and no key takes one.")
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":

@@ -61,6 +61,9 @@ _BY_LOSS: dict[str, OptionValues] = {
     "min_lr": _NUMBER,
     "eps": _NUMBER,
 }
+_DIVISORS = ("timescale", "window_size", "factor")  # transformers divides by them
+_SHARES = ("min_lr_rate", "min_lr_ratio", "warmup_lr_rate")  # of the peak rate
+_MAX_OPTION = 10**9  # far above any number of steps or cycles; 10**309 and more are no floats
 # schedules of transformers, with their options
 SCHEDULES: dict[str, dict[str, OptionValues]] = {
     "cosine": {"num_cycles": _NUMBER},
@@ -99,6 +102,19 @@ def _expected_instead(value: Any, allowed: tuple[Any, ...]) -> str:
     return "a whole number" if allowed == _WHOLE else "a number"
 
 
+def _outside_range(name: str, value: float) -> str:
+    """Return the range that an option's number must be in, as the end of a sentence; nothing if it is in it."""
+    if value < 0:
+        return "not be negative"
+    if value == 0 and name in _DIVISORS:
+        return "be above 0"
+    if value > 1 and name in _SHARES:
+        return "be at most 1"
+    if value >= 1 and name == "factor":
+        return "be below 1"
+    return "be at most 1,000,000,000" if value > _MAX_OPTION else ""
+
+
 def _fault_of_scheduler_kwargs(kind: str, given: Mapping[str, Any], learning_rate: float) -> str | None:
     """Return the end of a sentence about options that a schedule does not have, or not with this value."""
     options = SCHEDULES[kind]
@@ -109,10 +125,12 @@ def _fault_of_scheduler_kwargs(kind: str, given: Mapping[str, Any], learning_rat
         expected = _expected_instead(value, options[name])
         if expected:
             return f"has {name}: {value}, which must be {expected}."
+        outside = _outside_range(name, value) if type(value) in _NUMBER else ""
+        if outside:
+            shown = f": {value:g}" if abs(value) <= _MAX_OPTION else ""  # `:g` fails for an int above 1.8e308
+            return f"has {name}{shown}, which must {outside}."
         if name in ("min_lr", "lr_end") and kind not in FOLLOW_EVALUATIONS and value >= learning_rate:
             return f"has {name}: {value:g}, which must be below train.learning_rate: {learning_rate:g}."
-        if type(value) in _NUMBER and value < 0:
-            return f"has {name}: {value:g}, which must not be negative."
     if {"min_lr", "min_lr_rate"} <= given.keys():
         return "has min_lr and min_lr_rate. Keep one of them."
     if kind == "warmup_stable_decay" and "num_decay_steps" not in given:

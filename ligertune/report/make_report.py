@@ -93,7 +93,8 @@ class Report:
     task: str = "sft"
     seconds_to_first_step: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts
-    eval_measures: dict[str, float] = dataclasses.field(default_factory=dict)  # of the task, in the last evaluation
+    # of the task and of compute_metrics, in the last evaluation; None: not finite
+    eval_measures: dict[str, float | None] = dataclasses.field(default_factory=dict)
     carried: dict[str, Any] | None = None  # tensors of the base that are saved unchanged: names, bytes, why not saved
     experts: dict[str, Any] | None = None  # ExpertLoad.report(): tokens per expert, in each layer of a mixture
     eval_loss_before_training: float | None = None  # None without an evaluation before the first step
@@ -187,7 +188,7 @@ def _first_value(lines: Iterable[dict[str, Any]], name: str) -> float | None:
     return next((line[name] for line in lines if name in line), None)
 
 
-def _eval_measures(evaluations: list[dict[str, Any]]) -> dict[str, float]:
+def _eval_measures(evaluations: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return the task's measures of the last evaluation after a step, without the prefix `eval_`."""
     last = [line for line in evaluations if line["step"] > 0][-1:]
     named = [(name, value) for line in last for name, value in line.items() if name.startswith("eval_")]

@@ -75,6 +75,11 @@ def _number(name: object, value: Any) -> float:
         )
     try:
         return float(value)
+    except OverflowError:
+        raise UserError(
+            f"compute_metrics: {name} is a whole number above 1.8e308, which no float holds.",
+            hint="Return a smaller number, such as its logarithm.",
+        ) from None
     except (TypeError, ValueError):
         raise TypeError(f"compute_metrics: {name} is {value!r}, and not a number") from None
 

@@ -56,7 +56,9 @@ class TrainState:
         return self.stopped == "during an evaluation" or (self.stopping and not self.complete)
 
     def advance(self, grad_norm: Tensor | None) -> None:
-        """Count a step that the host has launched."""
+        """Count a step that the host has launched. Raises TypeError for another value of a user's step."""
+        if not isinstance(grad_norm, Tensor | None):
+            raise TypeError(f"step returned {type(grad_norm).__name__}. Return the gradient norm as a tensor, or None")
         self.step += 1
         self.grad_norm = grad_norm
 

@@ -72,6 +72,9 @@ class TrainStep:
         # Only compiled layers, whose backward is compiled in the forward, need the mode here: `deterministic_backward`.
         with noise, deterministic_backward(self._deterministic and self._plan.build.execution.torch_compile, attention):
             loss = self._task.loss(self._model, batch)
+        if not (isinstance(loss, Tensor) and loss.requires_grad):
+            kind = "a tensor" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"loss returned {kind} without gradient. Compute it from the model's outputs, in torch")
         with deterministic_backward(self._deterministic, attention):
             # DDP and FSDP average gradients over ranks, but each rank's loss is a part of one sum.
             self._accelerator.backward(loss * self._accelerator.num_processes)

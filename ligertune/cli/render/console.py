@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ligertune.errors import UserError, printable
+from ligertune.files.storage import finite
 from ligertune.launcher.signals import leave_closed_terminal
 from ligertune.planning.hub import hub_notes as notes_of_hub
 
@@ -105,8 +106,8 @@ def piece(content: str) -> None:
 
 
 def json_report(content: dict[str, Any] | list[Any]) -> None:
-    """Print the machine-readable report to stdout."""
-    written = json.dumps(content, indent=1, default=str, ensure_ascii=False)
+    """Print the machine-readable report to stdout. A number that is not finite is null."""
+    written = json.dumps(finite(content), indent=1, default=str, ensure_ascii=False)
     document(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", written))
 
 

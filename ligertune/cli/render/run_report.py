@@ -209,7 +209,9 @@ def _evaluation_loss(report: Report) -> str:
     words = [f"{before:.4f} before training"] if before is not None else []
     if after is not None:
         words.append(f"{after:.4f} after" if words else f"{after:.4f}")
-    return ", ".join([*words, *(f"{name} {value:.4f}" for name, value in report.eval_measures.items())])
+    for name, value in report.eval_measures.items():
+        words.append(f"{name} not finite" if value is None else f"{name} {value:.4f}")
+    return ", ".join(words)
 
 
 def _training_loss(report: Report) -> str:

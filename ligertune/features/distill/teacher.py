@@ -148,7 +148,7 @@ def compare_vocabularies(name: str, student: Vocabulary, teacher: Vocabulary) ->
     """Return notes on differences that training handles. Raises UserError for another vocabulary.
 
     Ids that both tokenizers have must be the same tokens. The student may have tokens that the teacher's tokenizer
-    lacks if the teacher's embedding has rows for them.
+    lacks. The teacher's embedding must have rows for all tokens of the student, also where its own tokenizer has them.
     """
     (tokens, size), (taught, teacher_size) = student, teacher
     by_id = {index: token for token, index in taught.items()}
@@ -161,10 +161,14 @@ def compare_vocabularies(name: str, student: Vocabulary, teacher: Vocabulary) ->
             hint="Choose a teacher of the student's family, or let it write answers and train on them with task: sft.",
         )
     missing = sorted(index for index in tokens.values() if index not in by_id)
-    if missing and missing[-1] >= teacher_size:
+    highest = max(tokens.values(), default=-1)
+    if highest >= teacher_size:
+        own = highest in by_id
         raise TEACHER.error(
-            f"{name} has no embedding for id {missing[-1]} of the student's tokenizer; its last is {teacher_size - 1}.",
-            hint="Use the teacher's tokenizer (model.tokenizer.path), or another teacher.",
+            f"{name} has no embedding for id {highest} of the student's tokenizer; its last is {teacher_size - 1}.",
+            hint="Use another teacher."
+            if own
+            else "Use the teacher's tokenizer (model.tokenizer.path), or another teacher.",
         )
     notes = [f"distill: the teacher was not trained on {plural(len(missing), 'token')} of the student's tokenizer"]
     notes = notes if missing else []

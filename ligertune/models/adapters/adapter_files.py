@@ -7,6 +7,7 @@ matched in the same way.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -80,9 +81,21 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
     for key, value in values.items():
         if key.endswith("_config") and not isinstance(value, dict | None):
             raise refuse(key, value, "an object")
+    for key in _switches(values.get("peft_type")) & values.keys():
+        if type(values[key]) is not bool:  # PEFT takes "false" for true
+            raise refuse(key, values[key], "true or false")
     _check_layers(values, refuse)
     _check_initialisation(values, refuse)
     _check_amounts(values, refuse)
+
+
+def _switches(peft_type: Any) -> set[str]:
+    """Return the names of the booleans in PEFT's configuration of this kind of adapter; of LoRA for an unknown kind."""
+    import peft  # takes seconds
+
+    kinds: dict[str, Any] = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    config = kinds.get(str(peft_type), peft.LoraConfig)
+    return {field.name for field in dataclasses.fields(config) if field.type in ("bool", bool)}
 
 
 def _check_layers(values: dict[str, Any], refuse: Callable[[str, Any, str], UserError]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ligertune.files.checked_files import MAX_WHOLE, DamagedFileError, open_regular, read_json_value
-from ligertune.files.storage import PROGRESS_FILE, write_text
+from ligertune.files.storage import PROGRESS_FILE, finite, write_text
 from ligertune.planning.plan import Plan
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class CheckpointRecord:
         """Write progress.json, which also holds the plan, for people to read."""
         content = {**dataclasses.asdict(self), "plan": plan.as_dict()}
         # The checksum is of what a reader gets: JSON turns tuples into lists and paths into text.
-        plain = json.loads(json.dumps(content, default=str))
+        plain = json.loads(json.dumps(finite(content), default=str))
         write_text(folder / PROGRESS_FILE, json.dumps({**plain, CHECKSUM: _checksum_of(plain)}, indent=1))
 
     @classmethod

@@ -38,6 +38,8 @@ def learning_rate(schedule: TrainSchedule, step: int) -> float:
     The rate rises linearly over `warmup_steps`, then follows `type` over the remaining steps. The first step trains
     too: at step 0 of W warm-up steps the rate is 1/W of the peak, not 0.
     """
+    if schedule.warmup_steps <= step + 1 and schedule.warmup_steps == schedule.total_steps:
+        return schedule.learning_rate  # some formulas of transformers divide by the steps after the warm-up, here 0
     if schedule.type not in SHAPES or schedule.kwargs:
         # in the warm-up a step early, for the same reason; later steps have the rate that transformers gives them
         return schedule.learning_rate * _share_of_transformers(schedule)(step + (step < schedule.warmup_steps))

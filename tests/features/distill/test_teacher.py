@@ -41,6 +41,12 @@ def test_another_vocabulary_is_refused():
         compare_vocabularies("org/large", ({**WORDS, "d": 9}, 10), (WORDS, 4))
 
 
+def test_a_teacher_with_fewer_rows_than_its_own_tokenizer_has_ids_is_refused():
+    with pytest.raises(UserError, match="no embedding for id 2 of the student's tokenizer; its last is 1") as caught:
+        compare_vocabularies("org/large", (WORDS, 4), (WORDS, 2))
+    assert caught.value.hint == "Use another teacher."
+
+
 @pytest.fixture
 def other_words(tmp_path):
     """A teacher whose tokenizer has two tokens the other way round."""

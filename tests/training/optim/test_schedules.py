@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from pydantic import ValidationError
 from support.quickstart_runs import plan_run
 from transformers import get_scheduler
 
 from ligertune.errors import UserError
 from ligertune.planning.optimization import Cadence, TrainSchedule, interval
-from ligertune.recipe.train_sections import SCHEDULES
+from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS, SCHEDULES, TrainSpec
 from ligertune.training.optim.schedules import LearningRates, learning_rate
 
 RATE, TOTAL, WARMUP = 3e-4, 60, 6
@@ -77,6 +78,39 @@ def test_every_schedule_of_a_recipe_is_one_of_transformers():
     for kind in SCHEDULES:
         kwargs = {"num_decay_steps": 5} if kind == "warmup_stable_decay" else {}
         assert LearningRates(schedule(kind, **kwargs)).at(WARMUP) == pytest.approx(RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize("total", [1, TOTAL])
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if kind not in FOLLOW_EVALUATIONS])
+def test_a_run_of_warm_up_steps_alone_ends_at_the_peak_rate(kind, total):
+    kwargs = (("num_decay_steps", 0),) if kind == "warmup_stable_decay" else ()
+    run = TrainSchedule(total, total, RATE, kind, 0.1, kwargs)
+    rates = [learning_rate(run, step) for step in range(total)]
+    assert rates[-1] == RATE
+    assert rates == sorted(rates) and rates[0] > 0
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_options_of_a_schedule_that_a_recipe_accepts_give_rates(kind):
+    """Each number at the ends of what a recipe accepts."""
+    needed = {"num_decay_steps": 5} if kind == "warmup_stable_decay" else {}
+    tried = 0
+    for name in (name for name, allowed in SCHEDULES[kind].items() if int in allowed):
+        for value in (0, 1, 10**9, 10**400, 1e-9, 0.5, 1e9, 1e300):
+            kwargs = {**needed, name: value, **({"smooth": True} if name == "window_size" else {})}
+            try:
+                TrainSpec(lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs, learning_rate=RATE)
+            except ValidationError:
+                continue
+            warmup = 0 if kind in FOLLOW_EVALUATIONS else WARMUP
+            rates = LearningRates(TrainSchedule(TOTAL, warmup, RATE, kind, 0.1, tuple(kwargs.items())))
+            found = []
+            for step in range(TOTAL):
+                rates.observe(1.0 / (step + 1))
+                found.append(rates.at(step))
+            assert all(0 <= rate <= 1 for rate in found), (name, value)
+            tried += 1
+    assert tried or not SCHEDULES[kind]
 
 
 def test_intervals_below_one_are_shares_of_all_steps():
