@@ -186,16 +186,18 @@ class AnswerFinder:
             begins = [tag.place for tag in tags if not tag.is_end]
             if not ends:
                 continue
-            begin = begins[0] if begins else self._begin_of_tail(ends[0], field.text)
-            written = self.text[begin : ends[0]]
-            expected = field.text if begins else field.text[begin - ends[0] :]
             several = field.name == "content" and (len(ends) > 1 or len(begins) > 1)
-            left_out = "" if begins else field.text[: begin - ends[0]]
-            is_reasoning = left_out.find("<think>") <= 0  # text before it would be lost
-            if several or begin >= ends[0] or written != expected or not is_reasoning:
+            if several or not self._is_written(field.text, begins[:1], ends[0]):
                 return False
             found = True
         return found
+
+    def _is_written(self, field: str, begins: list[int], end: int) -> bool:
+        """Return whether a field ends at `end`. begins: where it begins; empty if its beginning is left out."""
+        begin = begins[0] if begins else self._begin_of_tail(end, field)
+        left_out = "" if begins else field[: begin - end]
+        is_reasoning = left_out.find("<think>") <= 0  # other text before it would be lost
+        return begin < end and left_out + self.text[begin:end] == field and is_reasoning
 
     def _begin_of_tail(self, end: int, content: str) -> int:
         """Return where the part of `content` begins that the text up to `end` ends with; not in a special token."""

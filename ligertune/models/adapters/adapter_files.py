@@ -82,11 +82,15 @@ def _check_values(values: dict[str, Any], path: Path, origin: ModelOrigin) -> No
         if key.endswith("_config") and not isinstance(value, dict | None):
             raise refuse(key, value, "an object")
     for key in _switches(values.get("peft_type")) & values.keys():
-        if type(values[key]) is not bool:  # PEFT takes "false" for true
-            raise refuse(key, values[key], "true or false")
+        _check_switch(key, values[key], refuse)
     _check_layers(values, refuse)
     _check_initialisation(values, refuse)
     _check_amounts(values, refuse)
+
+
+def _check_switch(key: str, value: Any, refuse: Callable[[str, Any, str], UserError]) -> None:
+    if not isinstance(value, bool | None):  # PEFT takes "false" for true, and null for false
+        raise refuse(key, value, "true or false")
 
 
 def _switches(peft_type: Any) -> set[str]:
