@@ -337,7 +337,8 @@ def test_metrics_that_are_not_finite_are_null_in_files(recipe, tmp_path, capsys)
     assert written["eval_measures"]["f1"] is None
     assert report.eval_measures == {"f1": None, "ratio": None, "rows": 8}
     show_report(report)
-    assert "f1 not finite" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr()
+    assert "f1 not finite" in " ".join((shown.out + shown.err).split())  # to stderr after a command with --json
 
 
 def test_a_recipe_that_contains_itself_is_one_sentence(recipe):

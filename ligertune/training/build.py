@@ -129,8 +129,20 @@ def carried_state(options: BuildOptions, config: PreTrainedConfig) -> str | None
 _SEARCH_POSITIONS = ("eager", "flex_attention", "flash_attention_2")
 
 
+# of models that this process has looked at: a sweep plans one model many times
+_packing_reasons: dict[tuple[str, ...], str | None] = {}
+
+
 def why_not_packed(options: BuildOptions, config: PreTrainedConfig) -> str | None:
     """Return why documents of a packed row would influence each other in this model, or None if nothing shows it."""
+    kernels = options.kernels
+    key = (options.model.model_dump_json(), repr(config), str(kernels.enabled), str(kernels.mixer))
+    if key not in _packing_reasons:
+        _packing_reasons[key] = _find_packing_reason(options, config)
+    return _packing_reasons[key]
+
+
+def _find_packing_reason(options: BuildOptions, config: PreTrainedConfig) -> str | None:
     if (layers := carried_state(options, config)) is not None:
         return f"{layers} layers carry state from one document of a packed row into the next"
     if options.model.attn_implementation in _SEARCH_POSITIONS or not modality_of(config).facts.packs_exactly:
