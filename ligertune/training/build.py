@@ -150,7 +150,7 @@ def _find_packing_reason(options: BuildOptions, config: PreTrainedConfig) -> str
     try:
         model = _without_weights(options, config, "per_document")
     except UserError:  # if it is another fault, building the model that trains finds it, too
-        return f"a {config.model_type} model has attention of its own, which does not keep documents apart"
+        return f"models of type {config.model_type} cannot attend within documents"
     prepare_masks(model)
     return why_not_isolated(model)
 

@@ -37,6 +37,22 @@ def h100(monkeypatch):
         yield
 
 
+def recording_backend():
+    """Return a backend of torch.compile and the lists it fills: (graphs, what each launch changes, backend)."""
+    graphs, changed = [], []
+
+    def collect(graph, _):
+        for node in graph.graph.find_nodes(op="call_function", target=CHANGES):
+            changed.append([node.kwargs["kwargs"][name].op for name in node.kwargs["tensors_to_clone"]])
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=collect)(graph, inputs)
+
+    return graphs, changed, backend
+
+
 def one_head(hidden, weight, labels):
     return linear_cross_entropy(hidden, weight, labels)
 
@@ -77,16 +93,7 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recurrences_are_one_graph_that_changes_no_input(packed, h100):
     """Rows of more than one chunk and run: a dimension of 1 is another graph."""
-    graphs, changed = [], []
-
-    def collect(graph, _):
-        for node in graph.graph.find_nodes(op="call_function", target=CHANGES):
-            changed.append([node.kwargs["kwargs"][name].op for name in node.kwargs["tensors_to_clone"]])
-        return make_boxed_func(graph.forward)
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return aot_autograd(fw_compiler=collect)(graph, inputs)
+    graphs, changed, backend = recording_backend()
 
     def step(x, weight, decay, beta, places):
         documents = Documents(*places) if packed else None
@@ -113,16 +120,7 @@ def test_recurrences_are_one_graph_that_changes_no_input(packed, h100):
 def test_experts_are_one_graph_that_changes_no_input(products, h100, monkeypatch):
     """With LoRA, whose product is added in place, on trained and on made weights."""
     monkeypatch.setattr(tiles, "LOOP_PRODUCT", 1)  # a call that is not compiled would wait for the GPU
-    graphs, changed = [], []
-
-    def collect(graph, _):
-        for node in graph.graph.find_nodes(op="call_function", target=CHANGES):
-            changed.append([node.kwargs["kwargs"][name].op for name in node.kwargs["tensors_to_clone"]])
-        return make_boxed_func(graph.forward)
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return aot_autograd(fw_compiler=collect)(graph, inputs)
+    graphs, changed, backend = recording_backend()
 
     def step(x, weights, gate_up, down, a, b, index):
         gate_up = ExpertProjection(gate_up, lora=ExpertLora(a, b, 2.0))

@@ -18,8 +18,8 @@ from ligertune.planning.options import RunOptions
 from ligertune.recipe.read import load_recipe
 from ligertune.training.build import why_not_packed
 
-# attention of other kinds: ALiBi, no places of documents, sinks, own classes, chunks, an indexer; other mixers; and
-# families that pack, two of which no forward without weights can run
+# Attention of other kinds: ALiBi, no places of documents, sinks, own classes, chunks, an indexer. Other mixers.
+# Families that pack, of which two cannot run a forward without weights.
 FAMILIES = ["bloom", "mpt", "stablelm", "nemotron", "gpt_oss", "falcon", "gpt_neo", "llama4_text", "deepseek_v32",
             "doge", "rwkv", "xlm", "minimax", "mamba2", "llama", "gptj", "bart", "mixtral", "dbrx", "jetmoe",
             "qwen3_next"]  # fmt: skip

@@ -220,7 +220,7 @@ class Import:
         forgotten = Fate(LEFT, (), UNTRACED, TRAINING)
         for path, value in leaves(self.source):
             owner = self._owner(path)
-            # null of these keys is a value of its own
+            # for these keys the tool gives null a meaning
             is_empty = value is None and path[0] not in self.peer.nulls
             off = is_empty if owner in self.fates else is_off(value)
             yield path, value, Fate(OFF) if off else self.fates.get(owner, forgotten)

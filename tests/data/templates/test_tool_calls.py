@@ -151,7 +151,7 @@ IDS = [
 
 
 def test_a_result_belongs_to_the_call_with_its_id(trained_texts):
-    """Templates get ids and names, which they match; where each call has a turn of its own, its result follows it."""
+    """A template gets the ids and names. If it has one call in a turn, the result with the same id follows the call."""
     matched = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} "
         "{{ c.id }} {% endfor %}{% if m.role == 'tool' %} of {{ m.tool_call_id }} {{ m.name }}{% endif %}</s>"

@@ -197,7 +197,7 @@ class _Inputs(NamedTuple):
 
     @staticmethod
     def of(*tensors: torch.Tensor | None) -> _Inputs:
-        """Make it of tensors of which the last three may be missing; the decays stand for what no kernel reads."""
+        """Return the inputs. Where one of the last three is None, no kernel reads it, and the decays take its place."""
         return _Inputs(*(tensors[3] if t is None else t for t in tensors))
 
     def strides(self, *names: str) -> tuple[int, ...]:

@@ -105,9 +105,11 @@ def test_arguments_that_change_the_result_are_refused(name, value, tensors) -> N
     package_functions.causal_conv1d_fn(x, torch.randn(2, 4), return_final_states=False, position_ids=x)
 
 
-def test_a_step_with_a_state_that_trains_has_gradients(tensors) -> None:
-    state = torch.randn(1, 2, 16, 16, requires_grad=True)
-    package_functions.fused_recurrent_gated_delta_rule(*tensors, initial_state=state)[0].sum().backward()
+def test_a_step_with_a_state_that_trains_has_gradients(device, tensors) -> None:
+    """By kernels: the reference of a step has gradients in any case."""
+    inputs = [t.to(device) for t in tensors]
+    state = torch.randn(1, 2, 16, 16, device=device, requires_grad=True)
+    package_functions.fused_recurrent_gated_delta_rule(*inputs, initial_state=state)[0].sum().backward()
     assert state.grad.abs().sum() > 0
 
 
