@@ -10,8 +10,9 @@ from support.quickstart_runs import plan_run
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
-from ligertune.attention.document_isolation import check_document_isolation
+from ligertune.attention.document_isolation import check_document_isolation, first_of_each_kind
 from ligertune.errors import UserError
+from ligertune.models.shape import text_layers
 from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.options import RunOptions
@@ -44,6 +45,27 @@ def test_the_plan_packs_what_the_check_before_training_accepts(model_type) -> No
     options = RunOptions.of(load_recipe(RECIPE)).build
     config = tiny_families.tiny_config(CONFIG_MAPPING[model_type]())
     assert (why_not_packed(options, config) is None) == is_isolated(model_type)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes, kept",
+    [
+        ("llama", {"num_hidden_layers": 5}, 1),
+        ("gemma3_text", {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}, 3),
+        ("qwen3_moe", {"num_hidden_layers": 6, "mlp_only_layers": [0, 1, 4]}, 3),
+    ],
+)
+def test_a_plan_looks_at_the_first_layer_of_each_kind(model_type, changes, kept) -> None:
+    config = tiny_families.tiny_config(CONFIG_MAPPING[model_type](**changes))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    before = list(text_layers(model))
+    layers = text_layers(model)
+    with first_of_each_kind(model):
+        assert list(layers) == before[:kept]
+    assert list(layers) == before
 
 
 @pytest.fixture(scope="module")
