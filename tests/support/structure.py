@@ -9,6 +9,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
 
 # feature -> words by which a file outside its folder names it
@@ -37,8 +38,7 @@ def measure(sources: dict[str, Path]) -> Places:
     found: Places = defaultdict(list)
     for name, path in sources.items():
         text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        for number, line in _places_in(tree):
+        for number, line in _places_in(tree_of(path)):
             found[number].append(f"{name}:{line}")
         for feature, words in FEATURES.items():
             if not FOLDERS.get(feature, {feature}) & set(name.split(".")) and re.search(words, text, re.IGNORECASE):
@@ -51,8 +51,14 @@ def measure(sources: dict[str, Path]) -> Places:
     found["modules of the longest chain of imports"] = _longest_chain(graph)
     for op in OPS:
         found[f"files of ops that {op} reaches"] = _reached_op_files(op, graph)
-    found["names imported by run.py"] = list(_imported_names(ast.parse(sources["ligertune.run"].read_text("utf-8"))))
+    found["names imported by run.py"] = list(_imported_names(tree_of(sources["ligertune.run"])))
     return found
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which several numbers and rules are read from."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _places_in(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -94,7 +100,7 @@ def _complexity(function: ast.AST) -> int:
 def _imported_modules(path: Path, sources: Container[str]) -> list[str]:
     """Return the modules of `sources` that a file imports, in functions too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
