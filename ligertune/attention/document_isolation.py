@@ -126,12 +126,14 @@ def why_not_isolated(model: PreTrainedModel) -> str | None:
     """
     with first_of_each_kind(model):
         reason = _why_not_isolated(model)
-    return reason and _why_not_isolated(model)  # of all layers, in case that the model does not run with fewer
+    if reason is None:
+        return None
+    return _why_not_isolated(model)  # a model may not run with fewer layers: a reason counts if all of them give it
 
 
 @contextlib.contextmanager
 def first_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
-    """Leave out the layers after the one that is the last of a new kind: a row takes half a second through 32 layers.
+    """Keep the shortest beginning of the layers that has one of each kind: through 32 layers a row takes 0.3 s.
 
     Layers are of one kind if they print the same and have the same entry in the configuration's `layer_types`.
     """
