@@ -125,17 +125,18 @@ def why_not_isolated(model: PreTrainedModel) -> str | None:
     layers that refuse a packed row or attend by functions of their own; `check_document_isolation` compares numbers.
     """
     with first_of_each_kind(model):
-        reason = _why_not_isolated(model)
+        reason = _try_packed_row(model)
     if reason is None:
         return None
-    return _why_not_isolated(model)  # a model may not run with fewer layers: a reason counts if all of them give it
+    return _try_packed_row(model)  # some models cannot run with fewer layers, so the whole model decides
 
 
 @contextlib.contextmanager
 def first_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the shortest beginning of the layers that has one of each kind: through 32 layers a row takes 0.3 s.
+    """Leave out the last layers, as far as each has a layer of its kind before it. They are put back at the end.
 
-    Layers are of one kind if they print the same and have the same entry in the configuration's `layer_types`.
+    It saves 0.3 s of planning a model of 32 layers. Layers are of one kind if they print the same and have the same
+    entry in the configuration's `layer_types`.
     """
     layers = text_layers(model)
     if layers is None:
@@ -152,7 +153,8 @@ def first_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
         layers.extend(left_out)
 
 
-def _why_not_isolated(model: PreTrainedModel) -> str | None:
+def _try_packed_row(model: PreTrainedModel) -> str | None:
+    """Run a packed row, and return what `why_not_isolated` returns."""
     documents = [np.zeros(FIRST, dtype=np.int64), np.zeros(SECOND, dtype=np.int64)]
     ROWS.attended = False
     name = type(model).__name__

@@ -20,7 +20,7 @@ from ligertune.recipe.read import load_recipe
 from ligertune.training.build import why_not_packed
 
 # Attention of other kinds: ALiBi, no places of documents, sinks, own classes, chunks, an indexer. Other mixers.
-# Families that pack, of which two cannot run a forward without weights.
+# The others pack. The forward of dbrx and jetmoe fails without weights, so a plan does not see all of it.
 FAMILIES = ["bloom", "mpt", "stablelm", "nemotron", "gpt_oss", "falcon", "gpt_neo", "llama4_text", "deepseek_v32",
             "doge", "rwkv", "xlm", "minimax", "mamba2", "llama", "gptj", "bart", "mixtral", "dbrx", "jetmoe",
             "qwen3_next"]  # fmt: skip
@@ -56,13 +56,13 @@ def test_the_plan_packs_what_the_check_before_training_accepts(model_type) -> No
     ],
 )
 def test_a_plan_looks_at_the_first_layer_of_each_kind(model_type, changes, kept) -> None:
-    config = tiny_families.tiny_config(CONFIG_MAPPING[model_type](**changes))
+    config = tiny_families.tiny_config(CONFIG_MAPPING[model_type]())
     for name, value in changes.items():
         setattr(config, name, value)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    before = list(text_layers(model))
     layers = text_layers(model)
+    before = list(layers)
     with first_of_each_kind(model):
         assert list(layers) == before[:kept]
     assert list(layers) == before

@@ -30,7 +30,7 @@ def weights(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-@pytest.mark.skipif(INTERPRETED, reason="the bits of the kernel are compared below")
+@pytest.mark.skipif(INTERPRETED, reason="test_the_kernel_gives_the_bits_of_the_reference compares the kernel")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bytes_of_each_expert_are_those_of_bitsandbytes(shape, dtype):
