@@ -421,10 +421,10 @@ def rows_of_point(options: argparse.Namespace, table: Table, measured: Measured,
 
 
 def reference_of(rows: list[dict]) -> dict:
-    """Return the row that others are compared with: Hugging Face's, a trainer's, or the first."""
+    """Return the row that others are compared with: the fastest of Hugging Face's, a trainer's, or the first side's."""
     names = [row["name"] for row in rows]
     chosen = next((name for name in ("without", "trainer") if name in names), names[0])
-    return rows[names.index(chosen)]
+    return max((row for row in rows if row["name"] == chosen), key=lambda row: row["tokens_per_second"])
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:

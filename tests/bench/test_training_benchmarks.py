@@ -96,6 +96,22 @@ def test_rows_are_compared_with_hugging_face_and_with_the_published_number(monke
     ]
 
 
+def test_packed_rows_are_compared_with_the_fastest_padded_batch(monkeypatch, tmp_path):
+    options = options_of(monkeypatch, tmp_path, "hybrid_lora")
+    table = TABLES["hybrid_lora"]
+    padded, packed = table.cases
+    rates = {4: 100.0, 8: 160.0, 16: 150.0}
+    assert training.batches_of(options, padded) == tuple(rates)
+    found = [
+        training.Measured(padded, batch, training.sides_of(["hf"], "sft"), [ended("without", rate)])
+        for batch, rate in rates.items()
+    ]
+    found.append(training.Measured(packed, 2, training.sides_of(["with"], "sft"), [ended("with", 480.0)]))
+    rows = [row for one in found for row in training.rows_of_point(options, table, one, one.point)]
+    times = {row["about"]: row["times"] for row in training.with_ratios(rows)}
+    assert times == {"2 rows of 2,048": 3.0, "8 records": 1.0, "16 records": 150 / 160, "4 records": 100 / 160}
+
+
 def test_trainers_are_compared_on_the_same_batch_without_gradient_norms():
     trials = [ended("with", 300.0, (0.5, 0.404)), ended("trainer", 100.0, (0.5, 0.4))]
     measured = measured_of(TABLES["dpo_full"].cases[0], ["with", "trainer"], trials, "dpo")
