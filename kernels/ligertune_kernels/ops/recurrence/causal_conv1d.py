@@ -68,6 +68,16 @@ def _tap(w_ptr, cols, lag: tl.constexpr, inside, TAPS: tl.constexpr):
 
 
 @triton.jit
+def _taps(w_ptr, cols, inside, TAPS: tl.constexpr):
+    return (
+        _tap(w_ptr, cols, 0, inside, TAPS),
+        _tap(w_ptr, cols, 1, inside, TAPS),
+        _tap(w_ptr, cols, 2, inside, TAPS),
+        _tap(w_ptr, cols, 3, inside, TAPS),
+    )
+
+
+@triton.jit
 def _load_token(ptr, token, n_tokens, cols, inside):
     """Load the program's channels of a token, to whose first one `ptr` points; zero outside of the row."""
     return tl.load(ptr + cols, mask=inside & (token >= 0) & (token < n_tokens), other=0.0)
@@ -173,10 +183,7 @@ def conv_forward_kernel(
     y_stride = tl.cast(n_channels, tl.int64)
     x_ptr += batch * x_batch_stride + first * x_stride + first_col
     y_ptr += (batch * n_tokens + first) * y_stride + first_col
-    w0 = _tap(w_ptr, cols, 0, inside, TAPS)
-    w1 = _tap(w_ptr, cols, 1, inside, TAPS)
-    w2 = _tap(w_ptr, cols, 2, inside, TAPS)
-    w3 = _tap(w_ptr, cols, 3, inside, TAPS)
+    w0, w1, w2, w3 = _taps(w_ptr, cols, inside, TAPS)
     bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
         bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
@@ -223,6 +230,30 @@ def _dz(x0, dy, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS: tl.constexpr, S
         return dy
 
 
+@triton.jit
+def _backward_of_token(
+    x0, dy, place, is_owned, x1, x2, x3, dx1, dx2, dx3, dw0, dw1, dw2, dw3, db, w0, w1, w2, w3, bias, dx_ptrs, keep,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Write the dx that a token completes, and return those after it and the sums. is_owned: dw is the run's."""
+    seen1 = tl.where(place >= 1, x1, 0.0)
+    seen2 = tl.where(place >= 2, x2, 0.0)
+    seen3 = tl.where(place >= 3, x3, 0.0)
+    dz = _dz(x0, dy, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS, SILU, FAST)
+    owned = tl.where(is_owned, dz, 0.0)
+    dw0 += owned * x0
+    dw1 += owned * seen1
+    dw2 += owned * seen2
+    dw3 += owned * seen3
+    if HAS_BIAS:
+        db += owned
+    dx3 += tl.where(place >= 3, w3 * dz, 0.0)
+    tl.store(dx_ptrs, dx3.to(dx_ptrs.dtype.element_ty), mask=keep)
+    dx3 = dx2 + tl.where(place >= 2, w2 * dz, 0.0)
+    dx2 = dx1 + tl.where(place >= 1, w1 * dz, 0.0)
+    return w0 * dz, dx2, dx3, dw0, dw1, dw2, dw3, db
+
+
 @triton.jit(do_not_specialize=["n_tokens", "run"])
 def conv_backward_kernel(
     x_ptr, dy_ptr,  # (B, T, C)
@@ -251,10 +282,7 @@ def conv_backward_kernel(
     x_ptr += batch * x_batch_stride + first * x_stride + first_col
     dy_ptr += batch * dy_batch_stride + first * dy_stride + first_col
     dx_ptr += (batch * n_tokens + first - 3) * dx_stride + first_col  # of the token that the run's first one completes
-    w0 = _tap(w_ptr, cols, 0, inside, TAPS)
-    w1 = _tap(w_ptr, cols, 1, inside, TAPS)
-    w2 = _tap(w_ptr, cols, 2, inside, TAPS)
-    w3 = _tap(w_ptr, cols, 3, inside, TAPS)
+    w0, w1, w2, w3 = _taps(w_ptr, cols, inside, TAPS)
     bias = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
         bias += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
@@ -284,50 +312,28 @@ def conv_backward_kernel(
         # no token is one of the first three of its document, all are the run's, and those that they complete, too
         if (last_place >= 6) & (token >= first + 3) & (token + 4 <= end):
             for i in tl.static_range(4):
-                x0 = xs[i].to(tl.float32)
-                dy = dys[i].to(tl.float32)
-                dz = _dz(x0, dy, x1, x2, x3, w0, w1, w2, w3, bias, TAPS, SILU, FAST)
-                dw0 += dz * x0
-                dw1 += dz * x1
-                dw2 += dz * x2
-                dw3 += dz * x3
-                if HAS_BIAS:
-                    db += dz
-                dx3 += w3 * dz
-                tl.store(dx_ptr + cols, dx3.to(dx_ptr.dtype.element_ty), mask=inside)
+                dx1, dx2, dx3, dw0, dw1, dw2, dw3, db = _backward_of_token(
+                    xs[i].to(tl.float32), dys[i].to(tl.float32), 3, True, x1, x2, x3, dx1, dx2, dx3, dw0, dw1, dw2, dw3,
+                    db, w0, w1, w2, w3, bias, dx_ptr + cols, inside, TAPS, HAS_BIAS, SILU, FAST,
+                )  # fmt: skip
                 dx_ptr += dx_stride
-                dx3 = dx2 + w2 * dz
-                dx2 = dx1 + w1 * dz
-                dx1 = w0 * dz
                 x3 = x2
                 x2 = x1
-                x1 = x0
+                x1 = xs[i].to(tl.float32)
         else:
             for i in range(4):
                 x0 = _load_token(x_ptr, token + i, n_tokens, cols, inside).to(tl.float32)
                 dy = _load_token(dy_ptr, token + i, n_tokens, cols, inside).to(tl.float32)
                 place = _place(starts_ptr, token + i, n_tokens, HAS_DOCUMENTS)
-                seen1 = tl.where(place >= 1, x1, 0.0)
-                seen2 = tl.where(place >= 2, x2, 0.0)
-                seen3 = tl.where(place >= 3, x3, 0.0)
-                dz = _dz(x0, dy, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS, SILU, FAST)
-                owned = tl.where(token + i < end, dz, 0.0)
-                dw0 += owned * x0
-                dw1 += owned * seen1
-                dw2 += owned * seen2
-                dw3 += owned * seen3
-                if HAS_BIAS:
-                    db += owned
-                dx3 += tl.where(place >= 3, w3 * dz, 0.0)
                 ended = token + i - 3
                 keep = inside & (ended >= first) & (ended < end)
-                tl.store(dx_ptr + cols, dx3.to(dx_ptr.dtype.element_ty), mask=keep)
+                dx1, dx2, dx3, dw0, dw1, dw2, dw3, db = _backward_of_token(
+                    x0, dy, place, token + i < end, x1, x2, x3, dx1, dx2, dx3, dw0, dw1, dw2, dw3, db, w0, w1, w2, w3,
+                    bias, dx_ptr + cols, keep, TAPS, HAS_BIAS, SILU, FAST,
+                )  # fmt: skip
                 x_ptr += x_stride
                 dy_ptr += dy_stride
                 dx_ptr += dx_stride
-                dx3 = dx2 + tl.where(place >= 2, w2 * dz, 0.0)
-                dx2 = dx1 + tl.where(place >= 1, w1 * dz, 0.0)
-                dx1 = w0 * dz
                 x3 = x2
                 x2 = x1
                 x1 = x0
@@ -335,11 +341,9 @@ def conv_backward_kernel(
         dy_ptr = dy_ahead_ptr
     row = batch * tl.num_programs(0) + tl.program_id(0)
     partial_ptr += row * 5 * dx_stride + first_col
-    tl.store(partial_ptr + cols, dw0, mask=inside)
-    tl.store(partial_ptr + dx_stride + cols, dw1, mask=inside)
-    tl.store(partial_ptr + 2 * dx_stride + cols, dw2, mask=inside)
-    tl.store(partial_ptr + 3 * dx_stride + cols, dw3, mask=inside)
-    tl.store(partial_ptr + 4 * dx_stride + cols, db, mask=inside)
+    sums = (dw0, dw1, dw2, dw3, db)
+    for i in tl.static_range(5):
+        tl.store(partial_ptr + i * dx_stride + cols, sums[i], mask=inside)
 
 
 class _Shape(NamedTuple):
