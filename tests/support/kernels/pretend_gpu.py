@@ -46,7 +46,6 @@ MOST_SPILLED = {  # bytes
     "hopper_attention_backward_kernel": 288,
     "hopper_attention_wide_dk_dv_kernel": 24,
     "hopper_attention_wide_dq_kernel": 128,
-    "conv_backward_kernel": 4,  # scalar registers of gfx90a, in one form
 }
 
 
