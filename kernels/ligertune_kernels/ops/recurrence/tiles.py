@@ -12,7 +12,7 @@ from ligertune_kernels.launcher import chip_of, runs_triton, triton
 REFERENCE_CHUNK = 64  # tokens of a chunk of the reference, as in transformers
 PART = 1024  # tokens of a packed row in which a program of a scan looks for documents of its own
 MIN_WIDTH = 16  # of a factor of a product
-MIN_WIDTH_HOPPER = 32  # with 16 columns of 16 bits, Triton 3.6 reads outside of shared memory
+MIN_WIDTH_HOPPER = 64  # of fewer columns of 16 bits, Triton 3.6 reads outside of shared memory, or wrong numbers
 MAX_WIDTH = 256  # of a head
 WARPGROUPS = ChipRule(("sm90",), "products of 64 rows from registers; on sm100 chunks of 64 tokens spill")
 Chips = Literal["hopper", "nvidia", "cdna", "rdna", "interpreter"]
