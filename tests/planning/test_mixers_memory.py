@@ -188,9 +188,9 @@ def test_a_plan_counts_each_kind_of_layer_and_the_widest_backward():
 
     held = phase("loss", usual).activations - phase("loss", replace(usual, other_layers=())).activations
     assert held == 3 * (recurrent - attention)
-    # the gradients of q, k, v, of the output and of its gate; W, two of V, T, and two states per 64 tokens; in float32
-    # a partial dk, two lengths, and four numbers per value head
-    needs = 2 * (CHANNELS + 2 * X * V + X * (K + 2 * V + 64 + 2 * K * V // 64)) + 4 * (H * K + 2 * H + 4 * X)
+    # the gradients of q, k, v, of the output and of its gate; two of V, T, and two states per 64 tokens; in float32
+    # a partial dk, two lengths, and eight numbers per value head
+    needs = 2 * (CHANNELS + 2 * X * V + X * (2 * V + 64 + 2 * K * V // 64)) + 4 * (H * K + 2 * H + 8 * X)
     freed = 2 * (3 * F + E)  # what the MLP saved
     working = backward_bytes(mixer, usual.policy, 2, 4096)
     assert working == 4096 * (2 * 2 * E + needs - freed)

@@ -100,16 +100,16 @@ def saved_by_mixer(layer: LayerShape, itemsize: int, *, fused: bool, fused_norm:
 def mixer_backward_bytes(mixer: MixerShape, itemsize: int, *, chunk: int) -> int:
     """Return the bytes per token in a gated delta rule's backward. chunk: tokens per chunk of our kernels; 0: not ours.
 
-    Ours computes again what it needs of the forward (W, v̂, T and the states) and has gradients of v̂ and of the states;
+    Ours computes again what it needs of the forward (T, v̂ and the states) and has gradients of v̂ and of the states;
     nothing is freed before it ends. The gradients of the output and of the gate exist at the same time.
     """
     gradients = (mixer.channels + 2 * mixer.values) * itemsize
     if not chunk:  # gradients of what transformers' function saves, each with a copy that a slice of a chunk adds to
         return gradients + 8 * mixer.value_heads * (2 * mixer.key_dim + mixer.value_dim + TORCH_CHUNK)
     states = 2 * mixer.key_dim * mixer.value_dim // chunk
-    per_head = mixer.key_dim + 2 * mixer.value_dim + chunk + states
-    # float32: a partial dk, sums of decays and their gradients, partial gradients of beta, lengths of q and k
-    floats = mixer.key_heads * (mixer.key_dim + 2) + 4 * mixer.value_heads
+    per_head = 2 * mixer.value_dim + chunk + states
+    # float32: a partial dk, lengths of q and k; sums of decays and their gradients, partial gradients of beta, factors
+    floats = mixer.key_heads * (mixer.key_dim + 2) + 8 * mixer.value_heads
     return gradients + mixer.value_heads * per_head * itemsize + 4 * floats
 
 

@@ -46,6 +46,10 @@ MOST_SPILLED = {  # bytes
     "hopper_attention_backward_kernel": 288,
     "hopper_attention_wide_dk_dv_kernel": 24,
     "hopper_attention_wide_dq_kernel": 128,
+    "correction_gradients_kernel": 328,  # on an H200 0.60 ms instead of 0.79 of the tile that spills nothing
+    # heads of 256 columns: chunks of 16 tokens spill nothing, and double the states in memory
+    "key_gradients_kernel": 64,
+    "states_kernel": 8,  # registers of gfx1100, heads of 256 columns: of six tiles none spills less
 }
 
 
@@ -66,11 +70,13 @@ class Compiled:
 
     def faults(self, target: Chip) -> list[str]:
         """Return a sentence for each fault of the kernel on the target."""
+        most_spilled = MOST_SPILLED.get(self.kernel, 0)
+        most_scratch = 4 * most_spilled + 4 if most_spilled else 0  # what AMD spills, and one number more
         found = {
             f"{self.threads} threads": self.threads > MAX_THREADS,
             f"{self.shared_bytes} bytes of shared memory": self.shared_bytes > target.shared_bytes,
-            f"{self.spills} spilled": self.spills > MOST_SPILLED.get(self.kernel, 0),
-            f"{self.scratch_bytes} bytes of scratch": self.scratch_bytes > 0,
+            f"{self.spills} spilled": self.spills > most_spilled,
+            f"{self.scratch_bytes} bytes of scratch": self.scratch_bytes > most_scratch,
             f"atomics: {', '.join(self.atomics)}": bool(self.atomics) and self.kernel not in ORDERED_ATOMICS,
             f"32-bit offsets of {', '.join(self.narrow_offsets)}": bool(self.narrow_offsets),
             "a bf16 dot product that truncates": self.truncating_dot,

@@ -247,10 +247,11 @@ def _backward_of_token(
     dw3 += owned * seen3
     if HAS_BIAS:
         db += owned
-    dx3 += tl.where(place >= 3, w3 * dz, 0.0)
+    # masked before the product, so that it is fused with the sum as it is without masks: both have the same bits
+    dx3 += w3 * tl.where(place >= 3, dz, 0.0)
     tl.store(dx_ptrs, dx3.to(dx_ptrs.dtype.element_ty), mask=keep)
-    dx3 = dx2 + tl.where(place >= 2, w2 * dz, 0.0)
-    dx2 = dx1 + tl.where(place >= 1, w1 * dz, 0.0)
+    dx3 = dx2 + w2 * tl.where(place >= 2, dz, 0.0)
+    dx2 = dx1 + w1 * tl.where(place >= 1, dz, 0.0)
     return w0 * dz, dx2, dx3, dw0, dw1, dw2, dw3, db
 
 

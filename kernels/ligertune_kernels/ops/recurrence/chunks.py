@@ -34,34 +34,48 @@ def store_chunk(
 
 
 @triton.jit
-def _is_in_state(first_col, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr):
-    """Return the mask of a tile (KEYS, COLS) of a state (KEY_DIM, VALUE_DIM)."""
-    keys = tl.arange(0, KEYS)
+def _tile(
+    ptr, first_row, first_col, N_ROWS: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Return pointers to (ROWS, COLS) of a contiguous matrix (N_ROWS, N_COLS), and which of them are inside."""
+    rows = first_row + tl.arange(0, ROWS)
     cols = first_col + tl.arange(0, COLS)
-    return (keys < KEY_DIM)[:, None] & (cols < VALUE_DIM)[None, :]
+    return ptr + rows[:, None] * N_COLS + cols[None, :], (rows < N_ROWS)[:, None] & (cols < N_COLS)[None, :]
 
 
 @triton.jit
-def load_state(ptr, first_col, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr):
-    """Load (KEYS, COLS) of a contiguous state (KEY_DIM, VALUE_DIM); zero outside."""
-    ptrs = ptr + tl.arange(0, KEYS)[:, None] * VALUE_DIM + (first_col + tl.arange(0, COLS))[None, :]
-    if KEYS == KEY_DIM and VALUE_DIM % COLS == 0:
+def load_tile(
+    ptr, first_row, first_col, N_ROWS: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Load (ROWS, COLS) of a contiguous matrix (N_ROWS, N_COLS); zero outside."""
+    ptrs, inside = _tile(ptr, first_row, first_col, N_ROWS, N_COLS, ROWS, COLS)
+    if N_ROWS % ROWS == 0 and N_COLS % COLS == 0:
         return tl.load(ptrs)
     else:
-        mask = _is_in_state(first_col, KEY_DIM, VALUE_DIM, KEYS, COLS)
-        return tl.load(ptrs, mask=mask, other=0.0)
+        return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_state(
-    ptr, tile, first_col, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr
-):
-    ptrs = ptr + tl.arange(0, KEYS)[:, None] * VALUE_DIM + (first_col + tl.arange(0, COLS))[None, :]
+def store_tile(
+    ptr, tile, keep, first_row, first_col, N_ROWS: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, KEEP_ALL: tl.constexpr = False,
+):  # fmt: skip
+    """Store the numbers of a tile that `keep` selects, or all."""
+    ptrs, inside = _tile(ptr, first_row, first_col, N_ROWS, N_COLS, ROWS, COLS)
     tile = tile.to(ptr.dtype.element_ty)
-    if KEYS == KEY_DIM and VALUE_DIM % COLS == 0:
+    if not KEEP_ALL:
+        tl.store(ptrs, tile, mask=inside & keep)
+    elif N_ROWS % ROWS == 0 and N_COLS % COLS == 0:
         tl.store(ptrs, tile)
     else:
-        tl.store(ptrs, tile, mask=_is_in_state(first_col, KEY_DIM, VALUE_DIM, KEYS, COLS))
+        tl.store(ptrs, tile, mask=inside)
+
+
+@triton.jit
+def identity(SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the first factor of a product that adds a tile in shared memory: fewer registers than loading it takes."""
+    places = tl.arange(0, SIZE)
+    return tl.where(places[:, None] == places[None, :], 1.0, 0.0).to(DTYPE)
 
 
 @triton.jit
@@ -129,13 +143,9 @@ def decay_from_state(logs, starts, first):
 
 
 @triton.jit
-def decay_to_state(
-    logs, starts, log_ptr, starts_ptr, first, n_tokens, stride, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Return the factors of the chunk's tokens, and of the state before it, in the state after it."""
-    last = tl.minimum(first + CHUNK, n_tokens) - 1
-    last_log = tl.load(log_ptr + last.to(tl.int64) * stride)
-    last_start = load_starts(starts_ptr, last, n_tokens, HAS_DOCUMENTS)
+def decay_to_state(logs, starts, last_log, starts_ptr, first, last, HAS_DOCUMENTS: tl.constexpr):
+    """Return the factors of the chunk's tokens, and of the state before it, in the state after its last token."""
+    last_start = load_starts(starts_ptr, last, last + 1, HAS_DOCUMENTS)
     tokens = tl.exp(tl.where(starts == last_start, last_log - logs, float("-inf")))
     state = tl.where(last_start < tl.maximum(first, 1), tl.exp(last_log), 0.0)
     return tokens, state
@@ -146,6 +156,12 @@ def part_of_row(part, part_tokens, n_tokens):
     """Return the first and the last token of a part."""
     begin = (part * part_tokens).to(tl.int32)
     return begin, tl.minimum(begin + part_tokens, n_tokens) - 1
+
+
+@triton.jit
+def is_owned(tokens, own_first, own_end, n_tokens):
+    """Return which tokens a program owns. Those after the row's last one belong to its document."""
+    return (tokens >= own_first) & ((tokens < own_end) | (own_end == n_tokens))
 
 
 @triton.jit

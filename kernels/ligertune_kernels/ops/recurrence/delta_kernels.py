@@ -3,12 +3,12 @@
 A row of tokens is cut into chunks of CHUNK tokens, which documents may begin and end within. A document's first token
 takes nothing from the state: the state before it is multiplied by 0. So no kernel knows how many documents there are.
 
-    prepare     chunk, value head                G, T, W, U, and 1 / |k|, 1 / |q|
-    states      part of a row, value head        S before each chunk, and corrected values v̂ over U
+    prepare     chunk, value head                G, factors of tokens, T, and 1 / |k|, 1 / |q|
+    states      part of a row, value head        S before each chunk, and corrected values v̂
     outputs     chunk, value head                out
-    local       chunk, value head                dv̂ from the outputs of the same chunk
-    gradients   part of a row, value head        dS after each chunk, and all of dv̂
-    values      chunk, value head                y, dv, and the part of dbeta of v
+    local       chunk, value head                dv̂ from the outputs of the same chunk, and what they add to dS
+    gradients   part of a row, value head        dS after each chunk, and y over dv̂
+    values      chunk, value head                dv, and the part of dbeta of v
     queries     chunk, key head                  dq, and the part of dg of tokens that read by q
     corrections chunk, key head                  dbeta, and the part of dk and dg of tokens that read by k
     keys        chunk, key head                  the part of dk and dg of tokens that queries and the state read
@@ -33,14 +33,16 @@ from ligertune_kernels.ops.recurrence.chunks import (
     decay_between,
     decay_from_state,
     decay_to_state,
+    identity,
+    is_owned,
     load_chunk,
     load_numbers,
     load_starts,
-    load_state,
+    load_tile,
     owned_tokens,
     part_of_row,
     store_chunk,
-    store_state,
+    store_tile,
     visible_tokens,
 )
 
@@ -91,19 +93,17 @@ def _inverse(strict, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
 def prepare_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
-    v_ptr,  # (B, T, X, V)
     decay_ptr, beta_ptr,  # (B, T, X)
     starts_ptr,  # (T,) int32
     log_ptr,  # (B, T, X) fp32: G
+    factors_ptr,  # (B, T / CHUNK, X, 4, CHUNK) fp32: r / |k|, -m / |k|, -β m / |k|, β
+    kept_ptr,  # (B, T / CHUNK, X) fp32: s
     t_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
-    w_ptr,  # (B, T, X, K)
-    u_ptr,  # (B, T, X, V)
     q_norm_ptr, k_norm_ptr,  # (B, T, H) fp32: 1 / |q|, 1 / |k|
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    v_batch_stride, v_token_stride, v_head_stride,
     n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    KEEPS_T: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
     COLS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Write what a chunk computes without the state."""
@@ -119,6 +119,7 @@ def prepare_kernel(
 
     at_heads = batch * n_tokens * value_heads + value_head
     decays = load_numbers(decay_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
+    decays = tl.where(exists, decays, 0.0)
     # sums over the document alone: those over the chunk would round by the decays of other documents
     logs = tl.sum(tl.where(visible_tokens(starts, CHUNK), decays[None, :], 0.0), 1)
     tl.store(log_ptr + at_heads + tokens.to(tl.int64) * value_heads, logs, mask=exists)
@@ -127,7 +128,7 @@ def prepare_kernel(
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     k_squares = tl.zeros([CHUNK], tl.float32)
-    for col in tl.static_range(0, KEY_DIM, COLS):
+    for col in range(0, KEY_DIM, COLS):
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
         products = tl.dot(k, tl.trans(k), products, input_precision=DOT)
         if NORMED:
@@ -145,46 +146,46 @@ def prepare_kernel(
                 q_squares += tl.sum(q * q, 1)
             tl.store(q_norm_ptr + at_norms, tl.rsqrt(q_squares + NORM_EPS), mask=exists)
 
+    last = tl.minimum(first + CHUNK, n_tokens) - 1
+    last_log = tl.sum(tl.where(tokens == last, logs, 0.0))
+    to_state, kept = decay_to_state(logs, starts, last_log, starts_ptr, first, last, HAS_DOCUMENTS)
+    rows = tl.arange(0, CHUNK)
+    at_chunk = (batch * n_chunks + chunk) * value_heads + value_head
+    from_state = decay_from_state(logs, starts, first) * key_scale
+    factors_ptr += at_chunk * 4 * CHUNK + rows
+    tl.store(factors_ptr, to_state * key_scale)
+    tl.store(factors_ptr + CHUNK, -from_state)
+    tl.store(factors_ptr + 2 * CHUNK, -from_state * beta)
+    tl.store(factors_ptr + 3 * CHUNK, beta)
+    tl.store(kept_ptr + at_chunk, kept)
+
     products *= (key_scale * beta)[:, None] * key_scale[None, :]
     t = _inverse(products * decay_between(logs, starts, CHUNK, STRICT=True), CHUNK, PRECISION)
-    t = t.to(k_ptr.dtype.element_ty)
-    if KEEPS_T:
-        at_tile = ((batch * n_chunks + chunk) * value_heads + value_head) * CHUNK * CHUNK
-        rows = tl.arange(0, CHUNK)
-        tl.store(t_ptr + at_tile + rows[:, None] * CHUNK + rows[None, :], t)
-
-    from_state = key_scale * beta * decay_from_state(logs, starts, first)
-    w_row_ptr = w_ptr + at_heads * KEY_DIM
-    for col in tl.static_range(0, KEY_DIM, COLS):
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-        w = tl.dot(t, (k * from_state[:, None]).to(t.dtype), input_precision=DOT)
-        store_chunk(w_row_ptr, w, first, exists, value_heads * KEY_DIM, col, KEY_DIM, CHUNK, COLS)
-    v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
-    u_row_ptr = u_ptr + at_heads * VALUE_DIM
-    for col in range(0, VALUE_DIM, COLS):
-        v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
-        u = tl.dot(t, (v * beta[:, None]).to(t.dtype), input_precision=DOT)
-        store_chunk(u_row_ptr, u, first, exists, value_heads * VALUE_DIM, col, VALUE_DIM, CHUNK, COLS)
+    tl.store(t_ptr + at_chunk * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :], t.to(t_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "part_tokens"])
 def states_kernel(
     k_ptr,  # (B, T, H, K)
-    w_ptr,  # (B, T, X, K)
-    u_ptr,  # (B, T, X, V): v̂ is written over it
-    log_ptr,  # (B, T, X) fp32
-    k_norm_ptr,  # (B, T, H) fp32
+    v_ptr,  # (B, T, X, V)
+    t_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
+    factors_ptr,  # (B, T / CHUNK, X, 4, CHUNK) fp32
+    kept_ptr,  # (B, T / CHUNK, X) fp32
     starts_ptr, ends_ptr,  # (T,) int32
-    initial_ptr,  # (B, X, K, V)
-    states_ptr,  # (B, T / CHUNK, X, K, V)
-    final_ptr,  # (B, X, K, V) fp32
-    k_batch_stride, k_token_stride, k_head_stride,
+    initial_ptr,  # (B, X, V, K)
+    states_ptr,  # (B, T / CHUNK, X, V, K)
+    final_ptr,  # (B, X, V, K) fp32
+    corrected_ptr,  # (B, T / CHUNK, X, CHUNK, V): v̂
+    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride,
     n_tokens, n_chunks, part_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Carry the state through the chunks: v̂ = U - W S, then S = s S + Σ r_j k_j v̂_jᵀ."""
+    """Carry the state through the chunks: v̂ = T β (v - m k S), then S = s S + Σ r_j k_j v̂_jᵀ. All of it transposed.
+
+    So factors that a product has just computed stay in registers.
+    """
     col = tl.program_id(0) * COLS
     value_head = tl.program_id(1).to(tl.int64)
     part = (tl.program_id(2) % tl.cdiv(n_tokens, part_tokens)).to(tl.int64)
@@ -199,49 +200,60 @@ def states_kernel(
         last_end = tl.load(ends_ptr + last)
         own_first, own_end = owned_tokens(begin, last, tl.load(starts_ptr + begin), first_end, last_end)
 
-    at_heads = batch * n_tokens * value_heads + value_head
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    w_row_ptr = w_ptr + at_heads * KEY_DIM
-    u_row_ptr = u_ptr + at_heads * VALUE_DIM
+    v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride
+    rows = tl.arange(0, CHUNK)
     at_state = (batch * value_heads + value_head) * KEY_DIM * VALUE_DIM
-    state = tl.zeros([KEYS, COLS], tl.float32)
+    state = tl.zeros([COLS, KEYS], tl.float32)
+    one = identity(COLS, k_ptr.dtype.element_ty)
     if HAS_INITIAL:  # noqa: SIM102  # a constant alone removes the branch
         if own_first == 0:
-            state += load_state(initial_ptr + at_state, col, KEY_DIM, VALUE_DIM, KEYS, COLS).to(tl.float32)
+            state += load_tile(initial_ptr + at_state, col, 0, VALUE_DIM, KEY_DIM, COLS, KEYS).to(tl.float32)
+    # a program without documents begins behind the last chunk
+    at_chunk = (batch * n_chunks + tl.minimum(own_first // CHUNK, n_chunks - 1)) * value_heads + value_head
+    from_state_ahead = tl.load(factors_ptr + (at_chunk * 4 + 1) * CHUNK + rows)
+    kept_ahead = tl.load(kept_ptr + at_chunk)
     for chunk in range(own_first // CHUNK, tl.cdiv(own_end, CHUNK)):
         first = chunk * CHUNK
-        tokens = first + tl.arange(0, CHUNK)
-        owned = (tokens >= own_first) & (tokens < own_end)
-        if first >= own_first:  # else a document of another program flows into the chunk
-            at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
-            store_state(states_ptr + at_chunk, state, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
-        w = load_chunk(w_row_ptr, first, n_tokens, value_heads * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
-        u = load_chunk(u_row_ptr, first, n_tokens, value_heads * VALUE_DIM, col, VALUE_DIM, CHUNK, COLS).to(tl.float32)
-        corrected = u - tl.dot(w, state.to(w.dtype), input_precision=DOT)
-        store_chunk(u_row_ptr, corrected, first, owned, value_heads * VALUE_DIM, col, VALUE_DIM, CHUNK, COLS)
-        logs = load_numbers(log_ptr + at_heads, tokens, n_tokens, value_heads)
-        starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-        to_state, kept = decay_to_state(
-            logs, starts, log_ptr + at_heads, starts_ptr, first, n_tokens, value_heads, HAS_DOCUMENTS, CHUNK
-        )
-        if NORMED:
-            to_state *= load_numbers(k_norm_ptr + batch * n_tokens * HEADS + head, tokens, n_tokens, HEADS)
+        at_chunk = (batch * n_chunks + chunk) * value_heads + value_head
+        at_next = at_chunk + tl.where(chunk + 1 < n_chunks, value_heads, 0)
+        from_state = from_state_ahead
+        kept = kept_ahead
+        # the compiler does not load these ahead
+        from_state_ahead = tl.load(factors_ptr + (at_next * 4 + 1) * CHUNK + rows)
+        kept_ahead = tl.load(kept_ptr + at_next)
+        to_state = tl.load(factors_ptr + at_chunk * 4 * CHUNK + rows)  # 0 for tokens of later documents
+        beta = tl.load(factors_ptr + (at_chunk * 4 + 3) * CHUNK + rows)
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, CHUNK, KEYS)
-        added = (corrected * tl.where(owned, to_state, 0.0)[:, None]).to(k.dtype)
-        state = tl.dot(tl.trans(k), added, state * kept, input_precision=DOT)
+        v = load_chunk(v_row_ptr, first, n_tokens, v_token_stride, col, VALUE_DIM, CHUNK, COLS)
+        t = tl.load(t_ptr + at_chunk * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
+        if first >= own_first:  # else a document of another program flows into the chunk
+            at_states = states_ptr + at_chunk * KEY_DIM * VALUE_DIM
+            store_tile(at_states, state, True, col, 0, VALUE_DIM, KEY_DIM, COLS, KEYS, KEEP_ALL=True)
+        # by products: values loaded into registers would take those of the pipeline
+        values = tl.dot(one, tl.trans(v), input_precision=DOT)
+        errors = tl.dot(state.to(k.dtype), tl.trans(k), input_precision=DOT) * from_state[None, :] + values
+        errors = (errors * beta[None, :]).to(k.dtype)
+        corrected = tl.dot(errors, tl.trans(t), input_precision=DOT)
+        owned = is_owned(first + rows, own_first, own_end, n_tokens)[:, None]
+        stored = tl.trans(corrected.to(k.dtype))
+        at_values = corrected_ptr + at_chunk * CHUNK * VALUE_DIM
+        store_tile(at_values, stored, owned, 0, col, CHUNK, VALUE_DIM, CHUNK, COLS, KEEP_ALL=not HAS_DOCUMENTS)
+        added = (corrected * to_state[None, :]).to(k.dtype)
+        state = tl.dot(added, k, state * kept, input_precision=DOT)
     if HAS_FINAL:  # noqa: SIM102  # a constant alone removes the branch
         if (own_end == n_tokens) & (own_first < own_end):
-            store_state(final_ptr + at_state, state, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
+            store_tile(final_ptr + at_state, state, True, col, 0, VALUE_DIM, KEY_DIM, COLS, KEYS, KEEP_ALL=True)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
 def outputs_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
-    corrected_ptr,  # (B, T, X, V): v̂
+    corrected_ptr,  # (B, T / CHUNK, X, CHUNK, V): v̂
     log_ptr,  # (B, T, X) fp32
     q_norm_ptr, k_norm_ptr,  # (B, T, H) fp32
     starts_ptr,  # (T,) int32
-    states_ptr,  # (B, T / CHUNK, X, K, V)
+    states_ptr,  # (B, T / CHUNK, X, V, K)
     out_ptr,  # (B, T, X, V)
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     n_tokens, n_chunks,
@@ -276,10 +288,10 @@ def outputs_kernel(
     weights = (weights * decay_between(logs, starts, CHUNK)).to(q.dtype)
     from_state = row_scale * decay_from_state(logs, starts, first)
     stride = value_heads * VALUE_DIM
-    at_chunk = ((batch * n_chunks + chunk) * value_heads + value_head) * KEY_DIM * VALUE_DIM
+    at_chunk = (batch * n_chunks + chunk) * value_heads + value_head
     for col in range(0, VALUE_DIM, COLS):
-        state = load_state(states_ptr + at_chunk, col, KEY_DIM, VALUE_DIM, KEYS, COLS)
-        v = load_chunk(corrected_ptr + at_heads * VALUE_DIM, first, n_tokens, stride, col, VALUE_DIM, CHUNK, COLS)
-        out = tl.dot(q, state, input_precision=DOT) * from_state[:, None]
+        state = load_tile(states_ptr + at_chunk * KEY_DIM * VALUE_DIM, col, 0, VALUE_DIM, KEY_DIM, COLS, KEYS)
+        v = load_tile(corrected_ptr + at_chunk * CHUNK * VALUE_DIM, 0, col, CHUNK, VALUE_DIM, CHUNK, COLS)
+        out = tl.dot(q, tl.trans(state), input_precision=DOT) * from_state[:, None]
         out = tl.dot(weights, v, out, input_precision=DOT)
         store_chunk(out_ptr + at_heads * VALUE_DIM, out, first, exists, stride, col, VALUE_DIM, CHUNK, COLS)

@@ -9,12 +9,12 @@ for j <= i in the same document, else 0. S is the state before the chunk, m_i = 
 in the chunk:
 
     A_ij = β_i D_ij k_i·k_j for j < i          T = (I + A)^-1
-    v̂    = U - W S                              U = T (β v),  W = T (β m k)
+    v̂    = T β (v - m k S)
     out  = scale (m q S + (D ∘ q kᵀ) v̂)         S ← s S + Σ_j r_j k_j v̂_jᵀ,  r_j = D_last,j,  s = m_last
 
 Backward, from the last chunk to the first, dS being the gradient of the state after the chunk:
 
-    dv̂ = scale (D ∘ q kᵀ)ᵀ dout + r k dS        dS ← s dS + scale (m q)ᵀ dout - Wᵀ dv̂
+    dv̂ = scale (D ∘ q kᵀ)ᵀ dout + r k dS        dS ← s dS + scale (m q)ᵀ dout - (m k)ᵀ β y
     y  = Tᵀ dv̂        dv = β y        dA_ij = -y_i·v̂_j        dβ_i = y_i·(v_i - m_i k_iᵀ S) + Σ_j dA_ij A_ij / β_i
     dq = scale (m dout Sᵀ + (D ∘ dout v̂ᵀ) k)
     dk = scale (D ∘ dout v̂ᵀ)ᵀ q + r v̂ dSᵀ - β m y Sᵀ + (β D ∘ dA) k + (β D ∘ dA)ᵀ k
@@ -22,12 +22,12 @@ Backward, from the last chunk to the first, dS being the gradient of the state a
     dg = sum of dG over the token's document, from the token to the end of the chunk
 
 Keys of unit length (l2_norm) and their gradients are computed inside. The state, sums and decays are fp32; factors of
-products are rounded to the tensors' dtype. The backward keeps the inputs alone and computes T, U, W, v̂ and the states
-again: per token and value head it takes (2 K + 3 V + C) numbers, and 2 K V / C for the states, while it runs.
+products are rounded to the tensors' dtype. The backward keeps the inputs alone and computes T, v̂ and the states again:
+per token and value head it takes 2 V + C numbers, 2 K V / C for the states, and 8 in fp32, while it runs.
 
 Every document starts from a state of zeros. A scan over chunks runs in parts: documents that begin in different parts
-of a row are computed at the same time. No atomics. Kernels: delta_kernels.py and
-delta_gradients.py; tiles: tiles.py.
+of a row are computed at the same time. No atomics. Kernels: delta_kernels.py, delta_gradients.py and, for Hopper,
+hopper_scans.py; tiles: tiles.py.
 Source: Yang, Kautz and Hatamizadeh, arXiv:2412.06464; chunks: Yang et al., arXiv:2406.06484.
 """
 
@@ -43,6 +43,7 @@ from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence import delta_gradients, delta_kernels, tiles
+from ligertune_kernels.ops.recurrence.hopper_scans import ScannedChunks, runs_hopper_scans, scan_gradients, scan_states
 from ligertune_kernels.ops.recurrence.tiles import PART, REFERENCE_CHUNK, DeltaTile
 
 EPS = 1e-6  # of the norm of q and k
@@ -145,7 +146,6 @@ class _Shape(NamedTuple):
     has_documents: bool = False
     has_initial: bool = False
     has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
-    keeps_t: bool = False
 
 
 @cached
@@ -166,15 +166,14 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
 
     scale = {"SCALE": shape.key_dim**-0.5}
     ends = {"HAS_INITIAL": shape.has_initial, "HAS_FINAL": shape.has_final}
-    precision = tiles.inverse_precision(shape.dtype.itemsize, chip)
-    inverse = {"KEEPS_T": shape.keeps_t, "PRECISION": precision}
+    inverse = {"PRECISION": tiles.inverse_precision(shape.dtype.itemsize, chip)}
     return _Launches(
         chunk=chosen.chunk,
         prepare=launch(delta_kernels.prepare_kernel, chosen.prepare, **inverse),
         states=launch(delta_kernels.states_kernel, chosen.states, **ends),
         outputs=launch(delta_kernels.outputs_kernel, chosen.outputs, **scale),
         local=launch(delta_gradients.local_gradients_kernel, chosen.local, **scale),
-        gradients=launch(delta_gradients.state_gradients_kernel, chosen.gradients, **ends, **scale),
+        gradients=launch(delta_gradients.state_gradients_kernel, chosen.gradients, **ends),
         values=launch(delta_gradients.value_gradients_kernel, chosen.values),
         queries=launch(delta_gradients.query_gradients_kernel, chosen.queries, **scale),
         corrections=launch(delta_gradients.correction_gradients_kernel, chosen.corrections),
@@ -209,12 +208,13 @@ class _Prepared(NamedTuple):
     """Results of the first two kernels."""
 
     logs: torch.Tensor  # (B, T, X) fp32: G
-    t: torch.Tensor  # (B, N, X, C, C), or a stand-in
-    w: torch.Tensor  # (B, T, X, K)
-    corrected: torch.Tensor  # (B, T, X, V): v̂
+    factors: torch.Tensor  # (B, N, X, 4, C) fp32: of tokens in the scans
+    kept: torch.Tensor  # (B, N, X) fp32: s
+    t: torch.Tensor  # (B, N, X, C, C)
+    corrected: torch.Tensor  # (B, N, X, C, V): v̂
     q_norm: torch.Tensor  # (B, T, H) fp32: 1 / |q|
     k_norm: torch.Tensor  # (B, T, H) fp32: 1 / |k|
-    states: torch.Tensor  # (B, N, X, K, V)
+    states: torch.Tensor  # (B, N, X, V, K)
 
 
 def _part(shape: _Shape, n_tokens: int) -> int:
@@ -229,41 +229,50 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
     chunk = launches.chunk
     n_chunks = -(-n_tokens // chunk)
     logs = torch.empty(x.decay.shape, dtype=torch.float32, device=x.q.device)
-    t = x.q.new_empty((batch, n_chunks, value_heads, chunk, chunk)) if shape.keeps_t else logs
-    w = x.q.new_empty((batch, n_tokens, value_heads, key_dim))
-    corrected = x.q.new_empty((batch, n_tokens, value_heads, value_dim))
+    factors = logs.new_empty((batch, n_chunks, value_heads, 4, chunk))
+    kept = logs.new_empty((batch, n_chunks, value_heads))
+    t = x.q.new_empty((batch, n_chunks, value_heads, chunk, chunk))
+    corrected = x.q.new_empty((batch, n_chunks, value_heads, chunk, value_dim))
     norms = torch.empty(
         (2, batch, n_tokens, heads) if shape.l2_norm else (2, 0), dtype=torch.float32, device=x.q.device
     )
     q_norm, k_norm = norms
-    states = x.q.new_empty((batch, n_chunks, value_heads, key_dim, value_dim))
+    states = x.q.new_empty((batch, n_chunks, value_heads, value_dim, key_dim))
     launches.prepare.launcher(
         (n_chunks, value_heads, batch),
-        (x.q, x.k, x.v, x.decay, x.beta, x.starts, logs, t, w, corrected, q_norm, k_norm),
-        x.strides("q", "k", "v"), n_tokens, n_chunks,
+        (x.q, x.k, x.decay, x.beta, x.starts, logs, factors, kept, t, q_norm, k_norm),
+        x.strides("q", "k"), n_tokens, n_chunks,
     )  # fmt: skip
     part = _part(shape, n_tokens)
+    if not (shape.has_initial or shape.has_final) and runs_hopper_scans(chip, x.k, x.v):
+        chunks = ScannedChunks(t, factors, kept, x.starts, x.ends, part, shape.has_documents)
+        scan_states(x.k, x.v, chunks, states, corrected)
+        return _Prepared(logs, factors, kept, t, corrected, q_norm, k_norm, states)
     columns = -(-value_dim // launches.states.cols)
     launches.states.launcher(
         (columns, value_heads, batch * -(-n_tokens // part)),
-        (x.k, w, corrected, logs, k_norm, x.starts, x.ends, x.initial_state, states, final_state),
-        x.strides("k"), n_tokens, n_chunks, part,
+        (x.k, x.v, t, factors, kept, x.starts, x.ends, x.initial_state, states, final_state, corrected),
+        x.strides("k", "v"), n_tokens, n_chunks, part,
     )  # fmt: skip
-    return _Prepared(logs, t, w, corrected, q_norm, k_norm, states)
+    return _Prepared(logs, factors, kept, t, corrected, q_norm, k_norm, states)
 
 
 def _scan_back(
-    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor
+    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor, d_read: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return dv̂, dS after each chunk and the gradient of the initial state, which come from later tokens."""
-    launches = _launches(shape, chip_of(x.q.device))
-    batch, n_tokens, value_heads, value_dim = x.v.shape
-    n_chunks = made.states.shape[1]
+    """Return y, dS after each chunk and the gradient of the initial state, which come from later tokens.
+
+    d_read (B, T, X, V): memory for what the gradient of the state gets for each query.
+    """
+    chip = chip_of(x.q.device)
+    launches = _launches(shape, chip)
+    n_tokens = x.q.shape[1]
+    batch, n_chunks, value_heads, chunk, value_dim = made.corrected.shape
     norms = made.logs, made.q_norm, made.k_norm
-    d_corrected = torch.empty_like(made.corrected)
+    y = made.corrected.new_empty((batch, n_chunks, value_heads, value_dim, chunk))
     launches.local.launcher(
         (n_chunks, value_heads, batch),
-        (x.q, x.k, d_out, *norms, x.starts, d_corrected), x.strides("q", "k"), n_tokens,
+        (x.q, x.k, d_out, *norms, x.starts, y, d_read), x.strides("q", "k"), n_tokens, n_chunks,
     )  # fmt: skip
     d_states = torch.empty_like(made.states)
     d_initial = torch.empty(
@@ -271,13 +280,17 @@ def _scan_back(
     )
     d_final = d_final.contiguous() if shape.has_final else d_out
     part = _part(shape, n_tokens)
+    if not (shape.has_initial or shape.has_final) and runs_hopper_scans(chip, x.q, x.k, d_read):
+        chunks = ScannedChunks(made.t, made.factors, made.kept, x.starts, x.ends, part, shape.has_documents)
+        scan_gradients(x.q, x.k, d_read, chunks, y, d_states)
+        return y, d_states, None
     columns = -(-value_dim // launches.gradients.cols)
     launches.gradients.launcher(
         (columns, value_heads, batch * -(-n_tokens // part)),
-        (x.q, x.k, made.w, d_out, *norms, x.starts, x.ends, d_final, d_corrected, d_states, d_initial),
+        (x.q, x.k, made.t, d_read, made.factors, made.kept, x.starts, x.ends, d_final, y, d_states, d_initial),
         x.strides("q", "k"), n_tokens, n_chunks, part,
     )  # fmt: skip
-    return d_corrected, d_states, d_initial if shape.has_initial else None
+    return y, d_states, d_initial if shape.has_initial else None
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -287,7 +300,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         chip = chip_of(x.q.device)
         batch, n_tokens, value_heads, value_dim = x.v.shape
         final_state = x.decay.new_empty(
-            (batch, value_heads, shape.key_dim, value_dim) if shape.has_final else (0,), dtype=torch.float32
+            (batch, value_heads, value_dim, shape.key_dim) if shape.has_final else (0,), dtype=torch.float32
         )
         made = _prepare(x, shape, chip, final_state)
         out = x.q.new_empty(x.v.shape)
@@ -307,7 +320,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @no_double_backward
     def backward(ctx, d_out, d_final):
         x = _Inputs.of(*ctx.saved_tensors)
-        shape = ctx.shape._replace(keeps_t=True)
+        shape = ctx.shape
         chip = chip_of(x.q.device)
         batch, n_tokens, heads, _ = x.k.shape
         d_out = d_out.contiguous()
@@ -318,19 +331,18 @@ class _GatedDeltaRule(torch.autograd.Function):
         chunks_of_keys = (n_chunks, heads, batch)
         norms = made.logs, made.q_norm, made.k_norm
 
-        d_corrected, d_states, d_initial = _scan_back(x, made, shape, d_out, d_final)
         dv = x.v.new_empty(x.v.shape)
+        y, d_states, d_initial = _scan_back(x, made, shape, d_out, d_final, d_read=dv)
         partial_d_beta = torch.empty_like(made.logs)
         launches.values.launcher(
             (n_chunks, x.v.shape[2], batch),
-            (x.v, d_corrected, x.beta, made.t, dv, partial_d_beta), x.strides("v"), n_tokens, n_chunks,
+            (x.v, y, x.beta, dv, partial_d_beta), x.strides("v"), n_tokens, n_chunks,
         )  # fmt: skip
-        y = d_corrected  # written over it
         dq = x.q.new_empty(x.q.shape)
         d_logs = torch.empty_like(made.logs)
         launches.queries.launcher(
             chunks_of_keys,
-            (x.q, x.k, made.corrected, d_out, *norms, x.starts, made.states, d_states, dq, d_logs),
+            (x.q, x.k, made.corrected, d_out, *norms, made.kept, x.starts, made.states, d_states, dq, d_logs),
             x.strides("q", "k"), n_tokens, n_chunks,
         )  # fmt: skip
         d_beta = x.beta.new_empty(x.beta.shape)
@@ -351,7 +363,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         launches.products.launcher(
             chunks_of_keys,
             (x.k, made.corrected, y, x.beta, made.logs, made.k_norm, x.starts, partial_dk, d_logs, dk, d_decay),
-            x.strides("k"), n_tokens,
+            x.strides("k"), n_tokens, n_chunks,
         )  # fmt: skip
         return None, dq, dk, dv, d_decay, d_beta, d_initial, None, None
 
@@ -420,8 +432,10 @@ def gated_delta_rule_with_states(
             )
     shape = _shape(key, value, l2_norm)._replace(has_initial=initial_state is not None, has_final=True)
     decay = decay.contiguous()
-    initial = None if initial_state is None else initial_state.contiguous()
-    return _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), initial, None, None)
+    initial = None if initial_state is None else initial_state.mT.contiguous()
+    inputs = *_rows(query, key, value), decay, beta.contiguous(), initial
+    out, final_state = _GatedDeltaRule.apply(shape, *inputs, None, None)
+    return out, final_state.mT.contiguous()
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

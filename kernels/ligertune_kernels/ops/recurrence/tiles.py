@@ -45,15 +45,15 @@ class DeltaTiles(NamedTuple):
     products: DeltaTile
 
 
-# Hopper's tiles up to 128 columns are the fastest of those measured on an H100 with bf16; the others are the largest
-# that spill nothing. Chunks of 64 tokens halve the steps of the scans and the states in memory, and take twice the
-# registers.
+# Hopper's tiles up to 128 columns are the fastest of those measured on an H200 with bf16, but for the scans, which run
+# where those of hopper_scans.py do not. The others are the largest that spill little or nothing. Chunks of 64 tokens
+# halve the steps of the scans and the states in memory, and take twice the registers.
 DELTA_TILES = (
     DeltaTiles(
         ("hopper",), width=128, itemsize=2, chunk=64,
-        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4, 3), outputs=DeltaTile(64, 4), local=DeltaTile(128, 4),
-        gradients=DeltaTile(64, 8, 3), values=DeltaTile(128, 4), queries=DeltaTile(64, 8),
-        corrections=DeltaTile(64, 8), keys=DeltaTile(64, 8), products=DeltaTile(128, 8),
+        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4, 3), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4, 3),
+        gradients=DeltaTile(32, 4), values=DeltaTile(128, 4), queries=DeltaTile(64, 8), keys=DeltaTile(64, 8),
+        corrections=DeltaTile(64, 4, 2), products=DeltaTile(64, 4, 2),
     ),
     DeltaTiles(
         ("nvidia", "interpreter"), width=128, itemsize=2, chunk=32,
@@ -69,26 +69,26 @@ DELTA_TILES = (
     ),
     DeltaTiles(
         ("cdna",), width=256, itemsize=2, chunk=32,  # a thread of 4 warps has 512 registers
-        prepare=DeltaTile(64, 4), states=DeltaTile(32, 4), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
-        gradients=DeltaTile(32, 4), values=DeltaTile(64, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(32, 4),
+        prepare=DeltaTile(64, 4), states=DeltaTile(16, 4), outputs=DeltaTile(64, 4), local=DeltaTile(64, 4),
+        gradients=DeltaTile(16, 4), values=DeltaTile(64, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(32, 4),
         keys=DeltaTile(32, 4), products=DeltaTile(32, 4),
     ),
     DeltaTiles(
-        ("rdna",), width=64, itemsize=2, chunk=32,
+        ("rdna",), width=64, itemsize=2, chunk=16,
         prepare=DeltaTile(32, 4), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(32, 4),
         gradients=DeltaTile(32, 4), values=DeltaTile(32, 4), queries=DeltaTile(32, 4), corrections=DeltaTile(32, 4),
         keys=DeltaTile(32, 4), products=DeltaTile(32, 4),
     ),
     DeltaTiles(
-        ("rdna",), width=128, itemsize=2, chunk=32,
-        prepare=DeltaTile(32, 8), states=DeltaTile(32, 4), outputs=DeltaTile(32, 4), local=DeltaTile(32, 4),
-        gradients=DeltaTile(32, 8), values=DeltaTile(32, 4), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8),
+        ("rdna",), width=128, itemsize=2, chunk=16,
+        prepare=DeltaTile(32, 8), states=DeltaTile(16, 4), outputs=DeltaTile(32, 4), local=DeltaTile(32, 4),
+        gradients=DeltaTile(16, 4), values=DeltaTile(32, 4), queries=DeltaTile(32, 8), corrections=DeltaTile(32, 8),
         keys=DeltaTile(32, 8), products=DeltaTile(32, 4),
     ),
     DeltaTiles(
         ("rdna",), width=256, itemsize=2, chunk=16,
-        prepare=DeltaTile(32, 8), states=DeltaTile(16, 8), outputs=DeltaTile(16, 8), local=DeltaTile(32, 8),
-        gradients=DeltaTile(16, 8), values=DeltaTile(32, 8), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8),
+        prepare=DeltaTile(32, 8), states=DeltaTile(16, 16), outputs=DeltaTile(16, 8), local=DeltaTile(32, 8),
+        gradients=DeltaTile(16, 16), values=DeltaTile(32, 8), queries=DeltaTile(16, 8), corrections=DeltaTile(16, 8),
         keys=DeltaTile(16, 8), products=DeltaTile(32, 8),
     ),
     # float32 without matrix units: both factors of a product are in registers

@@ -4,9 +4,11 @@ import pytest
 import torch
 from ligertune_kernels import gated_delta_rule, gated_delta_rule_reference, gated_delta_rule_with_states
 from ligertune_kernels.launcher import INTERPRETED
+from ligertune_kernels.ops.recurrence.tiles import padded
 from support.covering import every_pair
 from support.kernels.attention_runs import documents_of
 from support.kernels.judge import ONE_ROUNDING
+from support.kernels.pretend_gpu import TARGETS
 from support.kernels.recurrence_loops import delta_rule_loop
 
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -198,3 +200,9 @@ def test_the_reference_takes_wide_heads(device) -> None:
     leaves = inputs((9,), (1, 1, 320, 16), torch.float32, device)
     out = gated_delta_rule(*leaves, l2_norm=True)
     assert torch.equal(out, gated_delta_rule_reference(*leaves, l2_norm=True)[0])
+
+
+@pytest.mark.parametrize(("arch", "width"), [("sm90", 64), ("sm80", 16), ("gfx942", 16)])
+def test_narrow_heads_are_padded_as_far_as_products_of_the_chip_are_right(arch, width) -> None:
+    assert [padded(head, TARGETS[arch]) for head in (8, 16)] == [width, width]
+    assert padded(65, TARGETS[arch]) == 128
