@@ -1,4 +1,4 @@
-"""CPU emulator of the Gluon and Triton functions that the attention kernels for Hopper use, to find races.
+"""CPU emulator of the Gluon and Triton functions that the kernels for Hopper use, to find races.
 
 Triton's interpreter has no warp specialisation, asynchronous copies or barriers. Here each partition of a program is a
 Python thread. Only one thread runs at a time; a scheduler switches between them at random and slows some down for a
@@ -48,7 +48,7 @@ class Agent(threading.Thread):
         self.scheduler, self.program, self.call = scheduler, program, call
         self.go, self.error, self.finished = threading.Semaphore(0), None, False
         self.products: list[Product] = []
-        self.stores = 0  # copies from shared memory that have not ended
+        self.stores: list[Store] = []  # copies from shared memory, the first one first
 
     def run(self) -> None:
         self.go.acquire()
@@ -134,6 +134,9 @@ class Pointer:
 
     def __add__(self, offset: Tensor | int) -> Pointer:
         return Pointer(self.data, self.offset + offset)
+
+    def __sub__(self, offset: Tensor | int) -> Pointer:
+        return Pointer(self.data, self.offset - offset)
 
     def places(self, mask: Tensor | bool | None) -> tuple[Tensor, Tensor]:
         places = torch.as_tensor(self.offset)
@@ -223,20 +226,30 @@ def copy_to_shared(descriptor: Descriptor, place: list, barrier: Barrier, tile: 
     _agent().scheduler.events.append(arrive)
 
 
+class Store:
+    """A copy from shared memory, which ends when it is called."""
+
+    def __init__(self, descriptor: Descriptor, place: list, tile: Shared) -> None:
+        self.view, self.tile, self.ended = descriptor.view, tile, False
+        self.taken, self.within = descriptor.parts(place)
+
+    def __call__(self) -> None:
+        self.view[self.taken] = self.tile.load()[self.within]
+        self.ended = True
+
+
 def copy_from_shared(descriptor: Descriptor, place: list, tile: Shared) -> None:
-    agent, (taken, within) = _agent(), descriptor.parts(place)
-    agent.stores += 1
-
-    def write() -> None:
-        descriptor.view[taken] = tile.load()[within]
-        agent.stores -= 1
-
-    agent.scheduler.events.append(write)
+    agent = _agent()
+    agent.stores.append(Store(descriptor, place, tile))
+    agent.scheduler.events.append(agent.stores[-1])
 
 
 def store_wait(pendings: int) -> None:
-    while _agent().stores > pendings:
-        _agent().pause()
+    """Wait until all copies but the last ones have ended."""
+    agent = _agent()
+    earlier = agent.stores[: len(agent.stores) - pendings] if len(agent.stores) > pendings else []
+    while not all(store.ended for store in earlier):
+        agent.pause()
 
 
 class Barrier:
@@ -365,6 +378,22 @@ def jit(call: Callable | None = None, **options: object) -> Any:
     return Function if call is None else Function(call)
 
 
+class Launcher:
+    """Stands for the package's launcher."""
+
+    def __init__(self, kernel: Function, constants: dict[str, Any]) -> None:
+        self.kernel, self.constants = kernel, constants
+
+    def __call__(self, grid: tuple[int, ...], tensors: tuple[Tensor, ...], integers: tuple, *others: Any) -> None:
+        self.kernel[grid](*tensors, *integers, *others, **self.constants)
+
+
+class Constant(int):
+    """Stands for a constexpr of an integer."""
+
+    value = property(int)
+
+
 def warp_specialize(partitions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
     agent = _agent()
     started = [
@@ -390,7 +419,7 @@ def _none(*args: object) -> None:
 
 
 LANGUAGE = SimpleNamespace(
-    constexpr=lambda value: value,
+    constexpr=lambda value: Constant(value) if type(value) is int else value,
     float32=torch.float32, int32=torch.int32, int64=torch.int64,
     program_id=lambda axis: torch.tensor(_agent().program), num_programs=lambda axis: _agent().scheduler.programs,
     arange=lambda start, end, layout=None: torch.arange(start, end),
@@ -421,7 +450,7 @@ def emulated(name: str, *others: str) -> Iterator[ModuleType]:
     launcher.__dict__.update(
         gl=LANGUAGE, tl=LANGUAGE, gluon=SimpleNamespace(jit=jit), triton=SimpleNamespace(jit=jit), hopper=HOPPER,
         copy_to_shared=copy_to_shared, copy_from_shared=copy_from_shared, TensorDescriptor=Descriptor,
-        on_device=lambda tensor: contextlib.nullcontext(),
+        on_device=lambda tensor: contextlib.nullcontext(), Launcher=Launcher, cached=lambda function: function,
     )  # fmt: skip
     replaced = (launcher.__name__, "ligertune_kernels.jit.device_functions", name, *others)
     real = {key: importlib.import_module(key) for key in replaced}
