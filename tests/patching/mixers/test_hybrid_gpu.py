@@ -247,7 +247,7 @@ def test_a_document_of_131072_tokens_trains() -> None:
 
 
 def image_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return two rows of text, each of which begins with an image of 4 x 4 patches."""
+    """Return two rows. Each has an image of 4 x 4 patches, then text."""
     config = model.config
     vision = config.vision_config
     batch = tiny_models.batch(rows=2, length=100)

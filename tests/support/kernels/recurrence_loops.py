@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from ligertune_kernels import Documents
 from torch import Tensor
 
 
@@ -59,3 +62,13 @@ def convolution_loop(
                 z = z + weight[:, taps - 1 - lag] * document[..., t - lag]
             out.append(z * torch.sigmoid(z) if silu else z)
     return torch.stack(out, -1)
+
+
+def rule_with_gradients(
+    rule: Callable, leaves: list[Tensor], grad: Tensor, documents: Documents | None
+) -> list[Tensor]:
+    """Return the output of a gated delta rule with l2_norm, and the gradients of query, key, value, decay and beta."""
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out = rule(*leaves, l2_norm=True, documents=documents)
+    out = out if isinstance(out, Tensor) else out[0]  # the reference returns the last state, too
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]

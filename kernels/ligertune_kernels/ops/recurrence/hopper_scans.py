@@ -2,7 +2,8 @@
 
 One warp copies tiles into shared memory, chunks ahead of a warpgroup that has the state, transposed, in registers. Its
 products take their first factor from registers, so that only what leaves the kernel passes through shared memory.
-The Triton kernels take twice as long: they wait for loads that are not started ahead, and compute addresses and masks.
+On an H200, 32,768 tokens of 32 value heads take 0.49 and 0.55 ms (2026-11-29). The Triton kernels take 0.61 and 1.43:
+they wait for loads that are not started ahead, and compute addresses and masks.
 
 Names, shapes and mathematics: delta_kernels.py. A program has COLS of the value's columns.
 """
@@ -33,7 +34,7 @@ COLS = gl.constexpr(64)
 STATE_STAGES = gl.constexpr(4)
 GRADIENT_STAGES = gl.constexpr(3)
 FACTORS = gl.constexpr(4)  # numbers of a token: r / |k|, -m / |k|, -β m / |k|, β
-FEWEST_TOKENS = 2048  # of fewer the host, which makes descriptors, is slower than the GPU
+FEWEST_TOKENS = 2048  # for fewer, the host may take longer to make descriptors than the GPU to compute: not measured
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from ligertune_kernels.ops.recurrence.hopper_scans import CHUNK, runs_hopper_sca
 from ligertune_kernels.ops.recurrence.tiles import PART, WARPGROUPS
 from support.kernels.attention_runs import documents_of
 from support.kernels.judge import ONE_ROUNDING
+from support.kernels.recurrence_loops import rule_with_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +39,6 @@ def inputs(batch: int, n_tokens: int, dtype: torch.dtype, decay: float) -> list[
     return [*joined.split((2, 2, 4), 2), logs, made(batch, n_tokens, 4).sigmoid()]
 
 
-def run(function, leaves, grad, documents) -> list[torch.Tensor]:
-    leaves = [t.detach().requires_grad_() for t in leaves]
-    out = function(*leaves, l2_norm=True, documents=documents)
-    out = out if isinstance(out, torch.Tensor) else out[0]
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
-
-
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("dtype, decay", [(torch.bfloat16, 0.05), (torch.float16, 5.0)])
 def test_agrees_with_the_reference(name, dtype, decay) -> None:
@@ -53,12 +47,15 @@ def test_agrees_with_the_reference(name, dtype, decay) -> None:
     assert runs_hopper_scans(chip_of(leaves[0].device), *leaves[:3])
     documents = None if len(lengths) == 1 else documents_of(lengths, "cuda")
     grad = torch.randn_like(leaves[2])
-    truth = run(gated_delta_rule_reference, [t.double() for t in leaves], grad, documents)
-    found = run(gated_delta_rule, leaves, grad, documents)
+    truth = rule_with_gradients(gated_delta_rule_reference, [t.double() for t in leaves], grad, documents)
+    found = rule_with_gradients(gated_delta_rule, leaves, grad, documents)
     for ours, expected in zip(found, truth, strict=True):
         error = (ours.double() - expected).abs().max()
         assert error <= ROUNDINGS * ONE_ROUNDING[dtype] * expected.abs().max()
-    assert all(torch.equal(*pair) for pair in zip(found, run(gated_delta_rule, leaves, grad, documents), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(found, rule_with_gradients(gated_delta_rule, leaves, grad, documents), strict=True)
+    )
 
 
 @pytest.mark.parametrize("change", ["heads apart", "rows at odd addresses", "float32", "two rows that end in a chunk"])
