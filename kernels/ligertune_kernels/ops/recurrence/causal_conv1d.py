@@ -135,11 +135,12 @@ def _sigmoid(z, FAST: tl.constexpr):
 
 @triton.jit
 def _convolve(x0, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS: tl.constexpr):
-    z = bias + w0 * x0 + w1 * seen1
+    # tl.fma, here and below: of a sum of two products the compiler would fuse either, in each loop another
+    z = tl.fma(w1, seen1, tl.fma(w0, x0, bias))
     if TAPS > 2:
-        z += w2 * seen2
+        z = tl.fma(w2, seen2, z)
     if TAPS > 3:
-        z += w3 * seen3
+        z = tl.fma(w3, seen3, z)
     return z
 
 
@@ -225,7 +226,7 @@ def _dz(x0, dy, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS: tl.constexpr, S
     if SILU:
         z = _convolve(x0, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS)
         s = _sigmoid(z, FAST)
-        return dy * (s * (1.0 + z * (1.0 - s)))
+        return dy * (s * tl.fma(z, 1.0 - s, 1.0))
     else:
         return dy
 
@@ -241,17 +242,16 @@ def _backward_of_token(
     seen3 = tl.where(place >= 3, x3, 0.0)
     dz = _dz(x0, dy, seen1, seen2, seen3, w0, w1, w2, w3, bias, TAPS, SILU, FAST)
     owned = tl.where(is_owned, dz, 0.0)
-    dw0 += owned * x0
-    dw1 += owned * seen1
-    dw2 += owned * seen2
-    dw3 += owned * seen3
+    dw0 = tl.fma(owned, x0, dw0)
+    dw1 = tl.fma(owned, seen1, dw1)
+    dw2 = tl.fma(owned, seen2, dw2)
+    dw3 = tl.fma(owned, seen3, dw3)
     if HAS_BIAS:
         db += owned
-    # masked before the product, so that it is fused with the sum as it is without masks: both have the same bits
-    dx3 += w3 * tl.where(place >= 3, dz, 0.0)
+    dx3 = tl.fma(w3, tl.where(place >= 3, dz, 0.0), dx3)
     tl.store(dx_ptrs, dx3.to(dx_ptrs.dtype.element_ty), mask=keep)
-    dx3 = dx2 + w2 * tl.where(place >= 2, dz, 0.0)
-    dx2 = dx1 + w1 * tl.where(place >= 1, dz, 0.0)
+    dx3 = tl.fma(w2, tl.where(place >= 2, dz, 0.0), dx2)
+    dx2 = tl.fma(w1, tl.where(place >= 1, dz, 0.0), dx1)
     return w0 * dz, dx2, dx3, dw0, dw1, dw2, dw3, db
 
 
