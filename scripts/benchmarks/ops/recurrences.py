@@ -8,7 +8,7 @@ and 4 taps, with SiLU. One row of 2,048, 8,192, 32,768 and 131,072 tokens. Sides
     ligertune        gated_delta_rule, causal_conv1d
     packed           the same on documents of 300 tokens, which no other side keeps apart
     transformers     its functions in torch, up to 8,192 tokens
-    compiled         these with torch.compile, up to 8,192 tokens
+    compiled         these with torch.compile, up to 8,192 tokens, where a minute is enough
     fla              flash-linear-attention, where it is installed; its refusals are named
     copy             a copy of the convolution's input: forward one copy, backward one and a half (x and dy to dx)
 
@@ -19,7 +19,9 @@ needs besides the inputs. --small runs tiny shapes on a CPU, with the kernels' P
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import signal
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ DOCUMENT = 300  # tokens of a packed document: about that of an Alpaca record
 HEADS = (16, 32, 128, 128)  # of keys, of values; widths
 SMALL_HEADS = (1, 2, 16, 16)
 TAPS = 4
+LIMIT = 60  # seconds of a side at a length, with its compilation
 MIB = 2**20
 TIMING = SimpleNamespace(repeats=20, seconds=0.6)
 SAME = 0.03  # largest relative difference of two sides' results, in bfloat16
@@ -95,7 +98,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
                     continue
                 case = case_of(op, tokens, device, small=options.small)
                 point = {"op": op, "tokens": tokens, "side": side}
-                with guarded(point):
+                with guarded(point), ended_after(LIMIT):
                     point |= point_of(case, make(case), device)
                     found = point.pop("found")
                     if found and side not in ("packed", "copy"):
@@ -128,6 +131,22 @@ def case_of(op: str, tokens: int, device: str, *, small: bool) -> Case:
         leaves = (query, key, made(1, tokens, value_heads, value_dim), decay, beta)
         d_out = made(1, tokens, value_heads, value_dim)
     return Case(op, tokens, tuple(t.requires_grad_() for t in leaves), d_out)
+
+
+@contextlib.contextmanager
+def ended_after(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"takes longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def point_of(case: Case, function: Callable, device: str) -> dict:

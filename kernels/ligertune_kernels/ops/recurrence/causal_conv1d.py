@@ -262,7 +262,7 @@ def conv_backward_kernel(
     b_ptr,  # (C,)
     starts_ptr,  # (T,) int32
     dx_ptr,  # (B, T, C)
-    partial_ptr,  # (B * runs, MAX_TAPS + 1, C) fp32: dw by lag, then db
+    partial_ptr,  # (B * runs, TAPS + HAS_BIAS, C) fp32: dw, then db
     x_batch_stride, x_token_stride, dy_batch_stride, dy_token_stride, n_channels,
     n_tokens, run,
     TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr, FAST: tl.constexpr,
@@ -341,10 +341,12 @@ def conv_backward_kernel(
         x_ptr = x_ahead_ptr
         dy_ptr = dy_ahead_ptr
     row = batch * tl.num_programs(0) + tl.program_id(0)
-    partial_ptr += row * 5 * dx_stride + first_col
-    sums = (dw0, dw1, dw2, dw3, db)
-    for i in tl.static_range(5):
-        tl.store(partial_ptr + i * dx_stride + cols, sums[i], mask=inside)
+    partial_ptr += row * (TAPS + HAS_BIAS) * dx_stride + first_col
+    by_lag = (dw0, dw1, dw2, dw3)
+    for lag in tl.static_range(TAPS):
+        tl.store(partial_ptr + (TAPS - 1 - lag) * dx_stride + cols, by_lag[lag], mask=inside)
+    if HAS_BIAS:
+        tl.store(partial_ptr + TAPS * dx_stride + cols, db, mask=inside)
 
 
 class _Shape(NamedTuple):
@@ -388,9 +390,10 @@ class _Conv(torch.autograd.Function):
         batch, n_tokens, n_channels = x.shape
         (launcher, tile), _ = _launches(shape, chip_of(x.device))
         y = x.new_empty(x.shape)
-        grid = (-(-n_tokens // tile.run), -(-n_channels // tile.cols), batch)
+        run = tile.run_of(batch * n_tokens, n_channels, chip_of(x.device))
+        grid = (-(-n_tokens // run), -(-n_channels // tile.cols), batch)
         launcher(
-            grid, (x, weight, *_or_stand_in(weight, bias, starts), y), (*x.stride()[:2], n_channels), n_tokens, tile.run
+            grid, (x, weight, *_or_stand_in(weight, bias, starts), y), (*x.stride()[:2], n_channels), n_tokens, run
         )
         ctx.save_for_backward(x, weight, bias, starts)
         ctx.shape = shape
@@ -404,16 +407,18 @@ class _Conv(torch.autograd.Function):
         _, (launcher, tile) = _launches(ctx.shape, chip_of(x.device))
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx = x.new_empty(x.shape)
-        runs = -(-n_tokens // tile.run)
-        partial = torch.empty((batch * runs, MAX_TAPS + 1, n_channels), dtype=torch.float32, device=x.device)
+        taps, has_bias = ctx.shape.taps, ctx.shape.has_bias
+        run = tile.run_of(batch * n_tokens, n_channels, chip_of(x.device))
+        runs = -(-n_tokens // run)
+        partial = torch.empty((batch * runs, taps + has_bias, n_channels), dtype=torch.float32, device=x.device)
         launcher(
             (runs, -(-n_channels // tile.cols), batch),
             (x, dy, weight, *_or_stand_in(weight, bias, starts), dx, partial),
-            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, tile.run,
+            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, run,
         )  # fmt: skip
         sums = partial.sum(0)
-        dw = sums[: ctx.shape.taps].flip(0).t().to(weight.dtype).contiguous()
-        db = sums[MAX_TAPS].to(bias.dtype) if ctx.shape.has_bias else None
+        dw = torch.empty_like(weight).copy_(sums[:taps].t())
+        db = sums[taps].to(bias.dtype) if has_bias else None
         return dx, dw, db, None, None
 
 

@@ -161,9 +161,17 @@ def inverse_precision(itemsize: int, chip: Chip) -> str:
 class ConvTile(NamedTuple):
     """Launch of the convolution. thread_cols: neighbouring channels that a thread reads at once."""
 
-    run: int  # tokens of a program
+    run: int  # tokens of a program, at most
     cols: int  # channels of a program
     thread_cols: int
+
+    def run_of(self, n_tokens: int, n_channels: int, chip: Chip) -> int:
+        """Return the tokens of a program, fewer where few programs would leave processors waiting."""
+        programs = CONV_PROGRAMS * chip.processors
+        run = self.run
+        while run > CONV_SHORTEST and -(-n_tokens // run) * -(-n_channels // self.cols) < programs:
+            run //= 2
+        return run
 
     def constants(self, chip: Chip) -> dict[str, int | bool]:
         """Return the constants of the kernel."""
@@ -171,6 +179,9 @@ class ConvTile(NamedTuple):
         warps = max(1, self.cols // self.thread_cols // 32)
         return {"COLS": self.cols, "num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
 
+
+CONV_PROGRAMS = 4  # of a processor, at least
+CONV_SHORTEST = 32  # tokens
 
 # The fastest of those measured with bf16, forward on an H200, backward on an H100.
 CONV_FORWARD = ConvTile(run=64, cols=1024, thread_cols=4)
