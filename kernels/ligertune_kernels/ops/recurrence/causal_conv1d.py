@@ -340,8 +340,7 @@ def conv_backward_kernel(
                 x1 = x0
         x_ptr = x_ahead_ptr
         dy_ptr = dy_ahead_ptr
-    row = batch * tl.num_programs(0) + tl.program_id(0)
-    partial_ptr += row * (TAPS + HAS_BIAS) * dx_stride + first_col
+    partial_ptr += (batch * tl.num_programs(0) + tl.program_id(0)) * (TAPS + HAS_BIAS) * dx_stride + first_col
     by_lag = (dw0, dw1, dw2, dw3)
     for lag in tl.static_range(TAPS):
         tl.store(partial_ptr + (TAPS - 1 - lag) * dx_stride + cols, by_lag[lag], mask=inside)
@@ -407,7 +406,8 @@ class _Conv(torch.autograd.Function):
         _, (launcher, tile) = _launches(ctx.shape, chip_of(x.device))
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx = x.new_empty(x.shape)
-        taps, has_bias = ctx.shape.taps, ctx.shape.has_bias
+        taps = ctx.shape.taps
+        has_bias = ctx.shape.has_bias
         run = tile.run_of(batch * n_tokens, n_channels, chip_of(x.device))
         runs = -(-n_tokens // run)
         partial = torch.empty((batch * runs, taps + has_bias, n_channels), dtype=torch.float32, device=x.device)
