@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
+from ligertune.activations.random_state import RandomNumbers, RandomNumbersOfLayer
 from ligertune.any_types import AnyModule
 from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.errors import UserError
@@ -40,7 +41,8 @@ def checkpoint_layers(
     inputs = ActivationOffloader(overlap=overlap)
     gates = ActivationOffloader()
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
-    enable({"use_reentrant": False} | ({} if compiled else {"context_fn": partial(_contexts, gates)}))
+    contexts = partial(_contexts, gates, RandomNumbers())
+    enable({"use_reentrant": False} | ({} if compiled else {"preserve_rng_state": False, "context_fn": contexts}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,
     # frozen layers before the first trained one, such as a tower, would run again for gradients nothing uses.
     model.disable_input_require_grads()
@@ -100,11 +102,12 @@ def _in_host_memory(checkpoint: Callable[..., Any], offloader: ActivationOffload
     return offloaded
 
 
-def _contexts(gates: ActivationOffloader) -> tuple[Context, Context]:
-    """Return torch.utils.checkpoint's contexts: the second run has the mode of the first, also in the backward."""
+def _contexts(gates: ActivationOffloader, numbers: RandomNumbers) -> tuple[Context, Context]:
+    """Return torch.utils.checkpoint's contexts: the second run has mode and random numbers of the first."""
     layer = CheckpointedLayer(gates)
-    again = _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True))
-    return layer.running(again=False), again
+    drawn = RandomNumbersOfLayer(numbers)
+    first = _Reusable(partial(layer.running, again=False), drawn.first)
+    return first, _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True), drawn.again)
 
 
 class _Reusable(contextlib.AbstractContextManager[None]):

@@ -29,6 +29,7 @@ KEY = "data.padding_free"
 # 1.2 % less time with it on 32 rows of 512, and 0.3 % more on 4 rows (H100,
 # `scripts/bench llama --sides with,with-attention`).
 ENOUGH_TOKENS = 8192
+LONG_EXAMPLE = 2048  # tokens from which attention is so large a part of a layer that ours pays in any micro-batch
 
 
 def choose_batch_layout(
@@ -51,10 +52,16 @@ def choose_batch_layout(
         return attention(packing=options.packing), False
     if wanted is True:
         return _required(options, config, attention)
-    # With few_shapes each shape is compiled or captured, and the number of documents would be one more dimension.
-    free = options.kernels_enabled and machine.vendor != "cpu" and not options.few_shapes
+    # With few_shapes each shape is compiled or captured, and the number of tokens would be one more dimension.
+    few_shapes = not options.few_shapes or has_one_length(lengths)
+    free = options.kernels_enabled and machine.vendor != "cpu" and few_shapes
     found = _where_it_pays(options, attention, lengths) if free and modality_of(config).is_text else None
     return (attention(packing=False), False) if found is None else (found, True)
+
+
+def has_one_length(lengths: np.ndarray | None) -> bool:
+    """Return whether all examples have the same number of tokens. lengths: None if unknown."""
+    return lengths is not None and len(lengths) > 0 and bool((lengths == lengths[0]).all())
 
 
 def _attention(
@@ -104,8 +111,10 @@ def _where_it_pays(
     except UserError:  # its message is about packing, which the recipe does not ask for
         return None
     rows = options.micro_batch_size
-    has_padding = rows != 1 and (lengths is None or bool((lengths != lengths[0]).any()))
-    is_large = lengths is not None and rows != "auto" and lengths.mean() * rows >= ENOUGH_TOKENS
+    has_padding = rows != 1 and not has_one_length(lengths)
+    is_large = lengths is not None and (
+        lengths.mean() >= LONG_EXAMPLE or (rows != "auto" and lengths.mean() * rows >= ENOUGH_TOKENS)
+    )
     pays = has_padding or (found.implementation in (DOCUMENT_ATTENTION, FA4_OR_DOCUMENT_ATTENTION) and is_large)
     return found if found.one_launch and pays else None
 

@@ -1,8 +1,4 @@
-"""Make the plan of a run from its recipe, the machine, the model's sizes and the prepared data.
-
-The checks of `train.cuda_graphs` are here too, since they need the finished plan: they refuse what cannot be recorded,
-and suggest CUDA graphs if the host is the bottleneck.
-"""
+"""Make the plan of a run from its recipe, the machine, the model's sizes and the prepared data."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Batching, DataSummary, Rows, choose_batching, padding_free_notes
 from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.graph_choice import check_cuda_graphs, cuda_graphs_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE
 from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
@@ -43,19 +40,12 @@ from ligertune.planning.parallelism import (
 )
 from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, float8_notes
-from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
 GIB = 2**30
 # A step that trains on a row 100 times is a mistake, and a billion times would not end. 8 examples that are packed
 # into one row, with the usual batch of 4 and 8 accumulated, give 32 times.
 MAX_REPEATS = 100
-# Attention that handles all documents of a row in one launch, independent of where they begin.
-ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
-# Host seconds per layer for forward and backward, a low guess: a step of Llama-3.2-1B on 128 tokens took 4.7 ms per
-# layer on an H100 (scripts/bench tiny), most of it host time.
-HOST_SECONDS_PER_LAYER = 2e-3
-REACHED_SHARE_OF_PEAK = 0.5  # FLOP/s of a whole step over the device's peak
 
 
 @dataclass(frozen=True)
@@ -149,9 +139,9 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         teacher=inputs.teacher,
         carried=model.carried,
     )
-    if recipe.train.cuda_graphs:
+    if recipe.train.cuda_graphs is True:
         check_cuda_graphs(plan, inputs.modality)
-    return suggest_cuda_graphs(plan, recipe, inputs.modality)
+    return plan
 
 
 def _notes(
@@ -393,67 +383,6 @@ def _teacher_notes(teacher: TeacherPlan | None, machine: Machine) -> tuple[str, 
         return () if teacher is None else teacher.notes
     size = format_bytes(teacher.shape.weights + teacher.shape.in_host_memory)
     return (*teacher.notes, f"distill: each of {machine.world_size} processes holds the whole teacher, {size}")
-
-
-def check_cuda_graphs(plan: Plan, modality: ModalityFacts) -> None:
-    """Raise UserError if a step cannot be recorded for `train.cuda_graphs`."""
-    if plan.strategy != "single":
-        raise UserError(
-            f"train.cuda_graphs records the work of one process, and parallel.strategy is {plan.strategy} here.",
-            hint="Write parallel.num_processes: 1, or leave train.cuda_graphs out.",
-        )
-    if not modality.reads_text_only:
-        raise UserError(
-            f"train.cuda_graphs: {plan.model_family} reads {modality.inputs}, which give each batch another shape.",
-            hint="Leave it out.",
-        )
-    if plan.precision.autocast == "fp16":
-        raise UserError(
-            f"train.cuda_graphs: {plan.machine.name} trains in float16, whose loss scale changes between steps.",
-            hint="Leave it out.",
-        )
-    if plan.rows.packed and plan.machine.device == "cuda" and plan.attn_implementation not in ONE_LAUNCH:
-        raise UserError(
-            f"train.cuda_graphs: the launches of {plan.attn_implementation} attention depend on the documents of each "
-            f"row ({plan.attn_why}).",
-            hint="Write data.packing: false, or leave train.cuda_graphs out.",
-        )
-
-
-def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
-    """Return a note about the memory that `train.cuda_graphs` needs, or that it has no effect on a CPU."""
-    if not recipe.train.cuda_graphs:
-        return ()
-    if machine.device != "cuda":
-        return ("train.cuda_graphs has no effect on a CPU",)
-    return (
-        "train.cuda_graphs keeps the memory of activations and loss allocated: the first batch of another shape and "
-        "each evaluation need their memory in addition",
-    )
-
-
-def suggest_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> Plan:
-    """Return the plan, with a note if the host takes longer to launch a micro-batch than the device to compute it."""
-    train = recipe.train
-    machine = plan.machine
-    if train.cuda_graphs or machine.device != "cuda" or not machine.peak_flops or plan.memory is None:
-        return plan
-    tokens = plan.batching.micro_batch_size * plan.row_length
-    device_seconds = 6.0 * (plan.n_active or plan.n_parameters) * tokens / (REACHED_SHARE_OF_PEAK * machine.peak_flops)
-    if device_seconds > plan.memory.layers * HOST_SECONDS_PER_LAYER:
-        return plan
-    with_graphs = recipe.model_copy(update={"train": train.model_copy(update={"cuda_graphs": True})})
-    if contradicts_itself(with_graphs):
-        return plan
-    try:
-        check_cuda_graphs(plan, modality)
-    except UserError:
-        return plan
-    note = (
-        f"the GPU computes {tokens:,} tokens per micro-batch faster than the host launches its kernels; "
-        "train.cuda_graphs: true launches them at once"
-    )
-    return replace(plan, notes=(*plan.notes, note))
 
 
 def _few_steps_notes(

@@ -44,7 +44,7 @@ class ExecutionOptions:
     """How a step is executed."""
 
     torch_compile: bool
-    cuda_graphs: bool
+    cuda_graphs: Literal["auto"] | bool  # auto: chosen by the plan; the run goes on if a step cannot be recorded
     fp8: Literal["torchao"] | bool
     full_determinism: bool
     gradient_checkpointing: Literal["offload", "offload_gate", "offload_both"] | bool
@@ -93,7 +93,7 @@ class BatchLayoutOptions:
             document_attention=kernels.attention if allowed else False,
             padding_free=data.padding_free,
             micro_batch_size=train.per_device_train_batch_size,
-            few_shapes=train.torch_compile or train.cuda_graphs,
+            few_shapes=train.torch_compile or train.cuda_graphs is True,
             full_determinism=train.full_determinism,
             cp_size=recipe.parallel.cp_size,
             why_not_packed=why_not_packed,
@@ -164,7 +164,7 @@ class RunOptions:
                 lr_groups=train.lr_groups,
                 execution=ExecutionOptions(
                     torch_compile=train.torch_compile,
-                    cuda_graphs=train.cuda_graphs,
+                    cuda_graphs=train.cuda_graphs is True,
                     fp8=train.fp8,
                     full_determinism=train.full_determinism,
                     gradient_checkpointing=train.gradient_checkpointing,
@@ -187,13 +187,13 @@ def fuses_lora(recipe: Recipe, machine: Machine) -> bool:
     method = recipe.method
     if recipe.kernels.lora != "auto":
         return recipe.kernels.lora
-    # torch.compile optimises peft's own code better. CUDA graphs and 8-bit weights were not measured. On several GPUs,
-    # only LoRA under DDP and FSDP2 was.
+    # torch.compile optimises peft's own code better. 8-bit weights were not measured. On several GPUs, only LoRA under
+    # DDP and FSDP2 was.
     several = machine.world_size > 1 and not recipe.parallel.strategy.startswith("deepspeed")
     several = several and method.type == "lora" and recipe.parallel.cp_size == 1
     one = machine.world_size == 1 and method.type in ("lora", "qlora")
     measured = machine.arch == "sm90" and (one or several)
-    return measured and not (train.torch_compile or train.cuda_graphs or method.load_in_8bit)
+    return measured and not (train.torch_compile or method.load_in_8bit)
 
 
 def completed(

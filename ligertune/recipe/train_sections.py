@@ -218,8 +218,8 @@ class TrainSpec(Section):
     """Run MLPs and projections on this many tokens at a time (true: 4096); auto: if nothing else fits on the GPU."""
     torch_compile: Switch = False
     """Compile each layer with torch.compile: minutes at the start, then faster steps."""
-    cuda_graphs: Switch = False
-    """Replay forward and backward as a CUDA graph: on one GPU, for steps so small that kernel launches limit them."""
+    cuda_graphs: AutoSwitch = "auto"
+    """Replay forward and backward as a CUDA graph, on one GPU; auto: if the GPU would wait for the host."""
     fp8: Literal["torchao"] | Switch = False
     """Multiply in float8 in linear layers, with our kernels or torchao's; trained weights keep their dtype."""
     # `set_seed` also seeds numpy's global generator, which takes 32 bits

@@ -43,9 +43,14 @@ class CudaGraphedStep:
     graphs add to them.
     """
 
-    def __init__(self, step: Step, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, step: Step, parameters: Iterable[nn.Parameter], device: torch.device, *, required: bool = True
+    ) -> None:
+        """required: a step that cannot be recorded is an error; else steps run without graphs from then on."""
         self._step = step
         self._device = device
+        self._required = required
+        self._why_not: str | None = None  # why no step is recorded any more
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graphs: dict[tuple[Shapes, bool], _Graph] = {}
         self._seen: set[Shapes] = set()
@@ -74,7 +79,11 @@ class CudaGraphedStep:
                 self._seen.add(shapes)
                 self.launched += 1
                 return self._step(batch).detach()
-            graph = self._graphs[key] = self._record(batch)
+            graph = self._record(batch)
+            if graph is None:
+                self.launched += 1
+                return self._step(batch).detach()
+            self._graphs[key] = graph
             self._keep_gradients(shapes, overwrites)
         for name, tensor in graph.inputs.items():
             tensor.copy_(batch[name])
@@ -86,12 +95,14 @@ class CudaGraphedStep:
 
     def note(self) -> str:
         """Return the report's note on how many micro-batches ran as graphs."""
-        return (
-            f"CUDA graphs: {len(self._graphs)} recorded, {self.replayed} micro batches by them, {self.launched} without"
-        )
+        counts = f"{self.replayed} micro batches by them, {self.launched} without"
+        why = "" if self._why_not is None else f"; none after that: {self._why_not}"
+        return f"CUDA graphs: {len(self._graphs)} recorded, {counts}{why}"
 
     def _can_record(self, shapes: Shapes, overwrites: bool) -> bool:
         """Require that the shape has run before, and that an adding graph has gradients at fixed addresses."""
+        if self._why_not is not None:
+            return False
         return shapes in self._seen and len(self._graphs) < MAX_GRAPHS and (overwrites or bool(self._gradients))
 
     def _keep_gradients(self, shapes: Shapes, overwrites: bool) -> None:
@@ -108,11 +119,13 @@ class CudaGraphedStep:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
-    def _record(self, batch: dict[str, Any]) -> _Graph:
-        """Record the step. Raises UserError if something in it synchronises, which a graph cannot."""
+    def _record(self, batch: dict[str, Any]) -> _Graph | None:
+        """Record the step. If something in it synchronises, which a graph cannot: raise UserError, or return None."""
         # A graph reads fixed addresses: each replay copies its batch to these.
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         graph = torch.cuda.CUDAGraph()
+        before = [(p, p.grad) for p in self._parameters]
+        torch.cuda.empty_cache()  # the graph has memory of its own, of the size of what earlier batches have freed
         try:
             # thread_local: other threads (image reading, an asynchronous save) may synchronise meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -120,11 +133,23 @@ class CudaGraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = f"forward and backward cannot be recorded: {message_of(error)}."
-            raise UserError(f"train.cuda_graphs: {reason}", hint=HINT, exit_code=1) from error
+            reason = f"forward and backward cannot be recorded: {message_of(error)}"
+            if self._required:
+                raise UserError(f"train.cuda_graphs: {reason}.", hint=HINT, exit_code=1) from error
+            self._why_not = reason
+            _end_recording()
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            return None
         self._pool = graph.pool()
         self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
         return _Graph(graph, inputs, loss)
+
+
+def _end_recording() -> None:
+    """Record an empty graph: after a failed recording torch's generator still expects the end of one."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros((), device="cuda")
 
 
 def _shapes(batch: dict[str, Any]) -> Shapes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ligertune.attention.padding_free import choose_batch_layout
+from ligertune.attention.padding_free import choose_batch_layout, has_one_length
 from ligertune.data.modalities.modality import ModalityReader, modality_of
 from ligertune.data.prepare import PreparedData, ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
@@ -23,9 +23,11 @@ from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
 from ligertune.planning.batch_layout import choose_packing
 from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.graph_choice import chooses_cuda_graphs, with_cuda_graphs
 from ligertune.planning.hub import hub_notes
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, completed, fuses_lora
+from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
 from ligertune.recipe.feature import part_of_task
@@ -120,7 +122,27 @@ def resolve(
         teacher=teacher,
     )
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *data_notes)
-    return Job(make_plan(complete, inputs, notes=(*notes, *hub_notes())), config, tokenizer, data, reader)
+    plan = _planned(complete, inputs, layout, data, notes=(*notes, *hub_notes()))
+    return Job(plan, config, tokenizer, data, reader)
+
+
+def _planned(
+    recipe: Recipe, inputs: PlanInputs, layout: BatchLayoutOptions, data: PreparedData, *, notes: tuple[str, ...]
+) -> Plan:
+    """Make the plan, and decide `train.cuda_graphs`."""
+    graphs = recipe.train.cuda_graphs
+    plan = make_plan(with_cuda_graphs(recipe, graphs is True), inputs, notes=notes)
+    train = data.examples_in_memory
+    # packed rows are padded to one length
+    shapes_repeat = layout.packing or has_one_length(None if train is None else train.lengths)
+    if graphs != "auto" or not shapes_repeat or not chooses_cuda_graphs(plan, recipe, inputs.modality):
+        return plan
+    if layout.packing:
+        step = replace(layout, few_shapes=True).length_multiple(inputs.rows.multiple_of)
+        inputs = replace(inputs, rows=replace(inputs.rows, multiple_of=step))
+    plan = make_plan(with_cuda_graphs(recipe, True), inputs, notes=notes)
+    execution = replace(plan.build.execution, cuda_graphs="auto")
+    return replace(plan, build=replace(plan.build, execution=execution))
 
 
 def _prepare_data(

@@ -43,8 +43,11 @@ class TrainStep:
         embedding = None if alpha is None else accelerator.unwrap_model(model).get_input_embeddings()
         self._noise = None if alpha is None or embedding is None else EmbeddingNoise(embedding, alpha)
         self._float8 = scales_of(model)
-        graphed = plan.build.execution.cuda_graphs and accelerator.device.type == "cuda"
-        self.graphs = CudaGraphedStep(self._launch, model.parameters(), accelerator.device) if graphed else None
+        wanted = plan.build.execution.cuda_graphs
+        self.graphs = None
+        if wanted and accelerator.device.type == "cuda":
+            required = wanted is True
+            self.graphs = CudaGraphedStep(self._launch, model.parameters(), accelerator.device, required=required)
 
     def __call__(
         self,

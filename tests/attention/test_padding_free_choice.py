@@ -54,7 +54,18 @@ def test_large_batches_without_padding_are_padding_free_for_faster_attention(sec
     rows = {"train": {"per_device_train_batch_size": 8}} | sections
     assert choose(tmp_path, **rows) == ("document_attention", True)
     assert choose(tmp_path, **rows, kernels={"attention": False}) == (None, False)
-    assert choose(tmp_path, **{**rows, "lengths": rows["lengths"] // 2}) == (None, False)
+    assert choose(tmp_path, **{**rows, "lengths": rows["lengths"] // 8}) == (None, False)
+
+
+def test_one_long_example_is_padding_free_for_faster_attention(tmp_path):
+    assert choose(tmp_path, **ONE_EXAMPLE, lengths=np.array([2048, 2048])) == ("document_attention", True)
+    assert choose(tmp_path, **ONE_EXAMPLE, lengths=np.array([2000, 2000])) == (None, False)
+
+
+def test_cuda_graphs_take_padding_free_batches_of_one_length(tmp_path):
+    rows = {"train": {"per_device_train_batch_size": 2, "cuda_graphs": True}}
+    assert choose(tmp_path, **rows, lengths=np.array([4096, 4096])) == ("document_attention", True)
+    assert choose(tmp_path, **rows, lengths=np.array([4096, 4000])) == (None, False)
 
 
 PADDED = {

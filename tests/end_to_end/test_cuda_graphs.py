@@ -8,9 +8,10 @@ from support.command_line import losses
 from support.quickstart_runs import recipe_for, train
 
 from ligertune.errors import UserError
-from ligertune.planning.make_plan import check_cuda_graphs, suggest_cuda_graphs
+from ligertune.hardware import this_machine
+from ligertune.planning.graph_choice import check_cuda_graphs, chooses_cuda_graphs
 from ligertune.planning.memory.model_shape import ModalityFacts
-from ligertune.training import cuda_graphs
+from ligertune.training import cuda_graphs, resolve
 from ligertune.training.resolve import plan_for
 
 GRAPHS = {"train.cuda_graphs": True}
@@ -28,6 +29,8 @@ PADDED = {"data.packing": False, "train.per_device_train_batch_size": 4, "train.
 PACKED = {"data.packing": True, "train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 3}
 TEXT = ModalityFacts()
 IMAGES = ModalityFacts(inputs="images", family="Qwen2-VL")
+FUSED_LORA = {"method.type": "lora", "kernels.lora": True, "train.learning_rate": 1e-2}
+LORA_DROPOUT = {"method.type": "lora", "method.lora_dropout": 0.1}
 LORA = {"method.type": "lora", "method.lora_dropout": 0.1, "train.learning_rate": 1e-2}
 
 
@@ -48,30 +51,43 @@ def on_a_gpu(plan, *, peak_flops=None, **changes):
     return dataclasses.replace(plan, machine=gpu, attn_implementation="varlen", **changes)
 
 
-def test_the_plan_suggests_it_where_kernel_launches_take_the_time(tmp_path):
-    """One row of 128 tokens at the size of Llama-3.2-1B. Not for larger batches, nor where it would be refused."""
+@pytest.mark.parametrize(
+    "method, checkpointing, limit", [("full", False, 1024), ("lora", False, 3072), ("lora", True, 4608)]
+)
+def test_auto_records_where_kernel_launches_take_the_time(method, checkpointing, limit, tmp_path):
+    """Rows at the size of Llama-3.2-1B on an H100, up to about `limit` tokens in a micro-batch."""
     recipe = recipe_for(tmp_path, **{**SETTINGS, **PACKED, "data.max_length": 128, "data.max_dropped": 1})
-    plan = plan_for(recipe, for_show=True).plan
-    one_row = dataclasses.replace(plan.batching, micro_batch_size=1)
-    one_b = {"n_parameters": 1_240_000_000, "memory": dataclasses.replace(plan.memory, layers=16)}
-    plan = on_a_gpu(dataclasses.replace(plan, batching=one_row, notes=(), **one_b), peak_flops=989e12)
+    found = plan_for(recipe, for_show=True).plan
+    one_b = {"n_parameters": 1_240_000_000, "memory": dataclasses.replace(found.memory, layers=16)}
+    plan = on_a_gpu(dataclasses.replace(found, **one_b), peak_flops=989e12)
+    method = recipe.method.model_copy(update={"type": method})
 
-    def suggestions(changed, modality=TEXT, **train):
-        changed_recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=train)})
-        notes = suggest_cuda_graphs(changed, changed_recipe, modality).notes
-        return [note for note in notes if "train.cuda_graphs: true" in note]
+    def chosen(tokens, *, modality=TEXT, memory=80 << 30, **changes):
+        rows = dataclasses.replace(plan.batching, micro_batch_size=tokens // 128)
+        machine = dataclasses.replace(plan.machine, memory_bytes=memory)
+        train = recipe.train.model_copy(update={"gradient_checkpointing": checkpointing, **changes})
+        given = recipe.model_copy(update={"train": train, "method": method})
+        return chooses_cuda_graphs(dataclasses.replace(plan, batching=rows, machine=machine), given, modality)
 
-    assert len(suggestions(plan)) == 1 and "128 tokens" in suggestions(plan)[0]
-    many_rows = dataclasses.replace(one_row, micro_batch_size=256)
-    for other in (
-        dataclasses.replace(plan, batching=many_rows),
-        dataclasses.replace(plan, strategy="ddp"),
-        dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, device="cpu")),
-    ):
-        assert not suggestions(other)
-    assert not suggestions(plan, IMAGES)
-    assert not suggestions(plan, gradient_checkpointing=True)
-    assert not suggestions(plan, cuda_graphs=True)
+    assert chosen(limit) and not chosen(3 * limit)
+    peak = dataclasses.replace(plan, batching=dataclasses.replace(plan.batching, micro_batch_size=limit // 128)).peak
+    assert not chosen(limit, memory=peak.total + 1)  # no room for the memory of the graph
+    assert not chosen(limit, modality=IMAGES)
+    assert not chosen(limit, torch_compile=True)
+    assert not chooses_cuda_graphs(dataclasses.replace(plan, strategy="ddp"), recipe, TEXT)
+    assert not chooses_cuda_graphs(found, recipe, TEXT)  # a CPU
+
+
+@pytest.mark.parametrize("changes, recorded", [(PACKED, "auto"), (PADDED, False), ({**PACKED, **LORA_DROPOUT}, False)])
+def test_auto_needs_shapes_that_repeat(changes, recorded, tmp_path, monkeypatch):
+    """Packed rows have one length, other rows here do not; checkpointed layers with dropout cannot be recorded."""
+    machine = dataclasses.replace(this_machine(), device="cuda", vendor="nvidia", arch="sm90", peak_flops=989e12)
+    monkeypatch.setattr(resolve, "simulated_machine", lambda **_: machine)
+    given = {**SETTINGS, **changes, "model.dtype": "bfloat16", "train.gradient_checkpointing": True}
+    plan = plan_for(recipe_for(tmp_path, **given), for_show=True).plan
+    assert plan.build.execution.cuda_graphs == recorded
+    assert plan.settings["train"]["cuda_graphs"] is bool(recorded)
+    assert (plan.rows.multiple_of == 256) is (recorded == "auto")
 
 
 def test_it_is_refused_where_batches_differ_in_shape(packed):
@@ -106,6 +122,10 @@ def trained(folder, **changes):
         pytest.param({**PACKED, "kernels.recompute": True}, id="recompute"),
         pytest.param({**PACKED, "kernels.attention": True}, id="document attention"),
         pytest.param({**PACKED, **LORA}, id="lora with dropout"),
+        pytest.param({**PACKED, **FUSED_LORA}, id="fused lora"),
+        pytest.param({**PACKED, "train.gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param({**PACKED, **FUSED_LORA, "train.gradient_checkpointing": "offload"}, id="offloaded layer inputs"),
+        pytest.param({**PADDED, "data.max_length": 16, "data.padding_free": True}, id="padding-free"),
         pytest.param({**PACKED, "kernels.enabled": False}, id="no kernels"),
     ],
 )
@@ -141,3 +161,20 @@ def test_a_synchronising_operation_is_named(tmp_path, monkeypatch, request):
     with pytest.raises(UserError, match=r"train.cuda_graphs: forward and backward cannot be recorded: .*") as caught:
         trained(tmp_path, **PACKED, **{"kernels.enabled": False})
     assert caught.value.hint == "Write train.cuda_graphs: false."
+
+
+@pytest.mark.gpu
+def test_auto_goes_on_without_graphs_where_a_step_cannot_be_recorded(tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+    expected, *_ = trained(tmp_path / "launched", **PACKED, **{"train.cuda_graphs": False})
+
+    def synchronises(self, *args, **kwargs):
+        bool(torch.zeros((), device="cuda") > 1)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", synchronises)
+    found, notes, _ = trained(tmp_path / "auto", **PACKED, **{"train.cuda_graphs": "auto"})
+    assert "CUDA graphs: 0 recorded" in notes and "cannot be recorded" in notes
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -61,7 +61,7 @@ RULES = (
     Rule("kernels.loss: cross_entropy, task: distill, kernels.enabled: not false",
          "{0} is cross_entropy, and {1} is distill, whose loss is a divergence. Leave {0} out."),
     *(Rule(f"{key}, task: distill", NO_NEW_TOKENS) for key in NEW_TOKENS),
-    *each(NO_CUDA_GRAPHS, "train.cuda_graphs", ("task: distill", "{1}: distill runs the teacher in between")),
+    *each(NO_CUDA_GRAPHS, "train.cuda_graphs: true", ("task: distill", "{1}: distill runs the teacher in between")),
 )  # fmt: skip
 
 PART = RecipePart(

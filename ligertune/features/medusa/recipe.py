@@ -88,7 +88,7 @@ RULES = (
     *each(NO_TILES, TILES, ("task: medusa", "medusa heads are no part of it")),
     *each(
         NO_CUDA_GRAPHS,
-        "train.cuda_graphs",
+        "train.cuda_graphs: true",
         ("task: medusa", "{1}: medusa changes the weights of the head losses between steps"),
     ),
     Rule("train.fp8: true, task: medusa, method.type: lora",

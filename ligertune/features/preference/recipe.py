@@ -98,7 +98,11 @@ RULES = (
          "{1}: adapter needs the weights without it. Write preference.reference: precompute."),
     ),
     Rule("train.neftune_noise_alpha: not null, task: dpo", NO_NOISE),
-    *each(NO_CUDA_GRAPHS, "train.cuda_graphs", ("task: dpo", "{1}: dpo has another number of answers in each batch")),
+    *each(
+        NO_CUDA_GRAPHS,
+        "train.cuda_graphs: true",
+        ("task: dpo", "{1}: dpo has another number of answers in each batch"),
+    ),
 )  # fmt: skip
 
 

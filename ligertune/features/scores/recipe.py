@@ -66,7 +66,7 @@ RULES = (
          "{0} reads the data during training, and {1}: {v[1]} needs all of it before. Write data.streaming: false."),
     *each(
         NO_CUDA_GRAPHS,
-        "train.cuda_graphs",
+        "train.cuda_graphs: true",
         ("task: classification|reward", "{1}: {v[1]} has another number of texts in each batch"),
     ),
 )  # fmt: skip

@@ -91,7 +91,7 @@ RULES = (
     *(
         Rule(f"data.padding_free: true, no data.packing, {key}",
              f"{{0}} gives every batch another length, and {{2}} {needs} fixed lengths. {ONE_OUT}")
-        for key, needs in (("train.torch_compile", "compiles for"), ("train.cuda_graphs", "replays graphs of"))
+        for key, needs in (("train.torch_compile", "compiles for"), ("train.cuda_graphs: true", "replays graphs of"))
     ),
     Rule("checkpoint.overwrite, checkpoint.resume_from_checkpoint: not never",
          "{0} would delete the run that {1} continues. Keep one of them."),
@@ -140,7 +140,7 @@ RULES = (
         ("train.gradient_checkpointing: offload_gate|offload_both",
          "has no plain linear layers, whose outputs {1}: {v[1]} saves. Write train.gradient_checkpointing: true."),
         ("train.torch_compile", f"runs bitsandbytes' products, which {{1}} does not compile. {ONE_OUT}"),
-        ("train.cuda_graphs", f"waits for the device in each product, which {{1}} cannot record. {ONE_OUT}"),
+        ("train.cuda_graphs: true", f"waits for the device in each product, which {{1}} cannot record. {ONE_OUT}"),
         ("model.init: random", "quantises weights of a checkpoint, and {1} is random. Write method.type: qlora."),
         ("parallel.strategy: fsdp|deepspeed_zero2|deepspeed_zero3",
          "stores weights that cannot be sharded, and {1} is {v[1]}. Write parallel.strategy: ddp."),
@@ -204,8 +204,9 @@ RULES = (
     ),
     *each(
         NO_CUDA_GRAPHS,
-        "train.cuda_graphs",
-        ("train.gradient_checkpointing", "{1} reads the random state on the host in between"),
+        "train.cuda_graphs: true",
+        ("train.gradient_checkpointing: offload_gate|offload_both", "{1}: {v[1]} measures its copies"),
+        ("train.gradient_checkpointing, method.lora_dropout", "{1} reads the random state of {2} on the host"),
         ("train.torch_compile", "{1} makes other graphs"),
         ("train.per_device_train_batch_size: auto", "{1}: auto leaves no memory for the graph"),
         ("train.optim_in_backward", "{1} updates weights in between"),
@@ -228,7 +229,7 @@ RULES = (
          also=lambda recipe: recipe.method.init_changes_weights),
     Rule("train.fp8: true, train.torch_compile",
          "{0}: true runs kernels that {1} does not trace. Leave it out, or write train.fp8: torchao."),
-    Rule("train.fp8: true, train.cuda_graphs",
+    Rule("train.fp8: true, train.cuda_graphs: true",
          f"{{0}}: true computes other scales after the first step, and {{1}} replays the first one. {ONE_OUT}"),
     Rule("train.fp8: true, parallel.strategy: fsdp",
          "{0}: true keeps float8 copies of whole weights, and {1} is fsdp, which shards them. "

@@ -293,7 +293,53 @@ def _published(name: str, about: str, model: str, data: str = "full rows", **mor
     return Case(name, about, model, data, (2,), 4096, step_rows=32, settings={**ADAPTED, **rows, **method}, **more)
 
 
+ONE_CARD = {**ADAPTED, "data.packing": False, "data.train_on": "all"}
+
+
+def _one_card(name: str, about: str, model: str, **settings: object) -> Case:
+    """Rows of 4,096 tokens, four micro-batches of one row in a step."""
+    return Case(name, about, model, "full rows", (1,), 4096, step_rows=4, settings={**ONE_CARD, **settings})
+
+
+QLORA = {"method.type": "qlora", "train.gradient_checkpointing": True}
+LAUNCHED = {"train.cuda_graphs": False}
 WHOLE_MODELS = {
+    "one_card": Table(
+        page="one_card",
+        title="LoRA and QLoRA on one card",
+        intro="This page compares steps that are recorded as CUDA graphs with steps whose kernels the host launches.",
+        caveats=("r 16, alpha 32 on all linear layers of the layers; steps of 4 rows of 4,096 tokens, one by one.",),
+        cases=(
+            _one_card("qlora", "Llama-3-8B, QLoRA", "Meta-Llama-3-8B", **QLORA),
+            _one_card(
+                "qlora_offload",
+                "the same, inputs of layers in host memory",
+                "Meta-Llama-3-8B",
+                **QLORA | {"train.gradient_checkpointing": "offload"},
+            ),
+            _one_card("qlora_launched", "Llama-3-8B, QLoRA, no graphs", "Meta-Llama-3-8B", **QLORA, **LAUNCHED),
+            _one_card(
+                "qlora_padded",
+                "the same, and attention of torch",
+                "Meta-Llama-3-8B",
+                **QLORA,
+                **LAUNCHED,
+                **{"data.padding_free": False},
+            ),
+            _one_card("lora_1b", "Llama-3.2-1B, LoRA", "Llama-3.2-1B", **{"method.type": "lora"}),
+            _one_card(
+                "lora_1b_launched",
+                "Llama-3.2-1B, LoRA, no graphs",
+                "Llama-3.2-1B",
+                **LAUNCHED,
+                **{"method.type": "lora"},
+            ),
+        ),
+        sides=("with",),
+        settings=PLAIN,
+        steps=8,
+        warmup=3,
+    ),
     "published_lora": Table(
         page="published_lora",
         title="LoRA on whole Llama-3-8B and Qwen2.5-7B",

@@ -1,0 +1,91 @@
+"""`train.cuda_graphs`: whether the micro-batches of a run are recorded as CUDA graphs.
+
+A recording serves batches of one shape on one GPU. `auto` records where shapes repeat, the host would launch kernels
+slower than the GPU runs them, and memory has room for the recording.
+"""
+
+from __future__ import annotations
+
+from ligertune.errors import UserError
+from ligertune.hardware import Machine
+from ligertune.planning.memory.model_shape import ModalityFacts
+from ligertune.planning.plan import Plan
+from ligertune.recipe.rules.check_rules import contradicts_itself
+from ligertune.recipe.schema import Recipe
+
+# Attention that handles all documents of a row in one launch, independent of where they begin.
+ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
+# Milliseconds of the host for forward and backward of a layer, low guesses. Llama-3.2-1B on 128 tokens took 4.7 on an
+# H100, most of it host time, and 6.9 with LoRA on 4,096 tokens; Llama-3-8B with QLoRA and checkpointing about 17.
+HOST_MS = {"full": 2.0, "adapters": 6.0}
+RUN_AGAIN = 1.5  # times the work of the host if layers are checkpointed
+REACHED_SHARE_OF_PEAK = 0.5  # FLOP/s of a whole step over the device's peak
+
+
+def with_cuda_graphs(recipe: Recipe, on: bool) -> Recipe:
+    """Return the recipe with `train.cuda_graphs` decided."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"cuda_graphs": on})})
+
+
+def chooses_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> bool:
+    """Resolve `auto` by the plan without graphs, of a run whose shapes repeat."""
+    machine = plan.machine
+    if machine.vendor != "nvidia" or not machine.peak_flops or plan.memory is None:
+        return False
+    if contradicts_itself(with_cuda_graphs(recipe, True)) or not _is_host_bound(plan, recipe, machine.peak_flops):
+        return False
+    try:
+        check_cuda_graphs(plan, modality)
+    except UserError:
+        return False
+    peak = plan.peak
+    assert peak is not None  # it is predicted where plan.memory is
+    states = peak.weights + peak.optimizer + peak.frozen_model
+    # a recording keeps the memory of its activations, and batches that are not recorded need it once more
+    return 2 * peak.total - states <= machine.memory_bytes
+
+
+def _is_host_bound(plan: Plan, recipe: Recipe, peak_flops: float) -> bool:
+    tokens = plan.batching.micro_batch_size * plan.row_length
+    device = 6.0 * (plan.n_active or plan.n_parameters) * tokens / (REACHED_SHARE_OF_PEAK * peak_flops)
+    layer = HOST_MS["adapters" if recipe.method.type in ("lora", "qlora") else "full"]
+    layer *= RUN_AGAIN if recipe.train.gradient_checkpointing else 1.0
+    assert plan.memory is not None  # the caller has looked
+    return device <= plan.memory.layers * layer * 1e-3
+
+
+def check_cuda_graphs(plan: Plan, modality: ModalityFacts) -> None:
+    """Raise UserError if a step cannot be recorded for `train.cuda_graphs`."""
+    if plan.strategy != "single":
+        raise UserError(
+            f"train.cuda_graphs records the work of one process, and parallel.strategy is {plan.strategy} here.",
+            hint="Write parallel.num_processes: 1, or leave train.cuda_graphs out.",
+        )
+    if not modality.reads_text_only:
+        raise UserError(
+            f"train.cuda_graphs: {plan.model_family} reads {modality.inputs}, which give each batch another shape.",
+            hint="Leave it out.",
+        )
+    if plan.precision.autocast == "fp16":
+        raise UserError(
+            f"train.cuda_graphs: {plan.machine.name} trains in float16, whose loss scale changes between steps.",
+            hint="Leave it out.",
+        )
+    if plan.rows.is_padding_free and plan.machine.device == "cuda" and plan.attn_implementation not in ONE_LAUNCH:
+        raise UserError(
+            f"train.cuda_graphs: the launches of {plan.attn_implementation} attention depend on the documents of each "
+            f"row ({plan.attn_why}).",
+            hint="Write data.packing: false, or leave train.cuda_graphs out.",
+        )
+
+
+def cuda_graphs_notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
+    """Return a note about the memory that `train.cuda_graphs` needs, or that it has no effect on a CPU."""
+    if recipe.train.cuda_graphs is not True:
+        return ()
+    if machine.device != "cuda":
+        return ("train.cuda_graphs has no effect on a CPU",)
+    return (
+        "train.cuda_graphs keeps the memory of activations and loss allocated: the first batch of another shape and "
+        "each evaluation need their memory in addition",
+    )
