@@ -14,9 +14,9 @@ from ligertune.data.modalities.modality import modality_of
 from ligertune.data.templates.bounded_jinja import known_templates, template_path
 from ligertune.data.templates.tokenizer_limits import check_tokenizer, check_tokenizer_file
 from ligertune.errors import UserError
+from ligertune.files.hub import TOKENIZER_FILES, check_hub_model
 from ligertune.files.model_files import RECIPE_MODEL, RECIPE_TOKENIZER, ModelOrigin, loading, read_json, reason_of
 from ligertune.models.added_tokens import add_tokens
-from ligertune.planning.hub import TOKENIZER_FILES, check_hub_model
 from ligertune.planning.preflight import is_hub_id
 
 if TYPE_CHECKING:

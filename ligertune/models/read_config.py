@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
+from ligertune.files.hub import check_hub_model
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin, check_sizes, loading, read_json
-from ligertune.planning.hub import check_hub_model
 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions

@@ -19,6 +19,7 @@ import torch
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
+from ligertune.files.hub import TOKENIZER_FILES
 from ligertune.files.model_files import (
     ADAPTER_CONFIG,
     ModelOrigin,
@@ -37,7 +38,6 @@ from ligertune.models.read_config import read_config
 from ligertune.models.score_head import HEADS, SEQ_CLS, embedding_rows, gives_scores, make_scored
 from ligertune.models.shape import base_of
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.hub import TOKENIZER_FILES
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
 from ligertune.planning.saved_model import PROMPT_FILE, saved_options, trained_base
 from ligertune.recipe.section import RESERVED_VARIABLES, path_fault

@@ -15,10 +15,12 @@ from ligertune.recipe.schema import Recipe
 
 # Attention that handles all documents of a row in one launch, independent of where they begin.
 ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
-# Milliseconds of the host for forward and backward of a layer, low guesses. Llama-3.2-1B on 128 tokens took 4.7 on an
-# H100, most of it host time, and 6.9 with LoRA on 4,096 tokens; Llama-3-8B with QLoRA and checkpointing about 17.
-HOST_MS = {"full": 2.0, "adapters": 6.0}
-RUN_AGAIN = 1.5  # times the work of the host if layers are checkpointed
+# Milliseconds of the host for forward and backward of a layer, low guesses. A layer of Llama-3.2-1B took 4.7 on 128
+# tokens (H100, most of it host time), and 6.9 with LoRA on 4,096 tokens; one of Llama-3-8B with QLoRA and checkpointing
+# 16 (H200, `scripts/bench one_card`).
+HOST_MS = {"full": 2.0, "adapters": 7.0}
+RUN_AGAIN = 2.0  # times the work of the host if layers are checkpointed
+MEASURED_ON = ("sm90",)  # with dense models; mixtures were not measured
 REACHED_SHARE_OF_PEAK = 0.5  # FLOP/s of a whole step over the device's peak
 
 
@@ -30,7 +32,7 @@ def with_cuda_graphs(recipe: Recipe, on: bool) -> Recipe:
 def chooses_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> bool:
     """Resolve `auto` by the plan without graphs, of a run whose shapes repeat."""
     machine = plan.machine
-    if machine.vendor != "nvidia" or not machine.peak_flops or plan.memory is None:
+    if machine.arch not in MEASURED_ON or not machine.peak_flops or plan.memory is None or plan.n_active is not None:
         return False
     if contradicts_itself(with_cuda_graphs(recipe, True)) or not _is_host_bound(plan, recipe, machine.peak_flops):
         return False
@@ -47,7 +49,7 @@ def chooses_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> 
 
 def _is_host_bound(plan: Plan, recipe: Recipe, peak_flops: float) -> bool:
     tokens = plan.batching.micro_batch_size * plan.row_length
-    device = 6.0 * (plan.n_active or plan.n_parameters) * tokens / (REACHED_SHARE_OF_PEAK * peak_flops)
+    device = 6.0 * plan.n_parameters * tokens / (REACHED_SHARE_OF_PEAK * peak_flops)
     layer = HOST_MS["adapters" if recipe.method.type in ("lora", "qlora") else "full"]
     layer *= RUN_AGAIN if recipe.train.gradient_checkpointing else 1.0
     assert plan.memory is not None  # the caller has looked

@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ligertune.errors import UserError, pip_install
+from ligertune.files.hub import TOKENIZER_FILES, check_hub_dataset, check_hub_model
 from ligertune.files.storage import (
     check_replaceable,
     damaged_lines,
@@ -18,7 +19,6 @@ from ligertune.files.storage import (
     read_metrics,
     write_text,
 )
-from ligertune.planning.hub import TOKENIZER_FILES, check_hub_dataset, check_hub_model
 from ligertune.recipe.feature import TrainedFolder, feature_parts
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.schema import Recipe

@@ -12,8 +12,8 @@ from typing import Any
 
 from ligertune.errors import UserError, message_of
 from ligertune.files.base_model import TrainedBase
+from ligertune.files.hub import MODEL_FILES, check_hub_model
 from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
-from ligertune.planning.hub import MODEL_FILES, check_hub_model
 from ligertune.planning.options import RunOptions
 from ligertune.planning.preflight import looks_local
 from ligertune.recipe.feature import TrainedFolder, feature_parts

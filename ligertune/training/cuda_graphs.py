@@ -125,6 +125,7 @@ class CudaGraphedStep:
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         graph = torch.cuda.CUDAGraph()
         before = [(p, p.grad) for p in self._parameters]
+        stream = torch.cuda.current_stream(self._device)
         torch.cuda.empty_cache()  # the graph has memory of its own, of the size of what earlier batches have freed
         try:
             # thread_local: other threads (image reading, an asynchronous save) may synchronise meanwhile.
@@ -137,6 +138,7 @@ class CudaGraphedStep:
             if self._required:
                 raise UserError(f"train.cuda_graphs: {reason}.", hint=HINT, exit_code=1) from error
             self._why_not = reason
+            torch.cuda.set_stream(stream)  # torch leaves that of the recording set if its end fails
             _end_recording()
             for parameter, gradient in before:
                 parameter.grad = gradient

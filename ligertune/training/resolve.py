@@ -8,6 +8,7 @@ from ligertune.attention.padding_free import choose_batch_layout, has_one_length
 from ligertune.data.modalities.modality import ModalityReader, modality_of
 from ligertune.data.prepare import PreparedData, ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
+from ligertune.files.hub import hub_notes
 from ligertune.hardware import (
     Machine,
     available_memory,
@@ -24,7 +25,6 @@ from ligertune.models.score_head import check_task
 from ligertune.planning.batch_layout import choose_packing
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import chooses_cuda_graphs, with_cuda_graphs
-from ligertune.planning.hub import hub_notes
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, completed, fuses_lora
 from ligertune.planning.plan import Plan

@@ -47,12 +47,12 @@ def test_a_note_says_that_a_cpu_has_no_cuda_graphs(packed):
 
 
 def on_a_gpu(plan, *, peak_flops=None, **changes):
-    gpu = dataclasses.replace(plan.machine, device="cuda", vendor="nvidia", peak_flops=peak_flops)
+    gpu = dataclasses.replace(plan.machine, device="cuda", vendor="nvidia", arch="sm90", peak_flops=peak_flops)
     return dataclasses.replace(plan, machine=gpu, attn_implementation="varlen", **changes)
 
 
 @pytest.mark.parametrize(
-    "method, checkpointing, limit", [("full", False, 1024), ("lora", False, 3072), ("lora", True, 4608)]
+    "method, checkpointing, limit", [("full", False, 1024), ("lora", False, 4096), ("lora", True, 8192)]
 )
 def test_auto_records_where_kernel_launches_take_the_time(method, checkpointing, limit, tmp_path):
     """Rows at the size of Llama-3.2-1B on an H100, up to about `limit` tokens in a micro-batch."""
@@ -75,8 +75,10 @@ def test_auto_records_where_kernel_launches_take_the_time(method, checkpointing,
     assert not chosen(limit, modality=IMAGES)
     assert not chosen(limit, torch_compile=True)
     assert not chooses_cuda_graphs(dataclasses.replace(plan, strategy="ddp"), recipe, TEXT)
-    cpu = dataclasses.replace(plan.machine, device="cpu", vendor="cpu", peak_flops=None)
-    assert not chooses_cuda_graphs(dataclasses.replace(plan, machine=cpu), recipe, TEXT)
+    for machine in ({"device": "cpu", "vendor": "cpu", "arch": "x86_64", "peak_flops": None}, {"arch": "sm100"}):
+        other = dataclasses.replace(plan.machine, **machine)
+        assert not chooses_cuda_graphs(dataclasses.replace(plan, machine=other), recipe, TEXT)
+    assert not chooses_cuda_graphs(dataclasses.replace(plan, n_active=1000), recipe, TEXT)  # a mixture
 
 
 @pytest.mark.parametrize("changes, recorded", [(PACKED, "auto"), (PADDED, False), ({**PACKED, **LORA_DROPOUT}, False)])

@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ligertune.errors import UserError, printable
+from ligertune.files.hub import hub_notes as notes_of_hub
 from ligertune.files.storage import finite
 from ligertune.launcher.signals import leave_closed_terminal
-from ligertune.planning.hub import hub_notes as notes_of_hub
 
 # what json.dumps leaves as it is, and `printable` does not: escaped as JSON does it
 _OBEYED = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -22,7 +22,7 @@ from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
 from ligertune.data.shapes.message_trees import TREE_COLUMNS, assemble_trees
 from ligertune.errors import UserError, message_of
-from ligertune.planning.hub import why_unreachable
+from ligertune.files.hub import why_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

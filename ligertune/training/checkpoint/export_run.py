@@ -17,6 +17,7 @@ from accelerate import load_checkpoint_in_model
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError, message_of
 from ligertune.files.base_model import CarriedTensors, TrainedBase
+from ligertune.files.hub import MODEL_FILES
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
 from ligertune.models.carried_tensors import carried_note
@@ -36,7 +37,6 @@ from ligertune.models.save import (
 )
 from ligertune.models.trainable import apply_method
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.hub import MODEL_FILES
 from ligertune.planning.options import BuildOptions, ModelOptions, RunOptions
 from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import SavedModel, find_saved_model, saved_options, trained_base
