@@ -33,7 +33,7 @@ def model():
         (lambda m: ligertune.patch(m, keep_logits="no"), TypeError, "keep_logits must be True or False"),
         (lambda m: ligertune.patch(m, loss="fused"), ValueError, "loss must be one of linear_cross_entropy, cross"),
         (lambda m: ligertune.patch(m, loss=False), ValueError, "loss must be one of .*, and is False"),
-        (lambda m: ligertune.patch(m, recompute="mlps"), ValueError, "recompute must be True, False or 'norms'"),
+        (lambda m: ligertune.patch(m, recompute="mlp"), ValueError, "recompute must be True, False, 'norms' or 'mlps'"),
         (lambda m: ligertune.patch(m, recompute=[]), ValueError, "recompute must be .*, and is \\[\\]"),
         (lambda m: ligertune.unpatch("x"), TypeError, "unpatch: the model must be a torch.nn.Module, and is a str"),
         (lambda m: ligertune.loss_counts("x"), TypeError, "loss_counts: the model must be a torch.nn.Module"),

@@ -50,6 +50,7 @@ SIDES = (
     Side("no-optimizer", "ligertune without AdamW", {**ON, "optimizer": False}, ours=True, removes="optimizer"),
     Side("with-recompute", "ligertune, recompute", {**ON, "recompute": True}, ours=True),
     Side("with-recompute-norms", "ligertune, recompute: norms", {**ON, "recompute": "norms"}, ours=True),
+    Side("with-recompute-mlps", "ligertune, recompute: mlps", {**ON, "recompute": "mlps"}, ours=True),
     Side("with-attention", "ligertune, attention", {**ON, "attention": True}, ours=True),
     Side("with-lora", "ligertune, lora", {**ON, "lora": True}, ours=True),
     Side("with-offload", "ligertune, offload", ON, ours=True, train=INPUTS),

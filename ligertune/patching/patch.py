@@ -45,7 +45,7 @@ from ligertune.patching.rope.kernel_rope import KernelRope, is_rotary, is_rotary
 from ligertune.planning.plan import KernelLine
 
 Loss = Literal["linear_cross_entropy", "cross_entropy", "torch"]
-Recompute = Literal["norms"] | bool
+Recompute = Literal["norms", "mlps"] | bool
 
 NONE_FOUND = "none found"  # note of a row without layers
 
@@ -91,7 +91,7 @@ class LayerKind:
 
     def mixin_for(self, spec: Any, recompute: Recompute) -> type[ModulePatch]:
         """Return the patch of a layer that was recognised as `spec`: of the whole layer, or of its part."""
-        wanted = recompute is True or (recompute == "norms" and self.switch == "norm")
+        wanted = recompute is True or recompute == f"{self.switch}s"
         if self.part is not None and isinstance(spec, self.part.spec):
             return self.part.recomputed if wanted else self.part.mixin
         return self.recomputed if wanted and self.recomputed is not None else self.mixin
@@ -164,7 +164,7 @@ def patch(
     loss: with "linear_cross_entropy" a call with labels in training mode returns `logits=None`, because no logits are
     made. Whether it really ran is known after the first step: `loss_counts(model)` tells, and a warning if it did not.
     keep_logits: training returns the logits. The loss is then computed from them, by "cross_entropy".
-    recompute: linear layers do not keep the outputs of these norms and MLPs, or of the norms only; the backward
+    recompute: linear layers do not keep the outputs of these norms and MLPs, or of one kind; the backward
     computes them again (`patching.recompute`).
     """
     switches = {"rope": rope, "norm": norm, "mlp": mlp, "mixer": mixer}
@@ -221,8 +221,8 @@ def _check_arguments(model: nn.Module, switches: dict[str, object], loss: object
     _check_switches("patch", switches)
     if loss not in get_args(Loss):
         raise ValueError(f"patch: loss must be one of {', '.join(get_args(Loss))}, and is {loss!r}")
-    if recompute not in (True, False, "norms"):
-        raise ValueError(f"patch: recompute must be True, False or 'norms', and is {recompute!r}")
+    if recompute not in (True, False, "norms", "mlps"):
+        raise ValueError(f"patch: recompute must be True, False, 'norms' or 'mlps', and is {recompute!r}")
     modules = list(model.modules())
     if not any(isinstance(module, PreTrainedModel) or _is_layer(module) for module in modules):
         raise ValueError(

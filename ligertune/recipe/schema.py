@@ -23,7 +23,7 @@ from ligertune.recipe.section import (
     Share,
     ShareBelowOne,
     Switch,
-    SwitchOrNorms,
+    SwitchOrLayers,
     Template,
     TemplateVariables,
     Text,
@@ -103,8 +103,8 @@ class KernelsSpec(Section):
     """Fuse the LoRA update into the matrix multiplication; auto: on sm90 (H100, H200), where it is faster."""
     optimizer: AutoSwitch = "auto"
     """Use the AdamW kernel for adamw_torch_fused; auto: for large weights on sm90 (H100, H200), where it is faster."""
-    recompute: SwitchOrNorms = False
-    """Recompute norm outputs and gated activations in the backward, with equal gradients; norms: norms only."""
+    recompute: SwitchOrLayers = False
+    """Recompute norm outputs and gated activations in the backward, with equal gradients; norms, mlps: one of them."""
 
     @property
     def fuses_lora(self) -> bool:

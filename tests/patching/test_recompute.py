@@ -115,7 +115,10 @@ def test_every_bit_under_autocast(family, weights):
         assert_equal(train_once(plain), train_once(recomputed))
 
 
-@pytest.mark.parametrize(("how", "saved"), [(True, SAVED), ("norms", SAVED - LAYERS * ROWS * LENGTH * MLP * FP32)])
+PRODUCTS = LAYERS * ROWS * LENGTH * MLP * FP32
+
+
+@pytest.mark.parametrize(("how", "saved"), [(True, SAVED), ("norms", SAVED - PRODUCTS), ("mlps", PRODUCTS)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_are_freed_after_the_forward(family, how, saved):
     plain, recomputed = pair(family, how=how)

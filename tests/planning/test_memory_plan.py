@@ -188,6 +188,7 @@ def test_recomputation_frees_norm_outputs_and_the_gated_product(method, shapes):
     layer = shapes[method].layer
     assert bytes_of(layer) - bytes_of(layer, recompute=True) == RECOMPUTED
     assert bytes_of(layer) - bytes_of(layer, recompute="norms") == 2 * 2 * E
+    assert bytes_of(layer) - bytes_of(layer, recompute="mlps") == RECOMPUTED - 2 * 2 * E
 
 
 def test_recomputation_lowers_the_peak_without_checkpointing_only(shapes):

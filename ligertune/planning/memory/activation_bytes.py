@@ -82,7 +82,7 @@ class ActivationPolicy:
     attention: str = "sdpa"
     checkpointing: bool | str = False
     not_checkpointed: int = 0  # last layers that are not checkpointed although `checkpointing` is on
-    recompute: Literal["norms"] | bool = False
+    recompute: Literal["norms", "mlps"] | bool = False
     float8: Float8 = "no"
     float8_mlp: bool = False  # SwiGLU's kernels write float8 operands
     tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
@@ -175,12 +175,12 @@ def recomputed_elements(layer: LayerShape, policy: ActivationPolicy) -> tuple[in
     """
     if not policy.recompute or policy.checkpointing:
         return 0, 0, 0
-    normed = policy.fused_norm and layer.normed
+    normed = policy.fused_norm and layer.normed and policy.recompute != "mlps"
     dense = layer.experts is None
     return (
         (layer.attn_in and normed) * layer.hidden,
         (layer.mlp_in and normed and dense) * layer.hidden,
-        (layer.mlp_out and policy.fused_mlp and dense and policy.recompute is True) * layer.mlp,
+        (layer.mlp_out and policy.fused_mlp and dense and policy.recompute != "norms") * layer.mlp,
     )
 
 
