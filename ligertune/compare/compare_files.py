@@ -41,7 +41,7 @@ COLOURS = {
     "with": "#d62728", "no-rope": "#e6b0aa", "no-norm": "#f5b041", "no-mlp": "#a04000", "no-fused-loss": "#ff9896",
     "no-attention": "#784212", "no-lora": "#73c6b6", "no-optimizer": "#5d6d7e",
     "no-mixer": "#229954",
-    "with-recompute": "#e377c2", "with-recompute-norms": "#f7b6d2",
+    "with-recompute": "#e377c2", "with-recompute-norms": "#f7b6d2", "with-recompute-mlps": "#ad1457",
     "with-attention": "#bcbd22", "with-lora": "#17becf", "with-offload": "#c5b0d5", "with-offload-gate": "#9467bd",
     "with-offload-both": "#5b3a86", "with-cuda-graphs": "#e6b800", "with-compile": "#8c1a1b", "with-fp8": "#ff7f0e",
     "with-torchao": "#c49c94",

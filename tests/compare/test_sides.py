@@ -102,8 +102,9 @@ def test_a_side_changes_the_recipe_and_other_libraries_pad(settings, tmp_path):
     assert [(train.fp8, train.torch_compile) for train in float8] == [(False, False), (True, False), ("torchao", True)]
     unpadded = {name for name, one in made.items() if one.data.padding_free is True}
     ablated = {name for name in SIDE_OF if name.startswith("no-")}
-    assert unpadded == ablated | {"with", "with-recompute", "with-recompute-norms", "with-attention",
-                        "with-lora", "with-fp8", "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
+    assert unpadded == ablated | {"with", "with-recompute", "with-recompute-norms", "with-recompute-mlps",
+                        "with-attention", "with-lora", "with-fp8",
+                        "with-offload", "with-offload-gate", "with-offload-both"}  # fmt: skip
     assert all(made[name].data.padding_free is False for name in made.keys() - unpadded)
 
 
