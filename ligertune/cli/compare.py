@@ -34,8 +34,9 @@ def compare(
         typer.Option(
             metavar="NAME",
             help="Side to add: hf, hf-chunked, compile; with our kernels: with-recompute, with-recompute-norms, "
-            "with-recompute-mlps, with-attention, with-lora, with-offload, with-offload-gate, with-offload-both, with-compile, "
-            "with-cuda-graphs, with-fp8, with-torchao; without a kernel: no-lora, no-attention, ... May be repeated.",
+            "with-recompute-mlps, with-attention, with-lora, with-offload, with-offload-gate, with-offload-both, "
+            "with-compile, with-cuda-graphs, with-fp8, with-torchao; without a kernel: no-lora, no-attention, ... "
+            "May be repeated.",
         ),
     ] = None,
     peer: Annotated[
