@@ -35,8 +35,7 @@ def compare(
             metavar="NAME",
             help="Side to add: hf, hf-chunked, compile; with our kernels: with-recompute, with-recompute-norms, "
             "with-recompute-mlps, with-attention, with-lora, with-offload, with-offload-gate, with-offload-both, "
-            "with-compile, with-cuda-graphs, with-fp8, with-torchao; without a kernel: no-lora, no-attention, ... "
-            "May be repeated.",
+            "with-compile, with-cuda-graphs, with-fp8, with-torchao; without a kernel: no-lora, ... May be repeated.",
         ),
     ] = None,
     peer: Annotated[
