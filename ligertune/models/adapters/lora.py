@@ -27,7 +27,6 @@ from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ModelOrigin, loading
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.adapters.adapter_targets import find_targets
-from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
 from ligertune.models.adapters.token_rows import (
     compute_in_dtype_of_base,
@@ -39,6 +38,7 @@ from ligertune.models.adapters.token_rows import (
 from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.experts.expert_lora import merge_parameters, split_adapters
 from ligertune.patching.fused_loss import LossHead
+from ligertune.patching.lora.fused_lora import LoraLossHead
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.recompute import has_recompute, recompute_inputs
 

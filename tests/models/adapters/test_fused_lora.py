@@ -13,9 +13,9 @@ from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.hardware import this_machine
-from ligertune.models.adapters.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
+from ligertune.patching.lora.fused_lora import FusedLora, fuse_adapters
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions, fuses_lora
 from ligertune.recipe import load_recipe

@@ -31,9 +31,9 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from ligertune.any_types import AnyModule
-from ligertune.models.adapters.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
+from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
