@@ -202,6 +202,9 @@ def why_not_low_rank(layer: LoraLayer, *, training: bool) -> str | None:
         return "is more than a low-rank term"
     if training and not isinstance(layer.lora_dropout[name], nn.Identity):
         return "has dropout"
+    # FSDP1 wraps A and B by peft's policy, and gathers their weights only when the wrapper is called
+    if not (is_linear(layer.lora_A[name]) and is_linear(layer.lora_B[name])):
+        return "consists of wrapped layers"
     return None
 
 
