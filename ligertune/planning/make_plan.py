@@ -19,6 +19,7 @@ from ligertune.planning.memory.activation_policy import (
     choose_tile,
     may_tile,
     on_machine,
+    suggest_offload,
     with_checkpointed_layers,
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
@@ -149,6 +150,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         teacher=inputs.teacher,
         carried=model.carried,
     )
+    plan = suggest_offload(plan, recipe, REACHED_SHARE_OF_PEAK)
     if recipe.train.cuda_graphs:
         check_cuda_graphs(plan, inputs.modality)
     return suggest_cuda_graphs(plan, recipe, inputs.modality)
