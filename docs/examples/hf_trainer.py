@@ -35,7 +35,7 @@ def train(model, data, steps, learning_rate, plain):
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if not plain:
-        report = ligertune.patch(model)  # before the Trainer, PEFT, DDP or FSDP wrap the model
+        report = ligertune.patch(model)  # after PEFT, before the Trainer, DDP or FSDP wrap the model
         print(*report.rows, sep="\n")
     with open(data, encoding="utf-8") as file:
         dataset = Dataset.from_list([tokenize(json.loads(line), tokenizer) for line in file])

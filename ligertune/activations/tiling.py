@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
-from ligertune.models.adapters.joint_lora import leave_siblings
 from ligertune.models.shape import base_of, text_layers
+from ligertune.patching.lora.joint_lora import leave_siblings
 from ligertune.patching.mlps.kernel_mlps import KernelMLP
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.norms.kernel_norms import KernelNorm

@@ -70,18 +70,16 @@ def varlen(
     value: Tensor,  # (1, K, T, D)
     attention_mask: Tensor | WindowMask | None,
     *,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
     context_parallel: ContextParallelKeys | None = None,
     key_rows: Tensor | None = None,  # for context parallel
-    **kwargs: Any,
+    **kwargs: Any,  # cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k where rows are packed, and more
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
     """Attend with torch's flash attention. Raises ValueError for a soft cap or dropout, which it does not have."""
-    if cu_seq_lens_q is None:
+    cu_seq_lens: tuple[Any, Any] = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if cu_seq_lens[0] is None:
         return _unpacked(module, query, key, value, attention_mask, **kwargs)
-    if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+    max_lengths: tuple[Any, Any] = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+    if any(value is None for value in (*cu_seq_lens, *max_lengths)):
         raise ValueError("packed rows need cu_seq_lens and max_length of both the queries and the keys")
     terms = _layer_terms(attention_mask, **kwargs)
     if terms.softcap is not None or terms.dropout:
@@ -94,8 +92,8 @@ def varlen(
         key, value = (context_parallel.gather(t, key_rows) for t in (key, value))
     out = flash_varlen(
         *_tokens_first(query, key, value),
-        (cu_seq_lens_q, cu_seq_lens_k),
-        (max_length_q, max_length_k),
+        cu_seq_lens,
+        max_lengths,
         scale=terms.scaling,
         window=(-1 if terms.window is None else terms.window - 1, 0),
     )

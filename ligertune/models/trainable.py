@@ -39,8 +39,8 @@ def apply_method(
             head.requires_grad_(True)
         return model
     # peft imports torchao; only runs with adapters wait for both.
-    from ligertune.models.adapters.fused_lora import fuse_adapters
     from ligertune.models.adapters.lora import add_adapter
+    from ligertune.patching.lora.fused_lora import fuse_adapters
 
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):

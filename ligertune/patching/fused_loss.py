@@ -85,6 +85,11 @@ class LossHead(ModulePatch):
     weight: Tensor
     bias: Tensor | None
 
+    @classmethod
+    def linear_of(cls, head: nn.Module) -> nn.Module:
+        """Return the layer that must be a plain nn.Linear: the head, or the layer that it adapts."""
+        return head
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = STATE.forward
         if len(args) == 1 and not kwargs and running is not None and _is_head_of(running, self):
@@ -152,9 +157,12 @@ def chunk_loss(model: PreTrainedModel) -> None:
 
 def defer_loss(model: nn.Module, head_patch: type[LossHead]) -> Refusal | None:
     """Let `model` compute its loss in its output head, by `head_patch`; return why it cannot, or None."""
-    head = _output_head(model)
-    refusal = refuse_loss(model) or _refuse_head(head)
-    if head is None or refusal is not None:
+    head = get_output_head(model)
+    refusal = refuse_loss(model)
+    if head is None or refusal is not None:  # a model without a head is refused
+        return refusal
+    refusal = _refuse_head(head_patch.linear_of(head))
+    if refusal is not None:
         return refusal
     patch_module(head, head_patch)
     patch_module(model, DeferredLossModel)
@@ -330,7 +338,7 @@ class DeferredLossModel(KernelLossModel):
         @functools.wraps(original.forward)  # generate() and Trainer read the signature
         def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             labels = args[position] if len(args) > position else kwargs.get("labels")
-            head = None if labels is None else _output_head(self)
+            head = None if labels is None else get_output_head(self)
             if head is None:
                 return original.forward(self, *args, **kwargs)
             ignored = kwargs.get("ignore_index", -100)
@@ -347,7 +355,7 @@ class DeferredLossModel(KernelLossModel):
         return {"forward": forward}
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
+def get_output_head(model: nn.Module) -> nn.Module | None:
     """Return the output head of a transformers model; None for a model without one, and other modules."""
     if not isinstance(model, PreTrainedModel):
         return None
@@ -356,7 +364,7 @@ def _output_head(model: nn.Module) -> nn.Module | None:
 
 def refuse_loss(model: nn.Module) -> Refusal | None:
     """Return why our kernels cannot compute the loss of `model`, or None."""
-    if not isinstance(model, PreTrainedModel) or _output_head(model) is None:
+    if not isinstance(model, PreTrainedModel) or get_output_head(model) is None:
         return Refusal(f"{type(model).__name__} is not a transformers model with an output head")
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return Refusal("its forward takes no labels")
@@ -377,7 +385,7 @@ def _calls_loss_function(cls: type[PreTrainedModel]) -> bool:
     return any(code is not None and "loss_function" in names_in(code) for code in codes)
 
 
-def _refuse_head(head: nn.Module | None) -> Refusal | None:
+def _refuse_head(head: nn.Module) -> Refusal | None:
     """Return why the loss cannot be computed inside this output head, or None."""
     if type(head) is not nn.Linear:
         return Refusal(f"its output head is a {type(head).__name__}, not a plain nn.Linear")

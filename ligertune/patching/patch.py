@@ -1,6 +1,6 @@
 """Replace the computations of a transformers model by our kernels, instance by instance, and report what was done.
 
-Patch before PEFT, FSDP or DDP wrap the model. `unpatch` restores the class of every module.
+Patch before FSDP or DDP wrap the model; PEFT may come before or after. `unpatch` restores the class of every module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from transformers import PreTrainedModel
 from ligertune.any_types import AnyModule
 from ligertune.patching.experts.kernel_experts import KernelExperts, register_experts
 from ligertune.patching.experts.recognise_experts import is_experts, recognise_experts
-from ligertune.patching.fused_loss import DeferredLossModel, KernelLossModel, LossHead, defer_loss, refuse_loss
+from ligertune.patching.fused_loss import (
+    DeferredLossModel,
+    KernelLossModel,
+    LossHead,
+    defer_loss,
+    get_output_head,
+    refuse_loss,
+)
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
 from ligertune.patching.mixers.recognise_mixers import is_mixer, recognise_mixer
 from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSpec, RecomputedProduct
@@ -150,6 +157,7 @@ def patch(
     norm: bool = True,
     mlp: bool = True,
     mixer: bool = True,
+    lora: bool = True,
     loss: Loss = "linear_cross_entropy",
     keep_logits: bool = False,
     recompute: Recompute = False,
@@ -161,6 +169,8 @@ def patch(
     Raises TypeError for an argument of another type. Raises ValueError if the model has no layer of a kind that
     kernels compute, or is patched with another `loss` or `recompute`.
 
+    lora: layers with a plain LoRA adapter of PEFT add its update inside their matrix multiplications. Adapters that are
+    added later are fused by another call.
     loss: with "linear_cross_entropy" a call with labels in training mode returns `logits=None`, because no logits are
     made. Whether it really ran is known after the first step: `loss_counts(model)` tells, and a warning if it did not.
     keep_logits: training returns the logits. The loss is then computed from them, by "cross_entropy".
@@ -168,7 +178,7 @@ def patch(
     computes them again (`patching.recompute`).
     """
     switches = {"rope": rope, "norm": norm, "mlp": mlp, "mixer": mixer}
-    _check_arguments(model, {**switches, "keep_logits": keep_logits}, loss, recompute)
+    _check_arguments(model, {**switches, "lora": lora, "keep_logits": keep_logits}, loss, recompute)
     register_experts()
     if keep_logits and loss == "linear_cross_entropy":
         loss = "cross_entropy"
@@ -184,16 +194,15 @@ def patch(
         if not tallies.keys() & set(kernels):
             tallies[kernels[0]] = _Tally()  # a row that says there are none
     _explain_rotary_tables(model, tallies["apply_rope"])
-    if "peft" in sys.modules:  # importing peft takes seconds
-        from ligertune.patching.experts.expert_lora import split_adapters
-
-        split_adapters(model)
     rows = [tally.row(kernel) for kernel, tally in tallies.items()]
     # the outermost transformers model: `model` may be peft's wrapper of it
     owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     if recompute:
         rows.append(_patch_readers(model, owner))
-    return PatchReport((*rows, _patch_loss(owner, loss)), backend(_device_of(model)))
+    patched = {id(module) for module in model.modules() if isinstance(module, ModulePatch)}
+    # first the loss: an adapted head that computes it is not fused as other layers are
+    loss_row = _patch_loss(owner, loss, _loss_head_patch(model, owner, lora))
+    return PatchReport((*rows, *_patch_adapters(model, lora, patched), loss_row), backend(_device_of(model)))
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -226,13 +235,13 @@ def _check_arguments(model: nn.Module, switches: dict[str, object], loss: object
     modules = list(model.modules())
     if not any(isinstance(module, PreTrainedModel) or _is_layer(module) for module in modules):
         raise ValueError(
-            f"patch: {type(model).__name__} is no model of transformers and has no norm, MLP or rotary embedding that a"
-            " kernel could compute"
+            f"patch: {type(model).__name__} is no model of transformers and has no norm, MLP, rotary embedding or LoRA"
+            " layer that a kernel could compute"
         )
 
 
 def _is_layer(module: nn.Module) -> bool:
-    return any(kind.found(module) or kind.has_patched(module) for kind in LAYER_KINDS)
+    return hasattr(module, "lora_A") or any(kind.found(module) or kind.has_patched(module) for kind in LAYER_KINDS)
 
 
 def _explain_rotary_tables(model: nn.Module, tally: _Tally) -> None:
@@ -269,14 +278,49 @@ def _patch_layer(module: AnyModule, kind: LayerKind, tallies: dict[str, _Tally],
 def _patch_readers(model: nn.Module, owner: nn.Module) -> KernelLine:
     """Let linear layers recompute their inputs; the row counts the modules whose outputs are recomputable."""
     # not the output head: the loss reads its input
-    head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None
-    recompute_inputs(model, but=head)
+    head = get_output_head(owner)
+    recompute_inputs(model, but=getattr(head, "base_layer", head))  # PEFT's layer around the head holds it
     makers = sum(isinstance(module, RecomputableOutput) for module in model.modules())
     return KernelLine("recompute", makers, 0, "" if makers else "no norm or MLP is patched")
 
 
-def _patch_loss(owner: nn.Module, loss: Loss) -> KernelLine:
-    """Let our kernel compute the loss of `owner`."""
+def _loss_head_patch(model: nn.Module, owner: nn.Module, lora: bool) -> type[LossHead]:
+    """Return the patch of the output head, which an adapter may have wrapped, also after an earlier `patch`."""
+    if not lora or "peft" not in sys.modules:  # importing peft takes seconds
+        return LossHead
+    from ligertune.patching.lora.fused_lora import loss_head_patch, move_loss_heads
+
+    move_loss_heads(model)
+    return loss_head_patch(get_output_head(owner))
+
+
+def _patch_adapters(model: nn.Module, lora: bool, patched: set[int]) -> tuple[KernelLine, ...]:
+    """Fuse PEFT's adapters, those of experts always; return the row of LoRA layers, if there are any.
+
+    patched: ids of the modules that an earlier `patch` has patched.
+    """
+    if "peft" not in sys.modules:
+        return ()
+    from ligertune.patching.experts.expert_lora import split_adapters
+    from ligertune.patching.lora.fused_lora import adapted_layers, fuse_adapters, why_peft_computes
+
+    split_adapters(model)
+    layers = adapted_layers(model)
+    if lora:
+        fuse_adapters(model)
+    tally = _Tally()
+    for layer in layers:
+        reason = why_peft_computes(layer) if lora or id(layer) in patched else "switched off"
+        if reason is None:
+            tally.applied += 1
+            tally.already += id(layer) in patched
+        else:
+            tally.left[f"{type(layer).__name__}: {reason}"] += 1
+    return (tally.row("lora_linear"),) if layers else ()
+
+
+def _patch_loss(owner: nn.Module, loss: Loss, head_patch: type[LossHead]) -> KernelLine:
+    """Let our kernel compute the loss of `owner`, in its output head by `head_patch`."""
     if isinstance(owner, KernelLossModel):
         current = "linear_cross_entropy" if isinstance(owner, DeferredLossModel) else "cross_entropy"
         if loss != current:
@@ -285,7 +329,7 @@ def _patch_loss(owner: nn.Module, loss: Loss) -> KernelLine:
     if loss == "torch":
         return KernelLine("linear_cross_entropy", 0, 1, f"1 {type(owner).__name__}: switched off")
     if loss == "linear_cross_entropy":
-        refusal = defer_loss(owner, LossHead)
+        refusal = defer_loss(owner, head_patch)
     else:
         refusal = refuse_loss(owner)
         if refusal is None:

@@ -8,7 +8,7 @@ from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Batching, DataSummary, Rows, choose_batching, padding_free_notes
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.graph_choice import check_cuda_graphs, cuda_graphs_notes
+from ligertune.planning.graph_choice import REACHED_SHARE_OF_PEAK, check_cuda_graphs, cuda_graphs_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE
 from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
@@ -16,6 +16,7 @@ from ligertune.planning.memory.activation_policy import (
     choose_tile,
     may_tile,
     on_machine,
+    suggest_offload,
     with_checkpointed_layers,
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
@@ -139,6 +140,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         teacher=inputs.teacher,
         carried=model.carried,
     )
+    plan = suggest_offload(plan, recipe, REACHED_SHARE_OF_PEAK)
     if recipe.train.cuda_graphs is True:
         check_cuda_graphs(plan, inputs.modality)
     return plan

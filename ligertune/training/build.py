@@ -411,8 +411,8 @@ def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine,
     """Return the lines of LoRA layers that `kernels.lora` fuses and of experts with LoRA in split form, if any."""
     if options.kernels.enabled is False or options.method.type not in ("lora", "qlora"):
         return ()
-    from ligertune.models.adapters.fused_lora import FusedLora
     from ligertune.patching.experts.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
+    from ligertune.patching.lora.fused_lora import FusedLora
 
     fused = sum(isinstance(module, FusedLora) for module in model.modules())
     lines = (KernelLine("lora_linear", fused, 0, ""),) if fused else ()

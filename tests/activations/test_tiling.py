@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.tiling import TiledLinear, TiledMLP, TiledNorm, tile_layers, tile_projections, tiled
 from ligertune.errors import UserError
-from ligertune.models.adapters.joint_lora import siblings_of
 from ligertune.models.shape import base_of, read_shape, text_layers
 from ligertune.models.trainable import apply_method
+from ligertune.patching.lora.joint_lora import siblings_of
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import (
     ActivationPolicy,

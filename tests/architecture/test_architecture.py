@@ -67,7 +67,7 @@ HOMES = {
     "accelerate": ("training",),
     "datasets": ("data",),
     "matplotlib": ("files/plots",),
-    "peft": ("models", "patching/experts/expert_lora"),
+    "peft": ("models", "patching/experts/expert_lora", "patching/lora/fused_lora"),
     "PIL": ("data/modalities/image",),
     "bitsandbytes": ("training/optim",),
 }

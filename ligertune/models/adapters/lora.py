@@ -1,9 +1,8 @@
 """LoRA adapters with peft: W x + (alpha / R) B A x, W frozen.
 
-Adapters are added after `patch`, which recognises only plain layers. In a model with a tower only the language
-model gets adapters. Experts get theirs as parameters (`expert_lora`). An adapter on the output head becomes a low-rank
-term of the fused loss. Adapters are float32, because bfloat16 would lose their small updates, and compute in the
-model's dtype (autocast).
+Adapters are added after `patch`. In a model with a tower only the language model gets adapters. Experts get theirs as
+parameters (`expert_lora`). An adapter on the output head becomes a low-rank term of the fused loss. Adapters are
+float32, because bfloat16 would lose their small updates, and compute in the model's dtype (autocast).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,7 +25,6 @@ from ligertune.errors import UserError, plural
 from ligertune.files.model_files import ModelOrigin, loading
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.adapters.adapter_targets import find_targets
-from ligertune.models.adapters.fused_lora import LoraLossHead
 from ligertune.models.adapters.initial_lora import remember_initial
 from ligertune.models.adapters.token_rows import (
     compute_in_dtype_of_base,
@@ -38,8 +35,7 @@ from ligertune.models.adapters.token_rows import (
 )
 from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.experts.expert_lora import merge_parameters, split_adapters
-from ligertune.patching.fused_loss import LossHead
-from ligertune.patching.module_patch import patch_module, unpatch_module
+from ligertune.patching.lora.fused_lora import move_loss_heads
 from ligertune.patching.recompute import has_recompute, recompute_inputs
 
 if TYPE_CHECKING:
@@ -116,10 +112,7 @@ def _adjust_layers(adapted: peft.PeftModel, *, recomputes: bool, own_dropout: fl
             if own_dropout and not isinstance(module, ParamWrapper):
                 # PEFT has one dropout for all targets, and refuses it for parameters, also when it loads an adapter.
                 module.lora_dropout["default"] = nn.Dropout(own_dropout)
-    for module in adapted.modules():
-        if type(module) is LoraLinear and isinstance(module.base_layer, LossHead):
-            unpatch_module(module.base_layer)
-            patch_module(module, LoraLossHead)
+    move_loss_heads(adapted)
 
 
 def _check_initial(adapted: peft.PeftModel, spec: MethodOptions) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.ops.recurrence.tiles import delta_tiles
 
-from ligertune.errors import UserError, plural
+from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
 from ligertune.planning.batch_layout import Batching
 from ligertune.planning.feature_spec import feature_of
@@ -17,12 +17,18 @@ from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.layer_bytes import Float8
 from ligertune.planning.memory.model_shape import MixerShape
 from ligertune.planning.memory.states import Strategy
+from ligertune.planning.plan import Plan
 from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
 GATED_MLPS = {"swiglu", "geglu", "reglu"}
 # `layers: auto` is suggested if it checkpoints at most this share of the layers.
 WORTH_SUGGESTING = 0.9
+# `offload` is suggested if it saves at least this share of a step's memory: the estimate is not more exact.
+WORTH_OFFLOADING = 0.03
+# Bytes/s of copies from and to pinned host memory, assumed and not measured: PCIe 5.0 x16 carries 63 GB/s at most. At
+# half of it, layers of Llama models of 1 B parameters and more still hide their copies on an H100.
+HOST_LINK_BANDWIDTH = 40e9
 
 
 def adapters_copy_inputs(recipe: Recipe) -> bool:
@@ -168,3 +174,52 @@ def checkpointing_notes(
     if needed <= WORTH_SUGGESTING * estimate.layers:
         return (f"{key}: {key}_layers: auto would checkpoint {needed} of {estimate.layers} layers instead of all",)
     return ()
+
+
+def suggest_offload(plan: Plan, recipe: Recipe, reached_share: float) -> Plan:
+    """Return the plan, with a note if offloading the layers' inputs saves memory and its copies take no time.
+
+    One process only: several of a host share its links. reached_share: FLOP/s of a step over the device's peak.
+    """
+    train = recipe.train
+    machine = plan.machine
+    memory = plan.memory
+    if train.gradient_checkpointing is not True or train.fp8 or memory is None or memory.tower is not None:
+        return plan
+    if machine.device != "cuda" or machine.world_size > 1 or not machine.peak_flops:
+        return plan
+    if not _copies_hide(plan, memory, reached_share * machine.peak_flops):
+        return plan
+    if checkpointing_notes(recipe, memory, plan.batching, plan.row_length, machine):  # fewer checkpointed layers
+        return plan
+    with_offload = recipe.model_copy(update={"train": train.model_copy(update={"gradient_checkpointing": "offload"})})
+    if contradicts_itself(with_offload):
+        return plan
+    offloading = replace(memory, policy=replace(memory.policy, checkpointing="offload"))
+    before = _peak_bytes(plan, memory)
+    saved = before - _peak_bytes(plan, offloading)
+    if saved < WORTH_OFFLOADING * before:
+        return plan
+    in_host_memory = offloading.host_bytes(plan.batching.micro_batch_size, plan.row_length)
+    note = (
+        f"train.gradient_checkpointing: offload would need {format_bytes(saved)} less device memory, for "
+        f"{format_bytes(in_host_memory)} of pinned host memory; by estimate, a layer's input is copied in less time "
+        "than its forward takes"
+    )
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _peak_bytes(plan: Plan, memory: MemoryEstimate) -> int:
+    """Return the bytes of the plan's step by a memory estimate."""
+    accumulates = plan.batching.accumulation > 1
+    on_device = plan.machine.memory_bytes
+    micro = plan.batching.micro_batch_size
+    return memory.peak(micro, plan.row_length, accumulates=accumulates, memory=on_device).total
+
+
+def _copies_hide(plan: Plan, memory: MemoryEstimate, flops: float) -> bool:
+    """Return whether a layer's input is copied to the host in less time than the layer's forward takes, per token."""
+    in_layers = (plan.n_active or plan.n_parameters) - memory.head.elements * memory.head.weights
+    forward_seconds = 2 * in_layers / memory.layers / flops
+    copy_seconds = memory.layer.hidden * memory.itemsize / HOST_LINK_BANDWIDTH
+    return copy_seconds < forward_seconds

@@ -179,8 +179,8 @@ def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
             "--check: model.init: random made the base model, which the run has not saved.",
             hint="Give the base model's folder to the recipe instead.",
         )
-    from ligertune.models.adapters.fused_lora import fuse_adapters  # imports peft, which takes seconds
     from ligertune.models.adapters.lora import load_adapter
+    from ligertune.patching.lora.fused_lora import fuse_adapters  # imports peft, which takes seconds
 
     adapted = load_adapter(_on_device(_base(plan, options)), str(source), SAVED_MODEL)
     if options.build.kernels.fuses_lora:

@@ -13,9 +13,9 @@ from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.hardware import this_machine
-from ligertune.models.adapters.fused_lora import FusedLora, fuse_adapters
 from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
+from ligertune.patching.lora.fused_lora import FusedLora, fuse_adapters
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions, fuses_lora
 from ligertune.recipe import load_recipe
@@ -106,9 +106,22 @@ def test_a_trained_base_layer_gets_its_gradients():
     assert fused.base_layer.bias.grad is not None
 
 
+class Gathering(nn.Module):
+    """A layer whose weight is there only while its forward runs, as FSDP1 makes it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.weight = nn.Parameter(layer.weight.new_empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        lambda module: module.lora_A.update({"default": Gathering(module.lora_A["default"])}),
         lambda module: module.enable_adapters(False),
         lambda module: module.merge(),
         lambda module: (
@@ -117,7 +130,7 @@ def test_a_trained_base_layer_gets_its_gradients():
         ),
         lambda module: module.lora_A["default"].register_forward_hook(lambda *_: None),
     ],
-    ids=["off", "merged", "two adapters", "hook"],
+    ids=["wrapped", "off", "merged", "two adapters", "hook"],
 )
 def test_pefts_own_code_runs_where_it_does_more(change, calls):
     usual, fused = pair()

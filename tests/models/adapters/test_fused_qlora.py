@@ -10,8 +10,8 @@ import torch
 from ligertune_kernels.ops.moe.dequantize_nf4 import dequantize_nf4, quantize_nf4
 from torch import nn
 
-from ligertune.models.adapters.fused_lora import FourBitWeight, four_bit_weight, fuse_adapters
-from ligertune.models.adapters.joint_lora import LoraTerms, joint_update
+from ligertune.patching.lora.fused_lora import FourBitWeight, four_bit_weight, fuse_adapters
+from ligertune.patching.lora.joint_lora import LoraTerms, joint_update
 
 E, F, R = 64, 40, 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -50,7 +50,7 @@ def test_a_weight_in_four_bits_has_the_bits_of_the_dequantised_one(device):
 
 
 def test_a_dequantised_weight_is_kept_until_the_next_one(monkeypatch):
-    from ligertune.models.adapters import fused_lora
+    from ligertune.patching.lora import fused_lora
 
     calls = []
     monkeypatch.setattr(fused_lora, "dequantize_nf4", lambda *a, **k: calls.append(a) or dequantize_nf4(*a, **k))

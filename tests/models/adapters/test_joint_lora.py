@@ -9,9 +9,9 @@ from support.models import tiny_models
 from torch import nn
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.models.adapters import joint_lora
-from ligertune.models.adapters.fused_lora import fuse_adapters
 from ligertune.models.trainable import apply_method
+from ligertune.patching.lora import joint_lora
+from ligertune.patching.lora.fused_lora import fuse_adapters
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
 

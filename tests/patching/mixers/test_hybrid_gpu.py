@@ -23,8 +23,8 @@ from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.hardware import this_machine
-from ligertune.models.adapters.fused_lora import fuse_adapters
 from ligertune.models.trainable import apply_method
+from ligertune.patching.lora.fused_lora import fuse_adapters
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions

@@ -9,7 +9,8 @@ into the other one (`addmm_`), in fp32 and rounded once. Seven such layers of Ll
 
 `joint_lora.py` computes layers with the same input (q, k, v; gate, up) together.
 
-peft's own code runs wherever it does more than this (DoRA, dropout, several adapters, a merged adapter).
+peft's own code runs wherever it does more than this (DoRA, dropout, several adapters, a merged adapter), and where it
+multiplies by the adapter in another dtype than the layer's input.
 
 Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three. Only the last
 one is kept, until the next: a checkpointed layer multiplies its last weight twice.
@@ -28,13 +29,15 @@ import torch
 from ligertune_kernels import LinearLora, linear_cross_entropy
 from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer as AdaptedLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from ligertune.any_types import AnyModule
-from ligertune.models.adapters.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
-from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module
+from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
+from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
 LoraLayer: TypeAlias = AnyModule  # peft's LoRA layer around a linear one, or a `FusedLora` or `LoraLossHead` made of it
@@ -162,9 +165,15 @@ class LoraLossHead(LossHead):
     A and B enter `linear_cross_entropy`, so no logits are made unless peft does more than add s B A x.
     """
 
+    @classmethod
+    def linear_of(cls, head: LoraLayer) -> nn.Module:
+        return head.base_layer
+
     def compute_loss(self: LoraLayer, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         base = self.base_layer
-        reason = why_not_low_rank(self)
+        reason = why_not_low_rank(self, training=self.training)
+        if reason is None and _casts_input(self, hidden):
+            reason = "has another dtype"
         is_off = self.disable_adapters and not self.merged  # for a reference; then the head is its base
         if reason is not None and not is_off:
             return self.dense_loss(hidden, labels, options, f"the head's adapter {reason}")
@@ -181,15 +190,21 @@ class LoraLossHead(LossHead):
         return linear_cross_entropy(hidden, base.weight, labels, base.bias, **options)
 
 
-def why_not_low_rank(layer: LoraLayer) -> str | None:
-    """Return why the layer's output is more than x W^T + s x A^T B^T, or None if it is exactly that."""
+def why_not_low_rank(layer: LoraLayer, *, training: bool) -> str | None:
+    """Return why the layer's output is more than x W^T + s x A^T B^T, or None if it is exactly that.
+
+    training: in training mode, in which a dropout has an effect.
+    """
     name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
     if layer.disable_adapters or layer.merged or name not in layer.lora_A:
         return "is switched off, merged, or one of several"
     if name in layer.lora_variant or layer.lora_bias.get(name):
         return "is more than a low-rank term"
-    if layer.training and not isinstance(layer.lora_dropout[name], nn.Identity):
+    if training and not isinstance(layer.lora_dropout[name], nn.Identity):
         return "has dropout"
+    # FSDP1 wraps A and B by peft's policy, and gathers their weights only when the wrapper is called
+    if not (is_linear(layer.lora_A[name]) and is_linear(layer.lora_B[name])):
+        return "consists of wrapped layers"
     return None
 
 
@@ -206,7 +221,8 @@ def _terms_of(layer: LoraLayer, x: Tensor) -> LoraTerms | None:
 
 
 def _is_plain(layer: LoraLayer, x: Tensor, packed: FourBitWeight | None) -> bool:
-    return why_not_low_rank(layer) is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
+    reason = why_not_low_rank(layer, training=layer.training)
+    return reason is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
 
 
 def _has_hooks(layer: LoraLayer) -> bool:
@@ -224,6 +240,8 @@ def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) 
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if dtype != x.dtype or not x.is_floating_point():
         return False
+    if _casts_input(module, x):
+        return False
     weights = [module.lora_A[name].weight, module.lora_B[name].weight]
     if packed is not None:
         computed = getattr(module.base_layer, "compute_dtype", None) or x.dtype
@@ -231,6 +249,17 @@ def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) 
     base_weight = module.base_layer.weight
     # The products of a float8 weight have x's dtype.
     return all(map(is_whole, [base_weight, *weights])) and base_weight.dtype in (x.dtype, torch.float8_e4m3fn)
+
+
+def _casts_input(layer: LoraLayer, x: Tensor) -> bool:
+    """Return whether peft multiplies by the adapter in the adapter's dtype, and that is not x's.
+
+    Autocast gives both one dtype. Recipes switch the cast off (`cast_input_dtype_enabled`), since they train under it.
+    """
+    if torch.is_autocast_enabled(x.device.type) or not layer.cast_input_dtype_enabled:
+        return False
+    name = layer.active_adapters[0]
+    return any(part[name].weight.dtype != x.dtype for part in (layer.lora_A, layer.lora_B))
 
 
 def _is_frozen_linear(base: nn.Module) -> bool:
@@ -247,3 +276,29 @@ def fuse_adapters(model: nn.Module) -> int:
         patch_module(layer, FusedLora)
     join_siblings(model, FusedLora)
     return len(layers)
+
+
+def move_loss_heads(model: nn.Module) -> None:
+    """Let an adapted output head compute the loss that the layer inside it computed before peft wrapped it."""
+    for module in model.modules():
+        if type(module) is LoraLinear and isinstance(module.base_layer, LossHead):
+            unpatch_module(module.base_layer)
+            patch_module(module, LoraLossHead)
+
+
+def loss_head_patch(head: nn.Module | None) -> type[LossHead]:
+    """Return the patch with which an output head, adapted or not, computes the loss."""
+    return LoraLossHead if type(head) is LoraLinear else LossHead
+
+
+def adapted_layers(model: nn.Module) -> list[LoraLayer]:
+    """Return peft's LoRA layers in `model`, fused or not. Adapters of parameters are others (`expert_lora`)."""
+    return [m for m in model.modules() if isinstance(m, AdaptedLayer) and not isinstance(m, ParamWrapper)]
+
+
+def why_peft_computes(layer: LoraLayer) -> str | None:
+    """Return why peft's own code trains a LoRA layer, or None if the fused one does."""
+    if not isinstance(layer, FusedLora | LoraLossHead):
+        return "not a linear layer, or one in another format"
+    reason = why_not_low_rank(layer, training=True)
+    return None if reason is None else f"its adapter {reason}, so PEFT computes it"
