@@ -23,6 +23,7 @@ from ligertune.models.shape import text_layers
 
 FIRST = 13  # tokens of the first document: small and odd
 SECOND = 11  # tokens of the second
+EXCHANGES = 4  # other first documents: one of them alone may hardly move the second one's logits
 SLOW_DECAY = 0.05  # A = exp(A_log): a token then keeps about 0.94 of the state
 # The largest change of the second document's logits, relative to the change of the first's, that rounding explains.
 # Rows of a matrix product do not depend on each other, so it is zero, except that experts get other tokens in a batch.
@@ -45,18 +46,19 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     """
     vocab_size = model.config.get_text_config().vocab_size
     rng = np.random.default_rng(0)
-    first, other, second = (rng.integers(vocab_size, size=length) for length in (FIRST, FIRST, SECOND))
+    first, second, *others = (rng.integers(vocab_size, size=n) for n in (FIRST, SECOND, *[FIRST] * EXCHANGES))
     with slow_decay(model):
-        logits = [_logits_of(model, [document, second], multiple_of) for document in (first, other)]
-    change = (logits[0] - logits[1]).abs().amax(-1)[: FIRST + SECOND]  # without padding
+        logits = _logits_of(model, [first, second], multiple_of)
+        exchanged = torch.stack([_logits_of(model, [other, second], multiple_of) for other in others])
+    change = (exchanged - logits).abs().amax(-1)[:, : FIRST + SECOND]  # (EXCHANGES, tokens), without padding
     if bool(change.isnan().any()):
         raise LogitsAreNaN(
             f"model.model_name_or_path: this {type(model).__name__} computes NaN before it is trained.",
             hint="Its weights are damaged, or too large for model.dtype.",
         )
-    own = float(change[:FIRST].max())
-    others = float(change[FIRST:].max())
-    return others / own if own else others
+    own = change[:, :FIRST].amax(1)
+    leak = change[:, FIRST:].amax(1)
+    return float(torch.where(own > 0, leak / own, leak).max())
 
 
 def _logits_of(model: PreTrainedModel, documents: Sequence[np.ndarray], multiple_of: int) -> Tensor:

@@ -144,7 +144,8 @@ def why_not_packed(options: BuildOptions, config: PreTrainedConfig) -> str | Non
 
 def _find_packing_reason(options: BuildOptions, config: PreTrainedConfig) -> str | None:
     if (layers := carried_state(options, config)) is not None:
-        return f"{layers} layers carry state from one document of a packed row into the next"
+        does = "may see" if unknown_layers(config) else "carry state"
+        return f"{layers} layers {does} from one document of a packed row into the next"
     if options.model.attn_implementation in _SEARCH_POSITIONS or not modality_of(config).facts.packs_exactly:
         return None
     try:

@@ -30,6 +30,8 @@ def causal_conv1d_step_reference(
     activation: Activation | None = None,
 ) -> torch.Tensor:
     """Compute `causal_conv1d_step` in plain torch, in place on `conv_state`."""
+    if not x.shape[-1]:
+        return torch.empty_like(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens = torch.cat((conv_state.to(wide), x.to(wide)), -1)
     y = F.conv1d(tokens, weight.to(wide)[:, None], None if bias is None else bias.to(wide), groups=x.shape[1])

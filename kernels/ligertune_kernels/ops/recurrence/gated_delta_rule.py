@@ -395,8 +395,7 @@ def gated_delta_rule(
             "expected (T,) and (1, T, X, V)"
         )
     if value.numel() == 0:
-        # of no token, but with gradients for all
-        return value * (query.sum() + key.sum() + decay.sum() + beta.sum()).to(value.dtype)
+        return value * _zero(query, key, decay, beta).to(value.dtype)
     query, key, value = autocast(query, key, value)
     if not tiles.runs_delta_kernels(query, max(key.shape[-1], value.shape[-1])):
         with without_autocast(query.device):
@@ -422,8 +421,11 @@ def gated_delta_rule_with_states(
     check_rule("gated_delta_rule", query, key, value, decay, beta, initial_state)
     batch, _, value_heads, value_dim = value.shape
     if value.numel() == 0:
-        state = value.new_zeros((batch, value_heads, key.shape[-1], value_dim), dtype=torch.float32)
-        return torch.zeros_like(value), state if initial_state is None else initial_state.float()
+        zero = _zero(query, key, value, decay, beta)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        state = value.new_zeros((batch, value_heads, key.shape[-1], value_dim), dtype=dtype)
+        state = state if initial_state is None else initial_state.to(dtype)
+        return value * zero.to(value.dtype), state + zero.to(dtype)
     query, key, value = autocast(query, key, value)
     if not tiles.runs_delta_kernels(query, max(key.shape[-1], value_dim)):
         with without_autocast(query.device):
@@ -436,6 +438,11 @@ def gated_delta_rule_with_states(
     inputs = *_rows(query, key, value), decay, beta.contiguous(), initial
     out, final_state = _GatedDeltaRule.apply(shape, *inputs, None, None)
     return out, final_state.mT.contiguous()
+
+
+def _zero(*tensors: torch.Tensor) -> torch.Tensor:
+    """Return 0, the sum of tensors without elements, with gradients for all of them."""
+    return sum(t.sum() for t in tensors)
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -476,8 +483,12 @@ def check_rule(
     value_heads = value.shape[2]
     if heads == 0 or value_heads % heads:
         raise ValueError(f"{op}: {value_heads} value heads and {heads} key heads; expected a multiple")
-    if not (query.dtype == key.dtype == value.dtype):
-        raise ValueError(f"{op}: query is {query.dtype}, key {key.dtype}, value {value.dtype}")
+    if not (query.dtype == key.dtype == value.dtype) or not query.is_floating_point():
+        raise ValueError(
+            f"{op}: query is {query.dtype}, key {key.dtype}, value {value.dtype}; expected one float dtype"
+        )
+    if not query.shape[3]:
+        raise ValueError(f"{op}: query is {tuple(query.shape)}; expected heads of at least one column")
     for name, t in (("decay", decay), ("beta", beta)):
         if t.shape != value.shape[:3]:
             raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(value.shape[:3])}")

@@ -36,7 +36,7 @@ DOCUMENTS = ("document_places", "cu_seqlens", "cu_seq_lens_q", "seq_idx")  # the
 OTHER_RESULTS = frozenset({
     "initial_states", "return_final_states", "final_states_out", "cache_seqlens", "conv_state_indices",
     "head_first", "use_gate_in_kernel", "A_log", "dt_bias", "safe_gate", "lower_bound", "allow_neg_eigval",
-    "use_beta_sigmoid_in_kernel", "transpose_state_layout", "state_v_first", "cp_context", "gk", "g_gamma",
+    "use_beta_sigmoid_in_kernel", "transpose_state_layout", "state_v_first", "cp_context", "gk", "gv", "g_gamma",
 })  # fmt: skip
 ACTIVATIONS: dict[str | None, Activation | None] = {None: None, "silu": "silu", "swish": "silu"}
 
@@ -154,8 +154,11 @@ def _documents(n_tokens: int, options: dict[str, Any]) -> Documents | None:
     name, tensor = next(given, (None, None))
     if tensor is None:
         return None
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor")
     shape = {"document_places": (2, n_tokens), "seq_idx": (1, n_tokens)}.get(name)
-    if tensor.is_floating_point() or (tensor.ndim != 1 if shape is None else tensor.shape != shape):
+    no_number = tensor.is_floating_point() or tensor.dtype is torch.bool
+    if no_number or (tensor.ndim != 1 if shape is None else tensor.shape != shape):
         expected = "(documents + 1,)" if shape is None else shape
         raise ValueError(
             f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; expected integers {expected} for one row of "
@@ -179,7 +182,7 @@ def _numbered_documents(numbers: torch.Tensor) -> Documents:
 
 def _bounded_documents(cu_seqlens: torch.Tensor, n_tokens: int) -> Documents:
     # 0 and n_tokens once more, so that every token has a bound on either side, whatever is given
-    bounds = functional.pad(cu_seqlens.clamp(0, n_tokens), (1, 1))
+    bounds = functional.pad(cu_seqlens.long().clamp(0, n_tokens), (1, 1))
     bounds[-1] = n_tokens
     tokens = torch.arange(n_tokens, dtype=bounds.dtype, device=bounds.device)
     after = torch.searchsorted(bounds, tokens, right=True)

@@ -52,6 +52,15 @@ def test_tensors_of_a_step_that_do_not_fit_are_refused(given, message) -> None:
         gated_delta_rule_step(**{**tensors, **given})
 
 
+@pytest.mark.parametrize("places", [3, 4])
+def test_no_token_leaves_the_state_of_a_convolution(places, device) -> None:
+    x = torch.randn(2, 6, 0, device=device)
+    state = torch.randn(2, 6, places, device=device)
+    kept = state.clone()
+    assert causal_conv1d_step(x, state, torch.randn(6, 4, device=device)).shape == x.shape
+    assert torch.equal(state, kept)
+
+
 def test_states_of_a_convolution_that_do_not_fit_are_refused() -> None:
     x = torch.zeros(1, 2, 1)
     with pytest.raises(ValueError, match=r"causal_conv1d_step: conv_state is .* 3 places or more"):

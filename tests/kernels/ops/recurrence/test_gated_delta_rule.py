@@ -158,8 +158,12 @@ def test_what_lies_around_a_chunk_does_not_matter(device) -> None:
 def test_no_token_and_a_state(device) -> None:
     leaves = inputs((5,), (1, 2, 16, 16), torch.float32, device)
     state = torch.randn(1, 2, 16, 16, device=device)
-    out, final = gated_delta_rule_with_states(*(t[:, :0] for t in leaves), initial_state=state)
-    assert out.shape == (1, 0, 2, 16) and torch.equal(final, state)
+    empty = [t[:, :0].requires_grad_() for t in leaves]
+    out, final = gated_delta_rule_with_states(*empty, initial_state=state)
+    assert out.shape == (1, 0, 2, 16) and torch.equal(final, state) and final.data_ptr() != state.data_ptr()
+    gradients = torch.autograd.grad([out, final], empty, [torch.ones_like(out), torch.ones_like(final)])
+    assert [g.shape for g in gradients] == [t.shape for t in empty]
+    assert gated_delta_rule_with_states(*(t.double() for t in empty))[1].dtype is torch.float64
 
 
 @pytest.mark.parametrize(
@@ -168,6 +172,7 @@ def test_no_token_and_a_state(device) -> None:
         ({"query": (1, 9, 2, 8)}, "expected twice \\(B, T, H, K\\) and \\(B, T, X, V\\)"),
         ({"value": (1, 9, 3, 8), "decay": (1, 9, 3), "beta": (1, 9, 3)}, "3 value heads and 2 key heads"),
         ({"decay": (1, 9, 2)}, "decay is \\(1, 9, 2\\); expected \\(1, 9, 4\\)"),
+        ({"query": (1, 9, 2, 0), "key": (1, 9, 2, 0)}, "expected heads of at least one column"),
         ({"initial_state": (1, 4, 8, 16)}, "initial_state is \\(1, 4, 8, 16\\); expected \\(1, 4, 16, 8\\)"),
     ],
 )

@@ -85,7 +85,13 @@ def test_tokens_without_bounds_are_documents_of_their_own(tensors) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"seq_idx": TWO_ROWS}, {"cu_seqlens": TWO_ROWS}, {"cu_seqlens": BOUNDS.float()}, {"document_places": NUMBERS}],
+    [
+        {"seq_idx": TWO_ROWS},
+        {"cu_seqlens": TWO_ROWS},
+        {"cu_seqlens": BOUNDS.float()},
+        {"cu_seqlens": BOUNDS > 0},
+        {"document_places": NUMBERS},
+    ],
 )
 def test_documents_of_another_form_are_refused(given, tensors) -> None:
     name = next(iter(given))
@@ -93,7 +99,12 @@ def test_documents_of_another_form_are_refused(given, tensors) -> None:
         package_functions.chunk_gated_delta_rule(*tensors, **given)
 
 
-@pytest.mark.parametrize("name, value", [("head_first", True), ("A_log", torch.ones(1)), ("cp_context", object())])
+def test_documents_that_are_no_tensor_are_refused(tensors) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens is a list; expected a tensor"):
+        package_functions.chunk_gated_delta_rule(*tensors, cu_seqlens=BOUNDS.tolist())
+
+
+@pytest.mark.parametrize("name, value", [("head_first", True), ("A_log", torch.ones(1)), ("gv", torch.ones(1))])
 def test_arguments_that_change_the_result_are_refused(name, value, tensors) -> None:
     with pytest.raises(ValueError, match=f"{name} is given, which these kernels do not compute; leave it out"):
         package_functions.fused_recurrent_gated_delta_rule(*tensors, **{name: value})
