@@ -114,7 +114,8 @@ _SIZES = (
     (("vocab_size",), 1, 2**24),
     (("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1, 2**12),
     (("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads"), 1, 2**14),
-    (("hidden_size", "n_embd", "d_model"), 1, 2**18),
+    (("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"), 1, 2**14),
+    (("hidden_size", "n_embd", "d_model", "linear_key_head_dim", "linear_value_head_dim"), 1, 2**18),
     (("head_dim",), 0, 2**18),  # 0: GLM-5 computes it from other keys
     (("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 1, 2**22),
     (("max_position_embeddings", "n_positions"), 1, 2**30),
@@ -122,6 +123,10 @@ _SIZES = (
     (("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 0, 2**14),
 )
 _LIMITS = {key: (smallest, largest) for keys, smallest, largest in _SIZES for key in keys}
+_SHARED_HEADS = (  # heads, what several of them share, in words
+    ("num_attention_heads", "num_key_value_heads", "key and value heads"),
+    ("linear_num_value_heads", "linear_num_key_heads", "key heads"),
+)
 _DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop")  # endings of probabilities
 MAX_PARAMETERS = 10**13  # the largest published models have 10**12
 MAX_DEPTH = 8  # configurations within configurations
@@ -177,12 +182,14 @@ def check_token_ids(values: dict[str, Any], file: object, origin: ModelOrigin) -
 
 def _check_heads(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
     """Raise UserError if heads cannot share keys and values. The width need not be a multiple of them in all models."""
-    heads, shared = (values.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
-    if type(heads) is int and type(shared) is int and heads % shared:
-        raise origin.error(
-            f"{file}: {prefix}num_attention_heads is {heads}, and must be a multiple of the number of key and value"
-            f" heads, {prefix}num_key_value_heads: {shared}."
-        )
+    for key, of_shared, what in _SHARED_HEADS:
+        heads = values.get(key)
+        shared = values.get(of_shared)
+        if type(heads) is int and type(shared) is int and heads % shared:
+            raise origin.error(
+                f"{file}: {prefix}{key} is {heads}, and must be a multiple of the number of {what}, "
+                f"{prefix}{of_shared}: {shared}."
+            )
 
 
 def _check_chosen(values: dict[str, Any], file: object, origin: ModelOrigin, prefix: str) -> None:
