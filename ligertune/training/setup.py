@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from ligertune.data.batching.collate import Batcher, FilePrefetcher, rows_multiple_of, static_shapes_of
 from ligertune.data.batching.context_parallel import context_parallel_split
 from ligertune.data.batching.order import ByFileCount, DataOrder, StreamOrder, check_files_on_all_rows
+from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import ModalityReader
 from ligertune.data.prepare import PreparedData
@@ -372,8 +373,14 @@ def _data_order(
         order = StreamOrder(examples, seed=plan.build.seed, batching=plan.batching, max_length=length)
     else:
         whole = plan.schedule.total_steps * plan.batching.global_batch_size
-        of_epochs = plan.num_train_epochs is not None and round(plan.num_train_epochs * plan.rows.count)
-        order = DataOrder.of(plan, examples, of_epochs or whole)
+        order = DataOrder(
+            examples.longest_documents,
+            total_rows=whole if plan.num_train_epochs is None else round(plan.num_train_epochs * plan.rows.count),
+            seed=plan.build.seed,
+            batching=plan.batching,
+            packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
+            grouped=plan.rows.kind == "grouped",
+        )
     if reader is None or not reader.needs_equal_counts:
         return order
     check_files_on_all_rows(plan.strategy, examples, reader)

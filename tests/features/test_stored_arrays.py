@@ -58,7 +58,7 @@ def test_damaged_reference_log_probabilities_are_computed_again(damage, job, mon
     monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
     shutil.rmtree(job.plan.output_dir / FOLDER, ignore_errors=True)
     stored, right = StoredLogProbs(job.plan, job.data.train), np.ones((len(job.data.train), 2), np.float32)
-    own, shared = job.plan.output_dir / FOLDER / stored.name, stored.in_cache
+    own, shared = job.plan.output_dir / FOLDER / stored.name, tmp_path / "cache" / "data" / stored.name
     stored.save(right)
     DAMAGE[damage](own)
     np.testing.assert_array_equal(stored.load(), right)  # of the data cache

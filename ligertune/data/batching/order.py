@@ -23,7 +23,6 @@ from ligertune.planning.memory.states import SHARDED_WEIGHTS
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
     from ligertune.data.modalities.modality import ModalityReader
-    from ligertune.planning.plan import Plan
 
 # Global batches whose examples are sorted by length together: enough for batches of similar lengths, few enough that a
 # batch stays a random draw.
@@ -49,19 +48,6 @@ class DataOrder:
     packs: Packs | None = None
     grouped: bool = False
     _epochs: dict[int, tuple[np.ndarray, RowsOfEpoch]] = field(default_factory=dict, init=False)
-
-    @classmethod
-    def of(cls, plan: Plan, examples: Examples, total_rows: int | None = None) -> DataOrder:
-        """Return the order in which a run trains on examples in memory. total_rows: None for those of one epoch."""
-        packs = pack(examples.lengths, plan.rows.length) if plan.rows.packed else None
-        return cls(
-            examples.longest_documents,
-            total_rows=(len(examples) if packs is None else len(packs)) if total_rows is None else total_rows,
-            seed=plan.build.seed,
-            batching=plan.batching,
-            packs=packs,
-            grouped=plan.rows.kind == "grouped",
-        )
 
     @property
     def rows_per_epoch(self) -> int:

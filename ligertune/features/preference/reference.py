@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligertune.any_types import AnyModule
-from ligertune.data.batching.order import DataOrder
 from ligertune.data.batching.packing import pack
 from ligertune.errors import UserError
 from ligertune.features.preference.answers import answer_log_probs
@@ -44,8 +43,7 @@ class Reference(Protocol):
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool, say: Say) -> None:
         """Do what is needed before the first step.
 
-        batchers: of the training examples, then of others. resumed: the weights of `model` are those of a checkpoint.
-        say: shows the progress.
+        resumed: the weights of `model` are those of a checkpoint. say: shows the progress.
         """
 
     def fields(self, examples: Examples, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -135,9 +133,8 @@ class PrecomputedReference:
         self._of: dict[int, np.ndarray] = {}  # by the id of the examples
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher], *, resumed: bool, say: Say) -> None:
-        for place, batcher in enumerate(batchers):
-            found = self._found(model, batcher, resumed=resumed, trains=place == 0, say=say)
-            self._of[id(batcher.examples)] = found
+        for batcher in batchers:
+            self._of[id(batcher.examples)] = self._found(model, batcher, resumed, say)
 
     def fields(self, examples: Examples, indices: Sequence[int]) -> dict[str, Tensor]:
         found = self._of.get(id(examples))  # None while they are computed
@@ -146,7 +143,7 @@ class PrecomputedReference:
     def log_probs(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return batch.pop(REFERENCE_FIELD)
 
-    def _found(self, model: nn.Module, batcher: Batcher, *, resumed: bool, trains: bool, say: Say) -> np.ndarray:
+    def _found(self, model: nn.Module, batcher: Batcher, resumed: bool, say: Say) -> np.ndarray:
         """Return the log-probabilities (N, answers of an example), stored or computed. All ranks call it."""
         stored = StoredLogProbs(self._plan, examples_in_memory(batcher.examples))
         found = stored.load()
@@ -159,7 +156,7 @@ class PrecomputedReference:
                     hint="Train this recipe for one step in another checkpoint.output_dir, which stores them in the"
                     " data cache, and resume then.",
                 )
-            found = precompute(self._plan, model, batcher, say, trains=trains)
+            found = precompute(self._plan, model, batcher, say)
         stored.save(found)
         return found
 
@@ -177,35 +174,15 @@ def rank_batches(plan: Plan, lengths: np.ndarray, indices: np.ndarray, *, size: 
         yield [indices[places[i]] for i in mine]
 
 
-def reference_batches(plan: Plan, examples: Examples, *, trains: bool) -> list[list[np.ndarray]]:
-    """Return this rank's rows of each forward over all examples; all ranks get equally many.
-
-    trains: the examples are those of the training. They are computed in the micro-batches in which they train first:
-    the first step compares the policy with log-probabilities of the same roundings. A step in which the second epoch
-    begins can have an example twice, so its examples are computed as those of an evaluation.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    batches = []
-    is_left = np.ones(len(examples), dtype=bool)
-    if trains:
-        order = DataOrder.of(plan, examples)
-        for step in range(order.rows_per_epoch // plan.batching.global_batch_size):
-            batches += order.micro_batches(step, rank)
-            is_left[np.concatenate(order.step(step))] = False
-    left = np.flatnonzero(is_left)
-    return [*batches, *rank_batches(plan, examples.lengths, left, size=plan.batching.eval_batch_size)]
-
-
-def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say, *, trains: bool = False) -> np.ndarray:
+def precompute(plan: Plan, model: nn.Module, batcher: Batcher, say: Say) -> np.ndarray:
     """Return the log-probabilities of all answers of the batcher's examples, (N, answers of an example) float32.
 
-    All ranks call it, and each computes its share. trains: as `reference_batches` has it. say: shows progress.
+    All ranks call it, and each computes its share. Rows are packed as in an evaluation. say: shows progress.
     """
-    examples = examples_in_memory(batcher.examples)
-    lengths = examples.lengths
+    lengths = examples_in_memory(batcher.examples).lengths
     found = None
     shown = time.monotonic()
-    batches = reference_batches(plan, examples, trains=trains)
+    batches = list(rank_batches(plan, lengths, np.arange(len(lengths)), size=plan.batching.eval_batch_size))
     # PiSSA and OLoRA subtract the initial adapter from the weights: before training, the model is the one with it.
     base = contextlib.nullcontext() if plan.build.method.init_changes_weights else without_adapter(model)
     with base, without_dropout(model), loss_only():

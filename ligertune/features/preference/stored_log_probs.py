@@ -30,17 +30,14 @@ class StoredLogProbs:
     """The log-probabilities of some examples under the initial model of a plan, in files named by their key.
 
     The key contains what the numbers depend on: the model's files, how it computes, the examples, and which tokens
-    count. In the cache the name also contains what their rounding depends on, the batches, so that another run begins
-    with the numbers that it would compute. A run that resumes on other batches keeps those of its folder. All ranks
-    call `load` and `save`; the main rank reads and writes.
+    count. All ranks call `load` and `save`; the main rank reads and writes.
     """
 
     def __init__(self, plan: Plan, examples: Examples) -> None:
         self.name = f"reference-{log_probs_key(plan, examples)}.npy"
         # KTO has single answers, the other losses have pairs.
         self._shape = (len(examples), 1 if plan.build.section(PreferenceSpec).loss_type == "kto" else 2)
-        self.in_cache = cache_home() / f"reference-{_hashed([self.name, _batches(plan)])}.npy"
-        self._places = [plan.output_dir / FOLDER / self.name, self.in_cache]
+        self._places = [plan.output_dir / FOLDER / self.name, cache_home() / self.name]
 
     def load(self) -> np.ndarray | None:
         """Return the stored array on all ranks; None if no place has it."""
@@ -86,21 +83,7 @@ def log_probs_key(plan: Plan, examples: Examples) -> str:
     }
     if build.method.init_changes_weights:  # an adapter made from the weights, and what is left of them, are rounded
         parts["adapter"] = [build.method.init_lora_weights, build.method.lora_r, build.seed]
-    return _hashed(parts)
-
-
-def _hashed(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _batches(plan: Plan) -> list[Any]:
-    """Return what decides which examples are computed together, and by which kernels."""
-    rows = plan.rows
-    batching = plan.batching
-    sizes = [batching.global_batch_size, batching.micro_batch_size, batching.eval_batch_size, batching.row_ranks]
-    layout = [rows.kind, rows.length, rows.multiple_of, rows.padding_free]
-    kernels = [(line.kernel, line.applied) for line in plan.kernels]
-    return [plan.build.seed, sizes, layout, plan.attn_implementation, plan.machine.arch, kernels]
 
 
 def _model_identity(plan: Plan) -> list[Any]:

@@ -89,14 +89,9 @@ def by_hand(examples: Examples, model: torch.nn.Module | None = None) -> np.ndar
 def plan_of(size: int = 2, **preference: object) -> Any:
     """Return what the references read of a plan, for padded rows."""
     return SimpleNamespace(
-        build=SimpleNamespace(
-            section=lambda kind: PreferenceSpec(**preference), method=MethodOptions(type="full"), seed=0
-        ),
-        batching=SimpleNamespace(eval_batch_size=size, micro_batch_size=size, global_batch_size=4, row_ranks=1),
-        rows=SimpleNamespace(packed=False, length=64, kind="shuffled", multiple_of=1, padding_free=False),
-        attn_implementation="sdpa",
-        machine=SimpleNamespace(arch="x86_64"),
-        kernels=(),
+        build=SimpleNamespace(section=lambda kind: PreferenceSpec(**preference), method=MethodOptions(type="full")),
+        batching=SimpleNamespace(eval_batch_size=size, micro_batch_size=size, global_batch_size=4),
+        rows=SimpleNamespace(packed=False, length=64),
         data_options=SimpleNamespace(max_length=64),
         precision=SimpleNamespace(autocast="no"),
         shares_weights=False,
@@ -327,7 +322,7 @@ def test_stored_log_probabilities_are_read_from_the_run_first_and_never_if_they_
     monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
     plan = replace(job.plan, checkpoint=job.plan.checkpoint.model_copy(update={"output_dir": str(tmp_path / "run")}))
     stored, shape = StoredLogProbs(plan, job.data.train), (len(job.data.train), 2)
-    places = [tmp_path / "run" / FOLDER / stored.name, stored.in_cache]
+    places = [tmp_path / "run" / FOLDER / stored.name, cache_home() / stored.name]
     assert stored.load() is None
     values = np.arange(shape[0] * 2, dtype=np.float32).reshape(shape)
     stored.save(values)
@@ -399,7 +394,7 @@ def test_numbers_of_ranks_are_those_of_the_main_rank(job, tmp_path, monkeypatch)
         monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / str(rank)))
         stored = StoredLogProbs(plan, job.data.train)
         cache_home().mkdir(parents=True, exist_ok=True)
-        np.save(stored.in_cache, np.full(shape, rank + 1, np.float32))
+        np.save(cache_home() / stored.name, np.full(shape, rank + 1, np.float32))
         found = stored.load()
         return None if found is None else found.ravel().tolist()
 
