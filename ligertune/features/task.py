@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ligertune.data.batching.order import RowOrder
 from ligertune.data.examples import Examples
 from ligertune.errors import UserError
 from ligertune.planning.memory.model_shape import ModelShape
@@ -99,12 +100,14 @@ class Task:
     """Supervised fine-tuning; the base of all tasks.
 
     label_shifts: how many tokens ahead the labels of a row are. measures: what is logged next to the loss. resumed:
-    whether the weights at `prepare` are those of a checkpoint. say: shows the progress of `prepare`. notes: what the
-    report says after the first step. gives_predictions: whether `predictions` can be called on its batches.
+    whether the weights at `prepare` are those of a checkpoint. order: of the training rows, known at `prepare`. say:
+    shows the progress of `prepare`. notes: what the report says after the first step. gives_predictions: whether
+    `predictions` can be called on its batches.
     """
 
     label_shifts: tuple[int, ...] = (1,)
     resumed: bool = False
+    order: RowOrder | None = None
     gives_predictions: bool = True
     notes: tuple[str, ...] = ()
     say: Callable[[str], None] = staticmethod(lambda words: None)

@@ -245,6 +245,7 @@ def start(
         raise no_predictions(job.plan.build.task)
     check_context_parallel(job.plan, training.model, training.batcher, vocab_size=task.shape.vocab_size)
     task.resumed = resumed.step > 0
+    task.order = training.order
     task.say = display.begins
     task.prepare(training.model, [b for b in (training.batcher, training.eval_batcher) if b is not None])
     for note in training.notes:

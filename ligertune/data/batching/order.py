@@ -31,6 +31,18 @@ WINDOW = 50
 RowsOfEpoch = np.ndarray | Packs  # [i]: example indices of row i
 
 
+class RowOrder(Protocol):
+    """Which examples each rank sees at each step."""
+
+    def step(self, step: int, /) -> list[np.ndarray]:
+        """Return the rows of the global batch of `step` (from 0)."""
+        ...
+
+    def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
+        """Return this rank's rows of each micro-batch of the step; as many for each rank, some empty."""
+        ...
+
+
 @dataclass(eq=False)
 class DataOrder:
     """The shuffled order of a data set in memory.

@@ -12,7 +12,7 @@ it depends neither on ranks nor on micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ligertune.data.batching.order import RowOrder
 from ligertune.data.examples import Example, Examples
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.features.preference.answers import FIELDS, AnswerLogProbs, AnswerSums, answer_fields, answer_log_probs
 from ligertune.features.preference.preference_losses import kto_losses
 from ligertune.features.preference.recipe import PreferenceSpec
-from ligertune.features.preference.reference import Reference, rank_batches
+from ligertune.features.preference.reference import Reference, ReferenceRows, indices_of, rank_batches
 from ligertune.features.task import Measures, Task, examples_in_memory
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.patching.fused_loss import head_loss
@@ -69,6 +70,23 @@ def mismatched_examples(examples: Examples, *, block: int, max_length: int) -> I
         yield Example(ids, labels, prompt.source)
 
 
+@dataclass(frozen=True)
+class MismatchedOrder:
+    """The batches in which `KtoTask` computes the mismatched answers of a training step."""
+
+    plan: Plan
+    order: RowOrder  # of training
+    lengths: np.ndarray  # (N,) of the mismatched answers
+
+    def step(self, step: int) -> list[np.ndarray]:
+        return self.order.step(step)
+
+    def micro_batches(self, step: int, rank: int) -> list[list[np.ndarray]]:
+        indices = indices_of(self.step(step))
+        size = self.plan.batching.micro_batch_size
+        return list(rank_batches(self.plan, self.lengths, indices, size=size, rank=rank))
+
+
 class KtoTask(Task):
     """Raise the probability of desirable answers and lower that of others. The loss is the mean over answers."""
 
@@ -88,10 +106,14 @@ class KtoTask(Task):
         # in a block of one example, its prompt would get its own answer
         block = max(self._plan.batching.global_batch_size, 2)
         longest = self._plan.data_options.max_length
-        for batcher in batchers:
+        rows = []
+        for batcher, order in zip(batchers, [self.order, None], strict=False):  # of training, and of an evaluation
             made = Examples(mismatched_examples(examples_in_memory(batcher.examples), block=block, max_length=longest))
-            self._mismatched[id(batcher.examples)] = replace(batcher, examples=made)
-        self._reference.prepare(model, [*batchers, *self._mismatched.values()], resumed=self.resumed, say=self.say)
+            mismatched = replace(batcher, examples=made)
+            self._mismatched[id(batcher.examples)] = mismatched
+            shuffled = None if order is None else MismatchedOrder(self._plan, order, made.lengths)
+            rows += [ReferenceRows(batcher, order), ReferenceRows(mismatched, shuffled)]
+        self._reference.prepare(model, rows, resumed=self.resumed, say=self.say)
 
     def inputs(self, examples: Examples, indices: np.ndarray, *, step: int | None = None) -> dict[str, Any]:
         """Return the divisor of the loss, the number of answers, and kl (). All ranks call it."""

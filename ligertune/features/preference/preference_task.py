@@ -19,7 +19,7 @@ from ligertune.features.preference.answers import (
 )
 from ligertune.features.preference.preference_losses import CHOSEN, REJECTED, PairLogProbs, pair_losses, sft_weight_of
 from ligertune.features.preference.recipe import PreferenceSpec
-from ligertune.features.preference.reference import Reference
+from ligertune.features.preference.reference import Reference, ReferenceRows
 from ligertune.features.task import Measures, Task
 from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
@@ -49,7 +49,9 @@ class PreferenceTask(Task):
 
     def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
         if self._reference is not None:
-            self._reference.prepare(model, batchers, resumed=self.resumed, say=self.say)
+            orders = [self.order, None]  # of training, and of an evaluation
+            rows = [ReferenceRows(batcher, order) for batcher, order in zip(batchers, orders, strict=False)]
+            self._reference.prepare(model, rows, resumed=self.resumed, say=self.say)
 
     def inputs(self, examples: Examples, indices: np.ndarray, *, step: int | None = None) -> dict[str, Any]:
         """Return the divisors of the loss: pairs, and trained tokens of chosen answers."""

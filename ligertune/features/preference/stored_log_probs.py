@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +28,31 @@ FOLDER = "reference"  # in output_dir
 
 
 class StoredLogProbs:
-    """The log-probabilities of some examples under the initial model of a plan, in files named by their key.
+    """The log-probabilities of some examples under the initial model of a plan, in files named by two keys.
 
-    The key contains what the numbers depend on: the model's files, how it computes, the examples, and which tokens
-    count. All ranks call `load` and `save`; the main rank reads and writes.
+    The first contains what the numbers depend on: the model's files, how it computes, the examples, and which tokens
+    count. The second contains what their rounding depends on: the batches and the kernels. All ranks call `load` and
+    `save`; the main rank reads and writes.
     """
 
     def __init__(self, plan: Plan, examples: Examples) -> None:
-        self.name = f"reference-{log_probs_key(plan, examples)}.npy"
+        self._key = log_probs_key(plan, examples)
+        self.name = f"reference-{self._key}-{rounding_key(plan)}.npy"
         # KTO has single answers, the other losses have pairs.
         self._shape = (len(examples), 1 if plan.build.section(PreferenceSpec).loss_type == "kto" else 2)
         self._places = [plan.output_dir / FOLDER / self.name, cache_home() / self.name]
 
     def load(self) -> np.ndarray | None:
         """Return the stored array on all ranks; None if no place has it."""
-        found = [next(filter(None, map(self._read, self._places)), None) if _is_main() else None]
+        return self._first_of(self._places)
+
+    def load_of_other_batches(self) -> np.ndarray | None:
+        """Return an array of the run's folder that was rounded in other batches, on all ranks; None without one."""
+        return self._first_of(sorted(self._places[0].parent.glob(f"reference-{self._key}*.npy")))
+
+    def _first_of(self, paths: Sequence[Path]) -> np.ndarray | None:
+        """Return the first array that can be read, on all ranks."""
+        found = [next(filter(None, map(self._read, paths)), None) if _is_main() else None]
         if dist.is_initialized():
             dist.broadcast_object_list(found)
         return None if found[0] is None else found[0][0]
@@ -84,6 +95,21 @@ def log_probs_key(plan: Plan, examples: Examples) -> str:
     if build.method.init_changes_weights:  # an adapter made from the weights, and what is left of them, are rounded
         parts["adapter"] = [build.method.init_lora_weights, build.method.lora_r, build.seed]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def rounding_key(plan: Plan) -> str:
+    """Return a hash of what decides the shapes and the kernels of the products, and so how their sums are rounded."""
+    build = plan.build
+    method = build.method
+    parts: dict[str, Any] = {
+        "batches": plan.batching,
+        "rows": [plan.rows.kind, plan.rows.length, plan.rows.multiple_of, plan.rows.padding_free, build.seed],
+        "kernels": [plan.kernels_backend, build.kernels.model_dump(), plan.attn_implementation, plan.tile],
+        "compiled": build.execution.torch_compile,
+        "adapter": [method.type, method.lora_r, method.lora_target_modules],
+        "max_length": plan.data_options.max_length,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def _model_identity(plan: Plan) -> list[Any]:

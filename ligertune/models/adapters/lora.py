@@ -7,17 +7,20 @@ float32, because bfloat16 would lose their small updates, and compute in the mod
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from ligertune.any_types import AnyModule
@@ -219,3 +222,32 @@ def _with_changed_base(
         model = peft.get_peft_model(model, start).unload()
     config.init_lora_weights = True
     return model, config
+
+
+@contextlib.contextmanager
+def adapter_off(model: peft.PeftModel) -> Iterator[None]:
+    """Switch the adapter of a model off.
+
+    A low-rank update is scaled by 0, so that its layers compute the same products in the same order: the outputs are
+    the bits of an adapter with B = 0. PEFT would call the base layers, whose products may take other kernels, which
+    round differently. DoRA, trained tokens and `lora_modules_to_save` have no such scale, and PEFT switches them off.
+    """
+    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    switched: list[AnyModule] = [module for module in model.modules() if isinstance(module, kinds)]
+    if not all(isinstance(module, LoraLayer) and not module.lora_variant for module in switched):
+        # peft also freezes the adapter inside. A first forward under FSDP2 would keep that for the parameters it
+        # gathers.
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with model.disable_adapter():
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            yield
+        return
+    scales = [(layer, layer.scaling) for layer in switched]
+    for layer, scaling in scales:
+        layer.scaling = dict.fromkeys(scaling, 0.0)
+    try:
+        yield
+    finally:
+        for layer, scaling in scales:
+            layer.scaling = scaling

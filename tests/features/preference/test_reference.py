@@ -26,6 +26,7 @@ from ligertune.features.preference.reference import (
     AdapterReference,
     CopiedReference,
     PrecomputedReference,
+    ReferenceRows,
     choose_reference,
     precompute,
     rank_batches,
@@ -111,7 +112,7 @@ def test_precomputed_log_probabilities_are_those_of_each_pair_without_dropout_or
     """The model keeps its mode, and its adapter trains afterwards."""
     model, examples = tiny(adapted=adapted).train(is_training), some_pairs()
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    found = precompute(plan_of(), model, batcher_of(examples), silent)
+    found = precompute(plan_of(), model, ReferenceRows(batcher_of(examples), None), silent)
     np.testing.assert_allclose(found, by_hand(examples), rtol=1e-5)
     assert found.dtype == np.float32 and all(module.training is is_training for module in model.modules())
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
@@ -227,7 +228,7 @@ def test_ranks_share_the_work_and_find_what_one_process_finds():
             torch.distributed.init_process_group("gloo")
         forwards: list[int] = []
         handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
-        found = precompute(plan_of(), model, batcher_of(examples), silent)
+        found = precompute(plan_of(), model, ReferenceRows(batcher_of(examples), None), silent)
         rounds = len(forwards)
         task, batcher = fixed_kl(answers, 50.0)
         task.prepare(model, [batcher])
@@ -368,17 +369,18 @@ def test_a_resumed_run_computes_its_reference_only_if_it_has_an_adapter(adapted,
     """The model of a full run is no longer the initial one."""
     monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
     plan = replace(job.plan, checkpoint=job.plan.checkpoint.model_copy(update={"output_dir": str(tmp_path / "run")}))
-    plan, examples, model = replace(plan, rows=plan_of().rows), some_pairs(), tiny(adapted=adapted)
+    plan = replace(plan, rows=replace(plan.rows, kind="grouped", length=64))
+    examples, model = some_pairs(), tiny(adapted=adapted)
     reference = PrecomputedReference(plan)
     batcher = batcher_of(
         examples, PreferenceTask(None, plan.build.section(PreferenceSpec), reference, CPU).batch_fields
     )
     if not adapted:
         with pytest.raises(UserError, match="has lost its reference log-probabilities"):
-            reference.prepare(model, [batcher], resumed=True, say=silent)
+            reference.prepare(model, [ReferenceRows(batcher, None)], resumed=True, say=silent)
         assert not (tmp_path / "cache").exists() and not (tmp_path / "run").exists()
         return
-    reference.prepare(model, [batcher], resumed=True, say=silent)
+    reference.prepare(model, [ReferenceRows(batcher, None)], resumed=True, say=silent)
     found = reference.fields(examples, [1, 4])["reference_log_probs"]
     np.testing.assert_allclose(found, by_hand(examples)[[1, 4]].flatten(), rtol=1e-5)
     np.testing.assert_allclose(StoredLogProbs(plan, examples).load(), by_hand(examples), rtol=1e-5)

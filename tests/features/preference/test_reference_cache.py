@@ -6,11 +6,13 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
-from support.tasks.answer_truth import answer, pair, plan_of
+import torch
+from support.tasks.answer_truth import answer, batcher_of, pair, plan_of
 
 from ligertune.data.examples import Examples
 from ligertune.features.preference.recipe import PreferenceSpec
-from ligertune.features.preference.stored_log_probs import StoredLogProbs, log_probs_key
+from ligertune.features.preference.reference import PrecomputedReference, ReferenceRows
+from ligertune.features.preference.stored_log_probs import StoredLogProbs, log_probs_key, rounding_key
 from ligertune.planning.plan import Plan
 
 PAIRS = Examples([pair(answer([3, 4, 5, 2], [2, 3]), answer([3, 4, 6, 2], [2, 3]))])
@@ -145,3 +147,39 @@ def test_numbers_of_one_run_are_not_read_by_one_with_another_ld_alpha(base, tmp_
     assert np.array_equal(StoredLogProbs(same, PAIRS).load(), values)
     assert StoredLogProbs(ld(same, 0.5), PAIRS).load() is None
     assert StoredLogProbs(same, Examples([*PAIRS, *PAIRS])).load() is None
+
+
+def test_what_decides_the_rounding_is_in_the_name_of_the_file(base):
+    """Batches and kernels: a cached reference of others would not be the bits of the first policy."""
+    batching = base.batching
+    plans = [
+        base,
+        replace(base, batching=replace(batching, micro_batch_size=1)),
+        replace(base, batching=replace(batching, accumulation=7)),
+        replace(base, batching=replace(batching, eval_batch_size=7)),
+        replace(base, batching=replace(batching, world_size=2)),
+        replace(base, rows=replace(base.rows, padding_free=not base.rows.padding_free)),
+        replace(base, attn_implementation="eager"),
+        with_build(base, seed=base.build.seed + 1),
+        with_method(base, type="lora"),
+        with_method(base, type="lora", lora_r=2),
+    ]
+    assert len({rounding_key(plan) for plan in plans}) == len(plans)
+    same = [in_folder(base, Path("elsewhere")), ld(base, 0.7), with_build(base, task="dpo")]
+    assert {rounding_key(plan) for plan in same} == {rounding_key(base)}
+
+
+def test_a_run_resumed_with_other_batches_keeps_its_reference(base, tmp_path, monkeypatch):
+    """A full run has no initial weights to compute it with. Its numbers do not enter the cache of the other batches."""
+    monkeypatch.setenv("LIGERTUNE_CACHE", str(tmp_path / "cache"))
+    plan = in_folder(base, tmp_path / "run")
+    values = np.array([[-3.0, -4.0]], dtype=np.float32)
+    StoredLogProbs(plan, PAIRS).save(values)
+    other = replace(plan, batching=replace(plan.batching, micro_batch_size=7))
+    assert StoredLogProbs(other, PAIRS).load() is None
+    reference = PrecomputedReference(other)
+    rows = ReferenceRows(batcher_of(PAIRS, packed=False), None)
+    reference.prepare(torch.nn.Linear(1, 1), [rows], resumed=True, say=lambda words: None)
+    assert reference.fields(PAIRS, [0])["reference_log_probs"].tolist() == [-3.0, -4.0]
+    assert StoredLogProbs(other, PAIRS).load() is None
+    assert StoredLogProbs(ld(other, 0.7), PAIRS).load_of_other_batches() is None
