@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from support.command_line import RECIPE, overrides, run_here
 
 from ligertune.errors import UserError
-from ligertune.planning import hub
+from ligertune.files import hub
 from ligertune.planning.preflight import check_hub
 from ligertune.recipe import load_recipe
 
