@@ -126,7 +126,7 @@ class CudaGraphedStep:
         graph = torch.cuda.CUDAGraph()
         before = [(p, p.grad) for p in self._parameters]
         stream = torch.cuda.current_stream(self._device)
-        torch.cuda.empty_cache()  # the graph has memory of its own, of the size of what earlier batches have freed
+        torch.cuda.empty_cache()  # the graph allocates its own memory; earlier batches have freed as much
         try:
             # thread_local: other threads (image reading, an asynchronous save) may synchronise meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -138,7 +138,7 @@ class CudaGraphedStep:
             if self._required:
                 raise UserError(f"train.cuda_graphs: {reason}.", hint=HINT, exit_code=1) from error
             self._why_not = reason
-            torch.cuda.set_stream(stream)  # torch leaves that of the recording set if its end fails
+            torch.cuda.set_stream(stream)  # if the recording cannot end, torch stays on its stream
             _end_recording()
             for parameter, gradient in before:
                 parameter.grad = gradient

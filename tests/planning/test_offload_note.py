@@ -27,7 +27,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(recipe):
-    """Two rows of 32,768 tokens of Llama-3-8B, on an H100 of which 60 GiB are free."""
+    """Two rows of 32,768 tokens of Llama-3-8B, on an H100 with 60 GiB free."""
     plan = plan_for(recipe, for_show=True).plan
     with torch.device("meta"):
         config = transformers.LlamaConfig(**LLAMA_8B)

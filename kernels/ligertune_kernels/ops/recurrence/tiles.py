@@ -180,6 +180,8 @@ class ConvTile(NamedTuple):
         return {"COLS": self.cols, "num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
+# Short rows get shorter runs. With both numbers forward and backward of 2,048 tokens took 0.073 ms on an H200; other
+# numbers were not compared in a quiet run.
 CONV_PROGRAMS = 4  # of a processor, at least
 CONV_SHORTEST = 32  # tokens
 
