@@ -24,7 +24,7 @@ from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch, unpatch
 from ligertune.patching.probe import Refusal
 
-LENGTHS = (7, 40, 1, 33)
+LENGTHS = (7, 40, 1, 33, 2, 1, 3)
 
 
 def defines_the_rule(model_type: str) -> bool:
