@@ -46,11 +46,14 @@ CASES = [
 def add_noise_of_shape(model: torch.nn.Module) -> None:
     """Add noise to the embeddings (B, T, E) that is a function of B, T and the token's place."""
 
+    noises: dict[torch.Size, torch.Tensor] = {}  # on the model's device, as CUDA graphs read them
+
     def add(module: torch.nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
         rows, length = inputs[0].shape
-        generator = torch.Generator().manual_seed(10_000 * rows + length)
-        noise = torch.randn(embedded.shape, generator=generator).to(embedded.dtype)
-        return embedded + 0.1 * module.weight.std() * noise
+        if embedded.shape not in noises:
+            generator = torch.Generator().manual_seed(10_000 * rows + length)
+            noises[embedded.shape] = torch.randn(embedded.shape, generator=generator).to(embedded)
+        return embedded + 0.1 * module.weight.std() * noises[embedded.shape]
 
     model.get_input_embeddings().register_forward_hook(add)
 
