@@ -134,11 +134,11 @@ class CudaGraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # if the recording cannot end, torch stays on its stream
             reason = f"forward and backward cannot be recorded: {message_of(error)}"
             if self._required:
                 raise UserError(f"train.cuda_graphs: {reason}.", hint=HINT, exit_code=1) from error
             self._why_not = reason
-            torch.cuda.set_stream(stream)  # if the recording cannot end, torch stays on its stream
             _end_recording()
             for parameter, gradient in before:
                 parameter.grad = gradient

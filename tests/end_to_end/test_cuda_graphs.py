@@ -1,6 +1,7 @@
 """train.cuda_graphs: bit-equal to a run without it on a GPU, a note on a CPU, and what refuses it."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -154,6 +155,7 @@ def test_a_synchronising_operation_is_named(tmp_path, monkeypatch, request):
 
     forward = LlamaForCausalLM.forward
 
+    @functools.wraps(forward)  # the fused loss reads the signature
     def synchronises(self, *args, **kwargs):
         bool(torch.zeros((), device="cuda") > 1)
         return forward(self, *args, **kwargs)
@@ -175,6 +177,7 @@ def test_auto_goes_on_without_graphs_where_a_step_cannot_be_recorded(tmp_path, m
         patch.setattr(cuda_graphs, "MAX_GRAPHS", 0)
         expected, *_ = trained(tmp_path / "launched", **auto)
 
+    @functools.wraps(forward)  # the fused loss reads the signature
     def synchronises(self, *args, **kwargs):
         bool(torch.zeros((), device="cuda") > 1)
         return forward(self, *args, **kwargs)

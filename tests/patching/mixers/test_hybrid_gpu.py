@@ -127,7 +127,7 @@ class Finished:
 
 
 def run_of(folder: Path, model: Path, **changes: object) -> Finished:
-    report = train(folder, **SETTINGS, **{"model.model_name_or_path": model, **changes})
+    report = train(folder, **{**SETTINGS, "model.model_name_or_path": model, **changes})
     return Finished(losses(folder / "run"), losses(folder / "run", "grad_norm"), report)
 
 
