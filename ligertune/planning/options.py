@@ -197,15 +197,21 @@ def fuses_lora(recipe: Recipe, machine: Machine) -> bool:
 
 
 def completed(
-    recipe: Recipe, *, packing: bool, fused_lora: bool, token_ids: tuple[int, ...], sections: Mapping[str, Section]
+    recipe: Recipe,
+    *,
+    packing: bool,
+    kernels: Mapping[str, object],
+    token_ids: tuple[int, ...],
+    sections: Mapping[str, Section],
 ) -> Recipe:
     """Return the recipe with the values that the machine, the model, its tokenizer and the data decide.
 
-    token_ids: of `method.trainable_token_indices`. sections: those that a feature completes from the data.
+    kernels: decided values of that section. token_ids: of `method.trainable_token_indices`. sections: those that a
+    feature completes from the data.
     """
     changes = {
         "data": recipe.data.model_copy(update={"packing": packing}),
-        "kernels": recipe.kernels.model_copy(update={"lora": fused_lora}),
+        "kernels": recipe.kernels.model_copy(update=dict(kernels)),
         "method": recipe.method.model_copy(update={"trainable_token_indices": token_ids}),
     }
     return recipe.model_copy(update={**changes, **sections})

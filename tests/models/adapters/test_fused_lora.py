@@ -17,6 +17,7 @@ from ligertune.models.trainable import apply_method
 from ligertune.patching.deferred_logits import loss_counts
 from ligertune.patching.lora.fused_lora import FusedLora, fuse_adapters
 from ligertune.patching.patch import patch
+from ligertune.planning.memory.activation_policy import recomputes
 from ligertune.planning.options import MethodOptions, fuses_lora
 from ligertune.recipe import load_recipe
 from ligertune.recipe.read import bundled
@@ -261,6 +262,28 @@ def test_auto_fuses_where_it_was_measured_to_be_faster(changes, arch, processes,
     recipe = load_recipe(bundled("quickstart/stories260k.yaml"), overrides=overrides)
     machine = dataclasses.replace(this_machine(), arch=arch, world_size=processes)
     assert fuses_lora(recipe, machine) is fused
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "mlps"),
+        ({"method.type": "qlora"}, "mlps"),
+        ({"method.type": "full"}, False),
+        ({"method.lora_dropout": 0.1}, False),  # those layers save a copy of their input
+        ({"method.use_dora": True}, False),
+        ({"train.gradient_checkpointing": True}, False),
+        ({"train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 2}, "mlps"),
+        ({"train.fp8": True}, False),
+        ({"kernels.recompute": False}, False),
+        ({"kernels.recompute": "norms"}, "norms"),
+    ],
+)
+def test_auto_recomputes_the_products_of_fused_layers(changes, expected):
+    overrides = [f"{key}={value}" for key, value in {"method.type": "lora", **changes}.items()]
+    recipe = load_recipe(bundled("quickstart/stories260k.yaml"), overrides=overrides)
+    assert recomputes(recipe, fused_lora=True) == expected
+    assert recomputes(recipe, fused_lora=False) == (expected if "kernels.recompute" in changes else False)
 
 
 def test_an_adapter_starts_from_the_runs_seed(tmp_path):
