@@ -112,6 +112,11 @@ class KernelsSpec(Section):
         return self.enabled is not False and self.lora is True  # the plan has replaced auto
 
     @property
+    def recomputed(self) -> Literal["norms", "mlps"] | bool:
+        """What the backward recomputes, once the plan has replaced auto."""
+        return False if self.recompute == "auto" else self.recompute
+
+    @property
     def fuses_heads_loss(self) -> bool:
         """Whether the losses of added heads are computed without their logits."""
         return self.enabled is not False and self.loss == "linear_cross_entropy"

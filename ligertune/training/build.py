@@ -391,7 +391,7 @@ def _load_and_patch(
     if wanted.enabled is not False:
         loss = "torch" if feature.own_loss else wanted.loss
         switches = {"rope": wanted.rope, "norm": wanted.norm, "mlp": wanted.mlp, "mixer": wanted.mixer}
-        report = patch(model, **switches, loss=loss, recompute=wanted.recompute)
+        report = patch(model, **switches, loss=loss, recompute=wanted.recomputed)
         fused = "linear_cross_entropy"
         rows = [row for row in report.rows if not (feature.own_loss and row.kernel == fused)]
         lines = tuple(replace(row, kernel=feature.loss_kernel) if row.kernel == fused else row for row in rows)

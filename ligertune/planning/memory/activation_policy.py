@@ -59,9 +59,6 @@ def choose_policy(
 
     loss_kernel: the kernel that computes the loss of the recipe's task in the output head.
     """
-    recompute = recipe.kernels.recompute
-    if recompute == "auto" or "recompute" not in applied or adapters_copy_inputs(recipe):
-        recompute = False
     return ActivationPolicy(
         fused_norm="rms_norm" in applied,
         fused_mlp=not {"swiglu", "geglu", "reglu", "experts"}.isdisjoint(applied),
@@ -70,7 +67,7 @@ def choose_policy(
         attention=attn_implementation,
         delta_chunk=64 if "gated_delta_rule" in applied else 0,
         checkpointing=recipe.train.gradient_checkpointing,
-        recompute=recompute,
+        recompute=recipe.kernels.recomputed if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
         float8=_float8_of(recipe) if "float8_linear" in applied else "no",
         float8_mlp="swiglu_float8" in applied,
     )
