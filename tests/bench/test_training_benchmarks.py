@@ -135,11 +135,11 @@ def test_no_side_starts_that_would_exceed_the_budget(monkeypatch, tmp_path, caps
 
 
 def test_an_unknown_side_or_a_trainer_that_the_task_has_not_is_refused(monkeypatch, tmp_path, capsys):
-    for sides in ("with,unsloth", "with,trainer"):
+    for sides in ("with,nobody", "with,trainer"):
         with pytest.raises(SystemExit, match="2"):
             options_of(monkeypatch, tmp_path, "llama", "--sides", sides)
     said = capsys.readouterr().err
-    assert "there is no side unsloth" in said and "no trainer is known for task sft" in said
+    assert "there is no side nobody" in said and "no trainer is known for task sft" in said
 
 
 def test_whole_models_train_on_several_gpus():
