@@ -26,7 +26,8 @@ UNSLOTH = Side("unsloth", "unsloth", {})
 UNSLOTH_TASKS = ("sft", "dpo")
 TRAINER_LIMIT = 1800.0  # seconds of a trainer's process
 # No side asks the hub, and progress bars of trainers would hide their errors.
-SILENT = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
+SILENT = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false",
+          "UNSLOTH_DISABLE_STATISTICS": "1"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def by_trainer(
     """Train with transformers, TRL or unsloth in a new process."""
     module = "unsloth" if side is UNSLOTH else "trainers"
     command = [sys.executable, "-m", f"benchmarks.sides.{module}", side.name, str(recipe)]
-    environment = processes.environment(site=site, **SILENT)
+    compiled = str(folder / "unsloth_compiled_cache")  # of the working directory by default
+    environment = processes.environment(site=site, UNSLOTH_COMPILE_LOCATION=compiled, **SILENT)
     points, reason = processes.run(command, limit=TRAINER_LIMIT, environment=environment)
     point = points[0] if points else {"failed": reason or "it printed no result"}
     warmup = load_recipe(recipe).report.warmup_steps

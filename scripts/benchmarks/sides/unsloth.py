@@ -31,7 +31,8 @@ def measure(job: Job, side: str) -> dict[str, Any]:
     checkpointing = "unsloth" if job.plan.build.execution.gradient_checkpointing else False
     job.tokenizer.tokenizer.pad_token_id = job.tokenizer.pad_token_id
     # the model has its checkpointing already, which a trainer would replace
-    setup = Setup(job, model_of(job, checkpointing), attention(), {"gradient_checkpointing": False})
+    model = model_of(job, checkpointing)
+    setup = Setup(job, model, attention_of(model), {"gradient_checkpointing": False})
     maker = trainers.preference if job.plan.build.task == "dpo" else trainers.fine_tuning
     trainer, setting = maker(setup)
     versions = ", ".join(f"{name} {version}" for name in NAMED if (version := version_of(name)))
@@ -66,13 +67,14 @@ def model_of(job: Job, checkpointing: str | bool) -> PreTrainedModel:
     )
 
 
-def attention() -> str:
+def attention_of(model: PreTrainedModel) -> str:
     """Return the attention that unsloth chose for this machine."""
-    from unsloth.utils import attention_dispatch
-
-    if attention_dispatch.HAS_FLASH_ATTENTION:
+    dispatch = sys.modules.get("unsloth.utils.attention_dispatch")
+    if dispatch is None:  # without a GPU unsloth trains with the functions of transformers
+        return model.config._attn_implementation
+    if dispatch.HAS_FLASH_ATTENTION:
         return "flash_attention_2"
-    return "xformers" if attention_dispatch.HAS_XFORMERS else "sdpa"
+    return "xformers" if dispatch.HAS_XFORMERS else "sdpa"
 
 
 def version_of(package: str) -> str | None:
