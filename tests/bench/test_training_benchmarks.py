@@ -20,7 +20,7 @@ from ligertune.recipe import load_recipe
 
 TABLES = script_module("benchmarks.tables.training").TABLES
 training = script_module("benchmarks.training")
-trainers = script_module("benchmarks.sides.trainers")
+batches = script_module("benchmarks.sides.batches")
 
 
 def options_of(monkeypatch, tmp_path, name, *arguments):
@@ -185,19 +185,19 @@ def example(*ids):
 
 
 def test_packed_rows_of_a_peer_are_one_row_with_the_lengths_of_its_documents():
-    batch = trainers.joined_rows([[example(1, 2, 3), example(4, 5)], [example(6, 7)]])
+    batch = batches.joined_rows([[example(1, 2, 3), example(4, 5)], [example(6, 7)]])
     assert {name: values.tolist() for name, values in batch.items()} == {
         "input_ids": [[1, 2, 3, 4, 5, 6, 7]],
         "labels": [[-100, 2, 3, -100, 5, -100, 7]],
         "position_ids": [[0, 1, 2, 0, 1, 0, 1]],
         "packed_seq_lengths": [3, 2, 2],
     }
-    full = trainers.joined_rows([[example(1, 2)], [example(3, 4)]])
+    full = batches.joined_rows([[example(1, 2)], [example(3, 4)]])
     assert full["input_ids"].tolist() == full["labels"].tolist() == [[1, 2], [3, 4]] and len(full) == 2
 
 
 def test_a_step_has_the_sum_of_its_accumulated_losses():
-    assert trainers.step_losses([torch.tensor(loss) for loss in (1.0, 2.0, 3.0, 4.0)], 2) == [3.0, 7.0]
+    assert batches.step_losses([torch.tensor(loss) for loss in (1.0, 2.0, 3.0, 4.0)], 2) == [3.0, 7.0]
 
 
 def test_whole_models_train_on_several_gpus():

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from benchmarks import processes
+from benchmarks.sides.batches import joined_rows, padded, step_losses
 from ligertune.attention.choice import installed
 from ligertune.data.batching.order import DataOrder
 from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Example
-from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.features.distill.recipe import DistillSpec
 from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.models.load import build_model
@@ -101,12 +101,6 @@ def train(setup: Setup, trainer: Any, setting: str) -> dict[str, Any]:
         "lengths": [len(part.input_ids) for step in examples for example in step for part in example.documents()],
     }
     return {"steps": steps, "report": report}
-
-
-def step_losses(losses: list[torch.Tensor], accumulation: int) -> list[float]:
-    """Return the loss of each step. A trainer has divided the losses of accumulated micro-batches by their number."""
-    values = [float(loss) for loss in losses]
-    return [sum(values[i : i + accumulation]) for i in range(0, len(values), accumulation)]
 
 
 def rows_of_steps(job: Job) -> list[list[list[Example]]]:
@@ -228,23 +222,6 @@ def fine_tuning(setup: Setup) -> Made:
     return trainer, packed if setup.job.plan.rows.packed else ""
 
 
-def joined_rows(rows: list[list[Example]]) -> dict[str, torch.Tensor]:
-    """Return rows of one length as (B, T), or packed ones as (1, sum T) with the lengths of their documents."""
-    documents = [example for row in rows for example in row]
-    ids = [torch.tensor(np.array(document.input_ids)).long() for document in documents]
-    labels = [torch.tensor(np.array(document.labels)).long() for document in documents]
-    if len(documents) == len(rows) and len({len(row) for row in ids}) == 1:
-        return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
-    for row in labels:
-        row[0] = IGNORE_INDEX  # the token before belongs to another document
-    return {
-        "input_ids": torch.cat(ids)[None],
-        "labels": torch.cat(labels)[None],
-        "position_ids": torch.cat([torch.arange(len(row)) for row in ids])[None],
-        "packed_seq_lengths": torch.tensor([len(row) for row in ids], dtype=torch.int32),
-    }
-
-
 def preference(setup: Setup) -> Made:
     """Return a DPOTrainer on the pairs of the recipe's file, in ligertune's order."""
     from datasets import Dataset
@@ -298,19 +275,6 @@ def distillation(setup: Setup) -> Made:
         processing_class=setup.tokenizer,
     )
     return trainer, ""
-
-
-def padded(examples: list[Example], pad: int) -> dict[str, torch.Tensor]:
-    """Return a padded batch. GKDTrainer wants to know the prompts, and trains on labels behind their first token."""
-    length = max(len(example.input_ids) for example in examples)
-    batch = {"input_ids": (pad, "input_ids"), "labels": (-100, "labels"), "attention_mask": (0, None)}
-    made = {}
-    for name, (fill, field) in batch.items():
-        rows = [getattr(example, field) if field else np.ones(len(example.input_ids)) for example in examples]
-        whole = [np.pad(row, (0, length - len(row)), constant_values=fill) for row in rows]
-        made[name] = torch.tensor(np.stack(whole)).long()
-    prompts = {"prompts": made["input_ids"][:, :1], "prompt_attention_mask": made["attention_mask"][:, :1]}
-    return {**made, **prompts}
 
 
 def classification(setup: Setup) -> Made:
