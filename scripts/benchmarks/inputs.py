@@ -84,8 +84,14 @@ def override_arguments(settings: Mapping[str, object]) -> list[str]:
 # ---- models
 
 
-def model_settings(inputs: Inputs, name: str, *, layers: int | None) -> dict[str, object]:
-    """Return the recipe keys of a model with random weights; with --small of a small model of the same kind."""
+def model_settings(inputs: Inputs, name: str, *, layers: int | None, written: bool = False) -> dict[str, object]:
+    """Return the recipe keys of a model with random weights; with --small of a small model of the same kind.
+
+    written: the weights are in a folder, so that other tools load the same ones.
+    """
+    if written:
+        dtype = "float32" if inputs.small else "bfloat16"
+        return {"model.model_name_or_path": write_model(inputs, name, name), "model.dtype": dtype}
     if name in MIXTURES:
         settings = {"model.model_name_or_path": write_config(name, inputs.out / name, small=inputs.small)}
         # any tokenizer will do for random words, and this one needs no corpus
@@ -116,7 +122,7 @@ def narrow_vision_model(inputs: Inputs, config: Path) -> Path:
     return folder
 
 
-TEACHER = """
+WRITE_MODEL = """
 import sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 source, tokenizer, target = sys.argv[1:]
@@ -128,15 +134,15 @@ AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
 """
 
 
-def write_teacher(inputs: Inputs, config: str) -> Path:
-    """Write a teacher with random weights, if it is missing. In its own process: this one must hold no GPU memory."""
+def write_model(inputs: Inputs, config: str, name: str = "teacher") -> Path:
+    """Write a model with random weights, if it is missing. In its own process: this one must hold no GPU memory."""
     if inputs.small:
         return TOKENIZER
-    folder = inputs.out / "teacher"
+    folder = inputs.out / name
     written = folder / "written"  # the weights may be there in part
     if not written.exists():
         source = inputs.corpus / "model_configs" / config
-        command = [sys.executable, "-c", TEACHER, str(source), str(inputs.tokenizer), str(folder)]
+        command = [sys.executable, "-c", WRITE_MODEL, str(source), str(inputs.tokenizer), str(folder)]
         subprocess.run(command, check=True)
         written.touch()
     return folder

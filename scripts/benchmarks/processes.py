@@ -16,9 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNNER = ROOT / "scripts" / "bench"
 
 
-def environment(tree: Path = ROOT, **more: str) -> dict[str, str]:
-    """Return this process's environment with more variables, in which Python imports the tree's packages first."""
-    paths = [tree, tree / "kernels", tree / "scripts", *filter(None, [os.environ.get("PYTHONPATH")])]
+def environment(tree: Path = ROOT, *, site: Path | None = None, **more: str) -> dict[str, str]:
+    """Return this process's environment with more variables, in which Python imports the tree's packages first.
+
+    site: folder of packages that come before all others.
+    """
+    first = [site] if site else []
+    paths = [*first, tree, tree / "kernels", tree / "scripts", *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **more}
 
 

@@ -4,10 +4,12 @@
     scripts/bench llama,gemma --corpus FOLDER [--batches 16,32] [--length 4096] [--processes 4]
     scripts/bench published_lora --corpus FOLDER --only lora_llama,lora_qwen --global-batch 32 --budget 330
     scripts/bench dpo_lora --corpus FOLDER --largest      also the largest batch that fits, by doubling
+    scripts/bench peers,peers_dpo --corpus FOLDER --site unsloth=FOLDER
 
 Each run is a new process. A row is printed when its run ends. Sides whose package is not installed, or that --budget
 leaves no time for, are named above the table. With --length the full rows are longer, and the batches have as many
-tokens as before. With --processes whole models train under FSDP2 with checkpointing.
+tokens as before. With --processes whole models train under FSDP2 with checkpointing. With --site a peer's process finds
+its packages in a folder first: benchmarks/peers/ has their versions.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 from benchmarks import inputs, pages, processes
 from benchmarks.inputs import Inputs
 from benchmarks.pages import GIB
-from benchmarks.sides.training import TrainingSide, sides_of, without_grad_norms
+from benchmarks.sides.training import TrainingSide, has_site, sides_of, without_grad_norms
 from benchmarks.tables.training import TABLES
 from benchmarks.workload import LENGTH, Case, Table
 from ligertune.compare.side import SIDE_OF
@@ -64,7 +66,7 @@ class Measured:
     @property
     def point(self) -> Point:
         """Return the summary. Trainers have no gradient norms, so those of other sides are left out, too."""
-        trainers = any(side.side.name.startswith("trainer") for side in self.sides)
+        trainers = any(has_site(side) for side in self.sides)
         trials = [without_grad_norms(trial) for trial in self.trials] if trainers else self.trials
         return summarise_trials(trials, sides=[side.side for side in self.sides], label=self.about)
 
@@ -100,6 +102,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no run starts")
     parser.add_argument("--largest", action="store_true", help="double the batch of each side until memory runs out")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe key of every side")
+    parser.add_argument(
+        "--site", action="append", default=[], metavar="SIDE=FOLDER", help="packages of a peer: unsloth, trainer, ..."
+    )
     options = pages.parse(parser, partial(pages.joined, keys=("about",)))
     options.corpus = options.corpus.resolve()
     options.out = (options.out or Path(tempfile.mkdtemp(prefix="ligertune-bench-"))).absolute()
@@ -110,11 +115,25 @@ def parse() -> argparse.Namespace:
     if unknown:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     try:
+        options.sites = read_sites(options.site)
         for table in tables:
-            sides_of(side_names(options, table), task_of(table))
+            sides_of(side_names(options, table), task_of(table), options.sites)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def read_sites(given: Sequence[str]) -> dict[str, Path]:
+    """Return the folder of each side in --site. Raises ValueError if it is no folder, or the side has no site."""
+    sites = {}
+    for pair in given:
+        name, _, folder = pair.partition("=")
+        if not has_site(sides_of([name], "dpo")[0]):
+            raise ValueError(f"--site {pair}: {name} runs with the packages of this environment")
+        if not folder or not Path(folder).is_dir():
+            raise ValueError(f"--site {pair}: there is no folder {folder or name}; write SIDE=FOLDER")
+        sites[name] = Path(folder).resolve()
+    return sites
 
 
 def with_processes(table: Table, options: argparse.Namespace) -> Table:
@@ -176,7 +195,7 @@ def measure_batch(options: argparse.Namespace, table: Table, found: Measured, de
     """Run all sides, in the reverse order in every second repeat. A side without time or package is skipped."""
     recipe = write_recipe(options, table, found.case, found.batch)
     effort = effort_of(options, table)
-    found.sides = sides_of(side_names(options, table, found.case), task_of(table))
+    found.sides = sides_of(side_names(options, table, found.case), task_of(table), options.sites)
     longest = FIRST_GUESS
     for repeat in range(1, options.repeats + 1):
         # a GPU's clock changes by some percent within seconds: no side has the same place in all repeats
@@ -238,7 +257,7 @@ def settings_of(options: argparse.Namespace, table: Table, case: Case, batch: in
     # exactly as many rows as a run reads: trainers take them in the order of the file, and none twice
     rows = steps * step_rows * options.processes
     settings = {
-        **inputs.model_settings(source, case.model, layers=case.layers),
+        **inputs.model_settings(source, case.model, layers=case.layers, written=table.written),
         "data.datasets": inputs.DATA[case.data](source, length, rows),
         "data.max_length": length,
         "data.val_split": 0.0,
@@ -257,7 +276,7 @@ def settings_of(options: argparse.Namespace, table: Table, case: Case, batch: in
         **case.settings,
     }
     if case.teacher:
-        settings["distill.teacher"] = inputs.write_teacher(source, case.teacher)
+        settings["distill.teacher"] = inputs.write_model(source, case.teacher)
         settings["model.init"] = "random"  # the student of --small differs from its teacher
     if options.small:
         settings |= {key: value for key, value in SMALL_SETTINGS.items() if key in settings}
@@ -336,7 +355,7 @@ def publish(options: argparse.Namespace, table: Table, found: list[Measured]) ->
         point = measured.point
         left_out += measured.skipped
         rows += rows_of_point(options, table, measured, point)
-        left_out += [f"Without a row: {', '.join(filter(None, [side.label, point.label]))} ({side.failure.kind})."
+        left_out += [f"Without a row: {', '.join(filter(None, [side.label, point.label]))} ({reason_of(side)})."
                      for side in point.sides if side.failure]  # fmt: skip
         remarks += remarks_of(measured, point)
         good &= all(is_good(side, point) for side in point.sides)
@@ -388,6 +407,12 @@ def is_good(side: SideResult, point: Point) -> bool:
     return side.parity.same if compared else True
 
 
+def reason_of(side: SideResult) -> str:
+    """Return why a side has no row; of another tool with the sentence with which it refused."""
+    failure = side.failure
+    return failure.kind if failure.kind == "out of memory" or is_ours(side.name) else str(failure)
+
+
 def is_ours(name: str) -> bool:
     return name in SIDE_OF and SIDE_OF[name].ours
 
@@ -421,9 +446,9 @@ def rows_of_point(options: argparse.Namespace, table: Table, measured: Measured,
 
 
 def reference_of(rows: list[dict]) -> dict:
-    """Return the row that others are compared with: the fastest of Hugging Face's, a trainer's, or the first side's."""
+    """Return the row that others are compared with: the fastest of Hugging Face's, a peer's, or the first side's."""
     names = [row["name"] for row in rows]
-    chosen = next((name for name in ("without", "trainer") if name in names), names[0])
+    chosen = next((name for name in ("without", "unsloth", "trainer") if name in names), names[0])
     return max((row for row in rows if row["name"] == chosen), key=lambda row: row["tokens_per_second"])
 
 
@@ -432,14 +457,16 @@ def with_ratios(rows: list[dict]) -> list[dict]:
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(row["about"], []).append(row)
-    if any(len(group) == 1 for group in groups.values()):  # each side has settings of its own
+    if all(len(group) == 1 for group in groups.values()):  # each side has settings of its own
         groups = {"": rows}
     done = []
+    compared = reference_of(rows)["name"]
     for group in groups.values():
-        other = reference_of(group)
+        others = [row for row in group if row["name"] == compared]
+        other = reference_of(others) if others else None  # it has failed at this setting
         for row in sorted(group, key=lambda row: -row["tokens_per_second"]):
-            ratios = {"times": row["tokens_per_second"] / other["tokens_per_second"]}
-            if row.get("peak_gib") and other.get("peak_gib"):
+            ratios = {"times": row["tokens_per_second"] / other["tokens_per_second"]} if other else {}
+            if other and row.get("peak_gib") and other.get("peak_gib"):
                 ratios["memory"] = row["peak_gib"] / other["peak_gib"]
             done.append({**row, **ratios})
     return done
@@ -483,7 +510,7 @@ def shared_caveats(options: argparse.Namespace, table: Table, found: list[Measur
     labels = {side.side.name: side.side.label for measured in found for side in measured.sides}
     attention = ", ".join(f"{labels[name]} `{report['attn_implementation']}`" for name, report in reports.items())
     said.append(f"Attention: {attention}.")
-    said += [f"{labels[name]}: {report['setting']}." for name, report in reports.items() if report.get("setting")]
+    said += settings_of_peers(found, labels)
     lengths = next((report["lengths"] for report in reports.values() if report.get("lengths")), None)
     if lengths:
         said.append(f"A text has {statistics.median(lengths):,.0f} tokens in the median, "
@@ -492,6 +519,19 @@ def shared_caveats(options: argparse.Namespace, table: Table, found: list[Measur
         said.append(f"Set for every side: {', '.join(f'`{pair}`' for pair in options.set)}. What is a kernel of "
                     "ligertune's acts on its sides only.")  # fmt: skip
     return said
+
+
+def settings_of_peers(found: list[Measured], labels: dict[str, str]) -> list[str]:
+    """Return a sentence for each setting of another tool, with the cases that it was used in."""
+    cases: dict[str, list[str]] = {}
+    for measured in found:
+        for trial in measured.trials:
+            if trial.report and trial.report.get("setting"):
+                cases.setdefault(f"{labels[trial.side]}: {trial.report['setting']}", []).append(measured.about)
+    return [
+        f"{setting} ({'; '.join(dict.fromkeys(about))})." if len(cases) > 1 else f"{setting}."
+        for setting, about in cases.items()
+    ]
 
 
 def remarks_of(measured: Measured, point: Point) -> list[str]:
@@ -503,7 +543,7 @@ def remarks_of(measured: Measured, point: Point) -> list[str]:
         if side.parity is None or reference is None:
             continue
         # a trainer's later losses belong to weights that bfloat16 has moved apart
-        first = PARITY if reference.name.startswith("trainer") else len(side.first_run)
+        first = PARITY if reference.name not in SIDE_OF else len(side.first_run)
         pairs = list(zip(side.first_run, reference.first_run, strict=False))[:first]
         worst = max(abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs)
         said.append(f"Largest relative difference of the first {len(pairs)} losses from {reference.label}{where}, "

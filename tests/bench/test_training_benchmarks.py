@@ -2,20 +2,25 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 from support.command_line import ROOT
 from support.script_modules import load_script, script_module
 
 from ligertune.compare.side import SIDE_OF
 from ligertune.compare.summary import summarise_trials
 from ligertune.compare.trial import Failure, Step, Trial
+from ligertune.data.examples import Example
 from ligertune.recipe import load_recipe
 
 TABLES = script_module("benchmarks.tables.training").TABLES
 training = script_module("benchmarks.training")
+batches = script_module("benchmarks.sides.batches")
 
 
 def options_of(monkeypatch, tmp_path, name, *arguments):
@@ -135,11 +140,64 @@ def test_no_side_starts_that_would_exceed_the_budget(monkeypatch, tmp_path, caps
 
 
 def test_an_unknown_side_or_a_trainer_that_the_task_has_not_is_refused(monkeypatch, tmp_path, capsys):
-    for sides in ("with,unsloth", "with,trainer"):
+    for sides in ("with,nobody", "with,trainer"):
         with pytest.raises(SystemExit, match="2"):
             options_of(monkeypatch, tmp_path, "llama", "--sides", sides)
     said = capsys.readouterr().err
-    assert "there is no side unsloth" in said and "no trainer is known for task sft" in said
+    assert "there is no side nobody" in said and "no trainer is known for task sft" in said
+
+
+def test_a_site_is_looked_up_first_and_only_by_its_side(monkeypatch, tmp_path, capsys):
+    site = tmp_path / "site"
+    (site / "unsloth").mkdir(parents=True)
+    (site / "unsloth" / "__init__.py").write_text("", encoding="utf-8")
+    options = options_of(monkeypatch, tmp_path, "peers", "--site", f"unsloth={site}")
+    assert options.sites == {"unsloth": site}
+    ours, unsloth = training.sides_of(["with", "unsloth"], "sft", options.sites)
+    assert (ours.site, unsloth.site, unsloth.missing) == (None, site, None)
+    assert training.sides_of(["unsloth"], "sft", {"unsloth": tmp_path})[0].missing == "unsloth"
+    path = training.processes.environment(site=site)["PYTHONPATH"].split(os.pathsep)
+    assert path[:2] == [str(site), str(ROOT)]
+    for wrong in ("with=" + str(site), "unsloth=" + str(tmp_path / "absent"), "unsloth"):
+        with pytest.raises(SystemExit, match="2"):
+            options_of(monkeypatch, tmp_path, "peers", "--site", wrong)
+    said = capsys.readouterr().err
+    assert "with runs with the packages of this environment" in said and "there is no folder unsloth" in said
+
+
+def test_a_peer_that_refuses_a_row_is_named_with_its_reason_and_has_no_ratio(monkeypatch, tmp_path):
+    options = options_of(monkeypatch, tmp_path, "peers")
+    names = ["with", "unsloth"]
+    refused = Trial("unsloth", 1, 1, (), None, Failure("error", "Unsloth: no such layer"))
+    cases = TABLES["peers"].cases
+    found = [
+        measured_of(cases[0], names, [ended("with", 300.0), ended("unsloth", 200.0)]),
+        measured_of(cases[1], names, [ended("with", 500.0), refused]),
+    ]
+    rows = [row for one in found for row in training.rows_of_point(options, TABLES["peers"], one, one.point)]
+    times = [(row["side"], row.get("times")) for row in training.with_ratios(rows)]
+    assert times == [("ligertune", 1.5), ("unsloth", 1.0), ("ligertune", None)]
+    assert training.reason_of(found[1].point.sides[1]) == "error: Unsloth: no such layer"
+
+
+def example(*ids):
+    return Example(np.array(ids), np.array(ids), "file:1")
+
+
+def test_packed_rows_of_a_peer_are_one_row_with_the_lengths_of_its_documents():
+    batch = batches.joined_rows([[example(1, 2, 3), example(4, 5)], [example(6, 7)]])
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "input_ids": [[1, 2, 3, 4, 5, 6, 7]],
+        "labels": [[-100, 2, 3, -100, 5, -100, 7]],
+        "position_ids": [[0, 1, 2, 0, 1, 0, 1]],
+        "packed_seq_lengths": [3, 2, 2],
+    }
+    full = batches.joined_rows([[example(1, 2)], [example(3, 4)]])
+    assert full["input_ids"].tolist() == full["labels"].tolist() == [[1, 2], [3, 4]] and len(full) == 2
+
+
+def test_a_step_has_the_sum_of_its_accumulated_losses():
+    assert batches.step_losses([torch.tensor(loss) for loss in (1.0, 2.0, 3.0, 4.0)], 2) == [3.0, 7.0]
 
 
 def test_whole_models_train_on_several_gpus():
@@ -189,3 +247,33 @@ def test_trainers_have_the_losses_of_ligertune(name, tmp_path):
     assert {row["side"] for row in page["rows"]} == {"ligertune", other, f"{other}, ligertune kernels"}
     for row in page["rows"]:
         assert row["losses"] == pytest.approx(page["rows"][0]["losses"], rel=1e-4)
+
+
+STAND_IN = """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, set_seed
+
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class FastLanguageModel:
+    def from_pretrained(*, model_name, dtype, **others):
+        return AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype), None
+
+    def get_peft_model(model, *, r, lora_alpha, random_state, **others):
+        set_seed(random_state)
+        return get_peft_model(model, LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=LAYERS))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lora_8b", "full_1b_packed"])
+def test_a_peer_trains_the_same_weights_tokens_and_adapter(case, tmp_path):
+    """A stand-in with unsloth's interface, by transformers and PEFT, has the losses of ligertune."""
+    site = tmp_path / "site" / "unsloth"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text(STAND_IN, encoding="utf-8")
+    (page,) = run(tmp_path, "peers", "--only", case, "--site", f"unsloth={site.parent}")
+    assert {row["side"] for row in page["rows"]} == {"ligertune", "unsloth"}
+    first, second = (row["losses"] for row in page["rows"])
+    assert first == pytest.approx(second, rel=1e-5)

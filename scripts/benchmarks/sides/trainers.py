@@ -25,8 +25,10 @@ from transformers import (
 )
 
 from benchmarks import processes
+from benchmarks.sides.batches import joined_rows, padded, step_losses
 from ligertune.attention.choice import installed
 from ligertune.data.batching.order import DataOrder
+from ligertune.data.batching.packing import pack
 from ligertune.data.examples import Example
 from ligertune.features.distill.recipe import DistillSpec
 from ligertune.features.preference.recipe import PreferenceSpec
@@ -44,11 +46,11 @@ SCORE_TASKS = ("classification", "reward")
 Made = tuple[Any, str]  # a trainer, and what a reader must know about its settings
 
 
-def main(side: str, recipe: str) -> int:
+def main(side: str, recipe: str, measure: Callable[[Job, str], dict[str, Any]] | None = None) -> int:
     """Train a recipe with a side, and print steps and a report, or the reason of a failure."""
     job = plan_for(load_recipe(Path(recipe)))
     try:
-        point = measure(job, side)
+        point = (measure or measure_trainer)(job, side)
     except Exception as error:
         if not processes.is_out_of_memory(error):
             raise
@@ -57,7 +59,7 @@ def main(side: str, recipe: str) -> int:
     return 0
 
 
-def measure(job: Job, side: str) -> dict[str, Any]:
+def measure_trainer(job: Job, side: str) -> dict[str, Any]:
     """Train with the trainer of the recipe's task. side: trainer, trainer_liger, trainer_patched or trainer_offload."""
     flash = installed("flash-attn") and torch.cuda.is_available()
     attention = "flash_attention_2" if flash else "sdpa"
@@ -66,23 +68,23 @@ def measure(job: Job, side: str) -> dict[str, Any]:
     more = {"use_liger_kernel": side == "trainer_liger"}
     if side == "trainer_offload":
         more["activation_offloading"] = True
-    trainer, setting = MAKERS[job.plan.build.task](Setup(job, model, attention, more))
-    times = StepTimes(job.plan.measurement.warmup_steps)
+    setup = Setup(job, model, attention, more)
+    trainer, setting = MAKERS[job.plan.build.task](setup)
+    return train(setup, trainer, setting)
+
+
+def train(setup: Setup, trainer: Any, setting: str) -> dict[str, Any]:
+    """Train, and return steps and report in the form of a trial of `ligertune compare`."""
+    job = setup.job
+    warmup = job.plan.measurement.warmup_steps
+    times = StepTimes(warmup)
     trainer.add_callback(times)
     trainer.train()
-    return found(job, trainer, times, attention, setting)
-
-
-def found(job: Job, trainer: Any, times: StepTimes, attention: str, setting: str) -> dict[str, Any]:
-    """Return steps and report in the form of a trial of `ligertune compare`."""
-    warmup = job.plan.measurement.warmup_steps
     examples = examples_of_steps(job)
     seconds = times.seconds()
     tokens = [sum(len(example.input_ids) for example in step) for step in examples]
-    steps = [
-        {"step": i + 1, "loss": float(loss), "tokens": tokens[i], "seconds": seconds[i]}
-        for i, loss in enumerate(trainer.losses)
-    ]
+    losses = step_losses(trainer.losses, job.plan.batching.accumulation)
+    steps = [{"step": i + 1, "loss": loss, "tokens": tokens[i], "seconds": seconds[i]} for i, loss in enumerate(losses)]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak_bytes()
     report = {
         "throughput": {"tokens_per_second": sum(tokens[warmup:]) / sum(seconds[warmup:]), "mfu": None},
@@ -94,21 +96,31 @@ def found(job: Job, trainer: Any, times: StepTimes, attention: str, setting: str
         "fp8": False,
         "dtype": job.plan.precision.weights,
         "batch": "",
-        "attn_implementation": attention,
+        "attn_implementation": setup.attention,
         "setting": setting,
         "lengths": [len(part.input_ids) for step in examples for example in step for part in example.documents()],
     }
     return {"steps": steps, "report": report}
 
 
-def examples_of_steps(job: Job) -> list[list[Example]]:
-    """Return the examples of each step, in ligertune's order."""
+def rows_of_steps(job: Job) -> list[list[list[Example]]]:
+    """Return the rows of each step, in ligertune's order. A row is one example, or those that are packed together."""
     plan = job.plan
     examples = job.data.train
     steps = plan.schedule.total_steps
-    rows = steps * plan.batching.global_batch_size
-    order = DataOrder(examples.lengths, total_rows=rows, seed=plan.build.seed, batching=plan.batching)
-    return [[examples[int(row[0])] for row in order.step(step)] for step in range(steps)]
+    order = DataOrder(
+        examples.lengths,
+        total_rows=steps * plan.batching.global_batch_size,
+        seed=plan.build.seed,
+        batching=plan.batching,
+        packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,
+    )
+    return [[[examples[int(i)] for i in row] for row in order.step(step)] for step in range(steps)]
+
+
+def examples_of_steps(job: Job) -> list[list[Example]]:
+    """Return the examples of each step, in ligertune's order."""
+    return [[example for row in step for example in row] for step in rows_of_steps(job)]
 
 
 def device() -> torch.device:
@@ -188,7 +200,8 @@ def arguments_of(job: Job) -> dict[str, Any]:
     return {
         "output_dir": str(plan.output_dir / "trl"), "max_steps": plan.schedule.total_steps,
         "per_device_train_batch_size": plan.batching.micro_batch_size, "learning_rate": plan.schedule.learning_rate,
-        "lr_scheduler_type": "constant", "optim": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "lr_scheduler_type": "constant", "optim": "adamw_torch_fused", "weight_decay": 0.0,
+        "max_grad_norm": plan.optimizer.max_grad_norm, "gradient_accumulation_steps": plan.batching.accumulation,
         "train_sampling_strategy": "sequential", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "use_cpu": not on_gpu, "bf16": on_gpu, "disable_tqdm": True,
         "gradient_checkpointing": bool(plan.build.execution.gradient_checkpointing),
@@ -196,6 +209,17 @@ def arguments_of(job: Job) -> dict[str, Any]:
 
 
 # ---- one function for each task
+
+
+def fine_tuning(setup: Setup) -> Made:
+    """Return transformers' Trainer on ligertune's rows, in its order."""
+    rows = [row for step in rows_of_steps(setup.job) for row in step]
+    options = {**arguments_of(setup.job), **setup.more, "remove_unused_columns": False}
+    trainer = with_losses(Trainer)(
+        setup.model, TrainingArguments(**options), data_collator=joined_rows, train_dataset=rows
+    )
+    packed = "the same packed rows, joined to one, with `packed_seq_lengths`"
+    return trainer, packed if setup.job.plan.rows.packed else ""
 
 
 def preference(setup: Setup) -> Made:
@@ -251,19 +275,6 @@ def distillation(setup: Setup) -> Made:
         processing_class=setup.tokenizer,
     )
     return trainer, ""
-
-
-def padded(examples: list[Example], pad: int) -> dict[str, torch.Tensor]:
-    """Return a padded batch. GKDTrainer wants to know the prompts, and trains on labels behind their first token."""
-    length = max(len(example.input_ids) for example in examples)
-    batch = {"input_ids": (pad, "input_ids"), "labels": (-100, "labels"), "attention_mask": (0, None)}
-    made = {}
-    for name, (fill, field) in batch.items():
-        rows = [getattr(example, field) if field else np.ones(len(example.input_ids)) for example in examples]
-        whole = [np.pad(row, (0, length - len(row)), constant_values=fill) for row in rows]
-        made[name] = torch.tensor(np.stack(whole)).long()
-    prompts = {"prompts": made["input_ids"][:, :1], "prompt_attention_mask": made["attention_mask"][:, :1]}
-    return {**made, **prompts}
 
 
 def classification(setup: Setup) -> Made:

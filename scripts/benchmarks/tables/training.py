@@ -449,6 +449,75 @@ TRAINER_TABLES = {
                             {**TRAINED, **ADAPTED_8B, "task": "reward"}),
 }  # fmt: skip
 
+# ---- other tools, each with the packages that it needs (--site)
+
+CHECKPOINTED = {"train.gradient_checkpointing": True}
+OF_LORA = {**ADAPTED, "data.packing": False, "data.train_on": "all"}
+OF_FULL = {"train.learning_rate": 1e-5, "train.optim": "adamw_torch_fused", "data.packing": False}
+BOTH_OF_OURS = ("with", "with-offload", "unsloth")
+SAME_WEIGHTS = (
+    "All sides load the same random weights from a folder and train the same token ids in the same order. PEFT draws "
+    "the same adapter from the seed on every side: r 16, alpha 32, all linear layers of the layers."
+)
+PEAK = "Peak memory is what torch has allocated in the measured steps. Loading and warm-up are not counted."
+
+
+def _peer_case(name: str, about: str, model: str, rows: tuple[int, int, int], **more: object) -> Case:
+    """Return a case. rows: rows of a micro-batch and of a step, and tokens of a row."""
+    batch, step_rows, length = rows
+    data = more.pop("data", "full rows")
+    return Case(name, about, model, data, (batch,), length, step_rows=step_rows, **more)
+
+
+PEER_TABLES = {
+    "peers": Table(
+        page="peers",
+        title="Fine-tuning against unsloth",
+        intro="This page compares training steps with other tools that run on the same machine.",
+        caveats=(
+            SAME_WEIGHTS,
+            PEAK,
+            "Rows are full and every token trains, except in packed records, where answers train.",
+            "unsloth trains in transformers' Trainer. Checkpointing is `true` or `offload` in ligertune, and unsloth's "
+            "default; both tools are without it where a row does not name it.",
+        ),
+        cases=(
+            _peer_case("qlora_8b", "QLoRA Llama-3-8B, 1 x 4,096, 4 accumulated, checkpointing", LLAMA, (1, 4, 4096),
+                       settings={**OF_LORA, **CHECKPOINTED, "method.type": "qlora"}, sides=BOTH_OF_OURS),
+            _peer_case("lora_8b", "LoRA Llama-3-8B, 2 x 4,096, 4 accumulated", LLAMA, (2, 8, 4096), settings=OF_LORA),
+            _peer_case("lora_8b_checkpointed", "LoRA Llama-3-8B, 2 x 4,096, 4 accumulated, checkpointing", LLAMA,
+                       (2, 8, 4096), settings={**OF_LORA, **CHECKPOINTED}, sides=BOTH_OF_OURS),
+            _peer_case("full_1b", "full Llama-3.2-1B, 4 x 2,048", LLAMA_1B, (4, 4, 2048),
+                       settings={**OF_FULL, "data.train_on": "all"}),
+            _peer_case("full_1b_packed", "full Llama-3.2-1B, 4 x 2,048 of packed Alpaca", LLAMA_1B, (4, 4, 2048),
+                       data="alpaca", settings={**OF_FULL, "data.packing": True}),
+            _peer_case("lora_1b", "LoRA Llama-3.2-1B, 1 x 4,096", LLAMA_1B, (1, 1, 4096), settings=OF_LORA),
+        ),
+        sides=("with", "unsloth"),
+        settings=PLAIN,
+        steps=8,
+        warmup=3,
+        by_step=True,
+        written=True,
+    ),
+    "peers_dpo": Table(
+        page="peers_dpo",
+        title="DPO with LoRA against TRL and unsloth",
+        intro="This page compares training steps with other tools that run on the same machine.",
+        caveats=(SAME_WEIGHTS, PEAK, *OF_DPO, "unsloth trains in TRL's DPOTrainer. All sides checkpoint activations."),
+        cases=(
+            Case("dpo_1b", "Llama-3.2-1B, {batch} pairs", LLAMA_1B, "pairs", (8,), 2048),
+            Case("dpo_8b", "Llama-3-8B, {batch} pairs", LLAMA, "pairs", (24,), 2048),
+        ),
+        sides=("with", "with-offload", "trainer", "unsloth"),
+        settings={**DPO, **ADAPTED_8B},
+        steps=8,
+        warmup=3,
+        by_step=True,
+        written=True,
+    ),
+}  # fmt: skip
+
 # ---- vision-language models on real images
 
 PIXELS = {"vision.image_max_pixels": 1_003_520, "train.learning_rate": 1e-5}
@@ -479,4 +548,5 @@ VISION_TABLES = {
                          {"method.type": "lora", "train.gradient_checkpointing": True}, 5),
 }  # fmt: skip
 
-TABLES: dict[str, Table] = {**STEP_TABLES, **PACKING_TABLES, **WHOLE_MODELS, **TRAINER_TABLES, **VISION_TABLES}
+TABLES: dict[str, Table] = {**STEP_TABLES, **PACKING_TABLES, **WHOLE_MODELS, **TRAINER_TABLES, **PEER_TABLES,
+                            **VISION_TABLES}  # fmt: skip
