@@ -40,6 +40,7 @@ class Table:
     by_step: the rate is the median of single steps, because kernels are compiled in some steps; else the mean.
     before: bfloat16 steps that come first, whose weights all sides fine-tune.
     extra: further values of the report's throughput, as columns. curves: the chart shows losses.
+    profiled: steps after the measured ones that torch.profiler traces; host_time.py adds what it reads from them.
     note: source of `published`. settings: recipe keys of all cases.
     """
 
@@ -56,5 +57,6 @@ class Table:
     by_step: bool = False
     before: int = 0
     curves: bool = False
+    profiled: int = 0
     extra: tuple[tuple[str, str, str], ...] = ()
     published_by: str = ""
