@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from ligertune.any_types import AnyModule
 from ligertune.patching.host_copy import RowSearch
+from ligertune.patching.module_patch import autocast_dtype
 
 
 @dataclass
@@ -152,8 +153,9 @@ class ForwardModes:
 
     @classmethod
     def now(cls, head: nn.Module, device: torch.device) -> ForwardModes:
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _versions(head))
+        return cls(
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device.type), _versions(head)
+        )
 
     @contextlib.contextmanager
     def restored(self, head: nn.Module, device: torch.device) -> Iterator[None]:
@@ -307,7 +309,7 @@ class DeferredLogits:
         if self.modes is not None:
             return self.modes.autocast or self.hidden.dtype
         kind = self.hidden.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.hidden.dtype
+        return autocast_dtype(kind) or self.hidden.dtype
 
     # everything else needs the numbers
 

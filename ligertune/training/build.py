@@ -165,13 +165,33 @@ def _without_weights(options: BuildOptions, config: PreTrainedConfig, attention:
     return model
 
 
+def rehearsed_model(plan: Plan, config: PreTrainedConfig) -> nn.Module:
+    """Build the model on the meta device with the attention and the dtype of the run, to see what a step launches."""
+    dtype = getattr(torch, plan.precision.weights)
+    model: AnyModule
+    model, kernels = _load_and_patch(
+        plan.build, copy.deepcopy(config), plan.attn_implementation, dtype=dtype, device="meta"
+    )
+    prepare_masks(model)
+    preview = ModelPreview(plan.build, list(kernels), [])
+    for step in STEPS:
+        model = step.preview(model, preview)
+    return model
+
+
 def trained_model(
-    plan: Plan, config: PreTrainedConfig, accelerator: Accelerator, *, change: Change | None = None
+    plan: Plan,
+    config: PreTrainedConfig,
+    accelerator: Accelerator,
+    *,
+    change: Change | None = None,
+    loaded: Callable[[], object] = lambda: None,
 ) -> tuple[nn.Module, Plan]:
     """Build the model that the loop trains: patched, with adapters and added heads as the plan says.
 
     Also return the plan. It is another one, with padded batches, if the plan chose padding-free batches by itself and
     documents of a row influence each other in this model. change: called with the patched model, for comparisons.
+    loaded: called before the first kernel is launched.
     """
     options = plan.build
     dtype = getattr(torch, plan.precision.weights)
@@ -182,6 +202,7 @@ def trained_model(
     if change is not None:
         change(model)
     prepare_masks(model)
+    loaded()
     # The model is checked before the steps: rows of the checks are shorter, so compiled layers would make a graph for
     # them; and the documents of a batch share one float8 scale, so they change each other's rounding.
     why = _check_loaded(model, plan, accelerator)

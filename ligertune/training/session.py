@@ -16,6 +16,7 @@ from ligertune.planning.make_plan import check_host_memory
 from ligertune.progress import Display, LogLine, Phases
 from ligertune.training.build import Change, trained_model
 from ligertune.training.checks import explain_out_of_memory
+from ligertune.training.compile_ahead import compile_ahead
 from ligertune.training.metrics.metrics_logger import open_trackers
 from ligertune.training.output_dir import begin_output, output_dir_of
 from ligertune.training.parallel.distributed import start_accelerator
@@ -64,7 +65,9 @@ def open_session(
         if accelerator.is_main_process:
             begin_output(plan)
         accelerator.wait_for_everyone()
-        model, plan = trained_model(plan, job.config, accelerator, change=change)
+        kernels = compile_ahead(job, accelerator)
+        at_the_end.callback(kernels.cancel)
+        model, plan = trained_model(plan, job.config, accelerator, change=change, loaded=kernels.wait)
         if plan is not job.plan and accelerator.is_main_process:
             write_json(plan.output_dir / "plan.json", plan.as_dict())
         job = replace(job, plan=plan)
@@ -73,6 +76,7 @@ def open_session(
             training = start(
                 job, accelerator, model, show=show, display=display or Display(), custom=custom or Custom()
             )
+        training.notes += kernels.notes
         yield Session(training, stop, phases, started, began)
         accelerator.wait_for_everyone()
         accelerator.end_training()

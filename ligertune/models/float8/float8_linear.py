@@ -23,15 +23,14 @@ from torch import Tensor, nn
 from ligertune.models.float8.delayed_scales import DelayedScales, quantize_by_amax
 from ligertune.models.float8.input_groups import InputGroup, JointCall
 from ligertune.models.float8.quantized import GRADIENT, OPERAND, Quantized, float8_product
-from ligertune.patching.module_patch import ModulePatch, patch_module
+from ligertune.patching.module_patch import ModulePatch, autocast_dtype, patch_module
 
 SLOTS = (OPERAND, OPERAND, GRADIENT)  # of each layer: x, W, dy
 
 
 def dtype_of_product(x: Tensor) -> torch.dtype:
     """Return the dtype of a linear layer's output."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 class _Float8Product(torch.autograd.Function):

@@ -37,7 +37,7 @@ from ligertune.any_types import AnyModule
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
-from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
+from ligertune.patching.module_patch import ModulePatch, autocast_dtype, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
 LoraLayer: TypeAlias = AnyModule  # peft's LoRA layer around a linear one, or a `FusedLora` or `LoraLossHead` made of it
@@ -237,7 +237,7 @@ def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) 
     """
     kind = x.device.type
     name = module.active_adapters[0]
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = autocast_dtype(kind) or x.dtype
     if dtype != x.dtype or not x.is_floating_point():
         return False
     if _casts_input(module, x):
@@ -256,7 +256,7 @@ def _casts_input(layer: LoraLayer, x: Tensor) -> bool:
 
     Autocast gives both one dtype. Recipes switch the cast off (`cast_input_dtype_enabled`), since they train under it.
     """
-    if torch.is_autocast_enabled(x.device.type) or not layer.cast_input_dtype_enabled:
+    if autocast_dtype(x.device.type) is not None or not layer.cast_input_dtype_enabled:
         return False
     name = layer.active_adapters[0]
     return any(part[name].weight.dtype != x.dtype for part in (layer.lora_A, layer.lora_B))
