@@ -1,7 +1,7 @@
 """Compilation of kernels before their first launch: which ones a function launches, and all of them in parallel.
 
-Triton compiles a kernel where it is launched first, one after the other. Its compiler releases the interpreter's lock in
-MLIR and LLVM passes, and ptxas is a process of its own, so threads compile at the same time.
+Triton compiles each kernel at its first launch, one after the other. Its compiler releases the interpreter's lock
+in the passes of MLIR and LLVM, and ptxas is a process of its own, so threads compile at the same time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _DriverWithoutLaunches:
 
 
 def launched_forms(run: Callable[[], object], device: torch.device) -> list[KernelForm]:
-    """Return what `run` launches on meta tensors, specialised for the chip of `device`. Nothing is compiled or launched.
+    """Return what `run` launches on meta tensors, specialised for the chip of `device`, without a launch.
 
     No other thread may launch a kernel of Triton meanwhile: its driver is the process's.
     """
@@ -91,8 +91,10 @@ class Precompilation:
         self._futures: tuple[Future[None], ...] = ()
         if not forms:
             return
-        # the current GPU is one of each thread
-        begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        begin = None
+        if device.type == "cuda":  # each thread has a current GPU of its own
+            index = torch.cuda.current_device() if device.index is None else device.index
+            begin = functools.partial(torch.cuda.set_device, index)
         pool = ThreadPoolExecutor(min(threads, len(forms)), thread_name_prefix="compile", initializer=begin)
         self._futures = tuple(pool.submit(form.compile) for form in forms)
         pool.shutdown(wait=False)  # the threads end with the last kernel
@@ -101,7 +103,7 @@ class Precompilation:
         """Wait for all kernels; return the name and the error of each one that failed. It compiles when launched."""
         failed = []
         for form, future in zip(self._forms, self._futures, strict=True):
-            error = future.exception()
+            error = None if future.cancelled() else future.exception()
             if error is not None:
                 failed.append(f"{form.name}: {type(error).__name__}: {error}")
         return failed

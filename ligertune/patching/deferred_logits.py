@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ligertune_kernels.autograd import autocast_dtype
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ligertune.any_types import AnyModule
 from ligertune.patching.host_copy import RowSearch
-from ligertune.patching.module_patch import autocast_dtype
 
 
 @dataclass
@@ -153,9 +153,7 @@ class ForwardModes:
 
     @classmethod
     def now(cls, head: nn.Module, device: torch.device) -> ForwardModes:
-        return cls(
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device.type), _versions(head)
-        )
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device), _versions(head))
 
     @contextlib.contextmanager
     def restored(self, head: nn.Module, device: torch.device) -> Iterator[None]:
@@ -308,8 +306,7 @@ class DeferredLogits:
                 return value
         if self.modes is not None:
             return self.modes.autocast or self.hidden.dtype
-        kind = self.hidden.device.type
-        return autocast_dtype(kind) or self.hidden.dtype
+        return autocast_dtype(self.hidden.device) or self.hidden.dtype
 
     # everything else needs the numbers
 

@@ -17,17 +17,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from operator import index
 from typing import Any, SupportsIndex
 
-import torch
 from torch import nn
 
 from ligertune.patching.probe import Definition, definition_of
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast on this type of device; None where it is off, and on the meta device."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
 
 
 class ModulePatch(nn.Module):

@@ -16,21 +16,21 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
-from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.autograd import autocast_dtype, no_double_backward
 from ligertune_kernels.ops.float8.quantize_float8 import Output
 from torch import Tensor, nn
 
 from ligertune.models.float8.delayed_scales import DelayedScales, quantize_by_amax
 from ligertune.models.float8.input_groups import InputGroup, JointCall
 from ligertune.models.float8.quantized import GRADIENT, OPERAND, Quantized, float8_product
-from ligertune.patching.module_patch import ModulePatch, autocast_dtype, patch_module
+from ligertune.patching.module_patch import ModulePatch, patch_module
 
 SLOTS = (OPERAND, OPERAND, GRADIENT)  # of each layer: x, W, dy
 
 
 def dtype_of_product(x: Tensor) -> torch.dtype:
     """Return the dtype of a linear layer's output."""
-    return autocast_dtype(x.device.type) or x.dtype
+    return autocast_dtype(x.device) or x.dtype
 
 
 class _Float8Product(torch.autograd.Function):

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import torch
 from ligertune_kernels import LinearLora, linear_cross_entropy
+from ligertune_kernels.autograd import autocast_dtype
 from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer as AdaptedLayer
@@ -37,7 +38,7 @@ from ligertune.any_types import AnyModule
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
-from ligertune.patching.module_patch import ModulePatch, autocast_dtype, has_own_hooks, patch_module, unpatch_module
+from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
 LoraLayer: TypeAlias = AnyModule  # peft's LoRA layer around a linear one, or a `FusedLora` or `LoraLossHead` made of it
@@ -235,9 +236,8 @@ def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) 
 
     packed: the base layer's weight, if it is in 4 bits.
     """
-    kind = x.device.type
     name = module.active_adapters[0]
-    dtype = autocast_dtype(kind) or x.dtype
+    dtype = autocast_dtype(x.device) or x.dtype
     if dtype != x.dtype or not x.is_floating_point():
         return False
     if _casts_input(module, x):
@@ -256,7 +256,7 @@ def _casts_input(layer: LoraLayer, x: Tensor) -> bool:
 
     Autocast gives both one dtype. Recipes switch the cast off (`cast_input_dtype_enabled`), since they train under it.
     """
-    if autocast_dtype(x.device.type) is not None or not layer.cast_input_dtype_enabled:
+    if autocast_dtype(x.device) is not None or not layer.cast_input_dtype_enabled:
         return False
     name = layer.active_adapters[0]
     return any(part[name].weight.dtype != x.dtype for part in (layer.lora_A, layer.lora_B))

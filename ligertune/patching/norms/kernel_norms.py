@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from ligertune_kernels import gated_rms_norm, layer_norm, rms_norm
+from ligertune_kernels.autograd import autocast_dtype
 from torch import Tensor, nn
 
-from ligertune.patching.module_patch import ModulePatch, autocast_dtype
+from ligertune.patching.module_patch import ModulePatch
 from ligertune.patching.norms.recognise_gated_norms import GatedNormSpec
 from ligertune.patching.norms.recognise_norms import Cast, LayerNormSpec, NormSpec
 from ligertune.patching.recompute import RecomputableOutput, mark_recomputable
@@ -68,7 +68,7 @@ class KernelLayerNorm(ModulePatch):
         spec = self.patch_spec
         if spec.channels_first and input.ndim != 4:
             return False
-        if spec.offset and autocast_dtype(input.device.type) is not None:
+        if spec.offset and autocast_dtype(input.device) is not None:
             return False  # Nemotron's norm rounds all its arguments to autocast's dtype
         return spec.mixed or not _has_other_dtype(getattr(self, "weight", None), input)
 
