@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from ligertune_kernels.precompile import KernelForm, Precompilation, launched_forms
 from torch import Tensor
 
 from ligertune.attention.torch_attention import prefer_flash
 from ligertune.data.stream import StreamedExamples
+from ligertune.errors import message_of
 from ligertune.features.task import Task
 from ligertune.files.storage import utc_now, write_json
 from ligertune.hardware import usable_cores
 from ligertune.launcher.signals import StopRequest
-from ligertune.models.compile_ahead import compile_ahead
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.shape import read_shape
 from ligertune.planning.feature_spec import feature_of
@@ -97,6 +98,44 @@ def open_session(
         yield Session(training, stop, phases, started, began)
         accelerator.wait_for_everyone()
         accelerator.end_training()
+
+
+# ---- kernels of the first step, compiled by threads while the model is loaded
+#
+# A rehearsal of the step on the meta device takes no memory and tells which kernels it launches, and how Triton
+# specialises them. It changes nothing in training: a kernel that it misses compiles in the first step, as before.
+
+
+class KernelsAhead:
+    """Kernels that are compiled while the model is loaded. notes: for the report, known after `wait`."""
+
+    def __init__(self, forms: Sequence[KernelForm], device: torch.device, *, threads: int, note: str | None) -> None:
+        self.notes: tuple[str, ...] = () if note is None else (note,)
+        self._compilation = Precompilation(forms, device, threads=threads)
+
+    def wait(self) -> None:
+        """Wait for all kernels. One that failed is a note, and compiles again where it is launched."""
+        failed = self._compilation.wait()
+        if failed:
+            self.notes += (f"kernels that were not compiled while the model was loaded: {'; '.join(failed)}",)
+
+    def cancel(self) -> None:
+        """Compile no further kernel."""
+        self._compilation.cancel()
+
+
+def compile_ahead(rehearse: Callable[[], object] | None, device: torch.device, *, threads: int) -> KernelsAhead:
+    """Start to compile what `rehearse` launches on meta tensors. None: compile nothing. Its error becomes a note."""
+    forms: list[KernelForm] = []
+    note = None
+    if rehearse is not None:
+        try:
+            # the model that trains draws its random weights as it would without a rehearsal
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                forms = launched_forms(rehearse, device)
+        except Exception as error:  # whatever it is, the run may train well without a rehearsal
+            note = f"kernels compile in the first step, one after the other: the rehearsal failed: {message_of(error)}"
+    return KernelsAhead(forms, device, threads=threads, note=note)
 
 
 def is_rehearsed(job: Job, device: torch.device) -> bool:

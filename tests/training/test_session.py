@@ -12,7 +12,6 @@ from support.kernels.pretend_gpu import TARGETS, PretendDriver
 from support.quickstart_runs import plan_run, recipe_for
 from triton.runtime import driver
 
-from ligertune.models import compile_ahead
 from ligertune.run import run
 from ligertune.training import session
 from ligertune.training.resolve import plan_for
@@ -55,7 +54,7 @@ def test_a_rehearsal_and_its_error_change_no_loss(h100, monkeypatch, tmp_path):
         rehearsed.extend(launched_forms(rehearsal, META))
         return []
 
-    monkeypatch.setattr(compile_ahead, "launched_forms", forms_on_meta)
+    monkeypatch.setattr(session, "launched_forms", forms_on_meta)
     found, report = losses_of(tmp_path / "with", **lora)
     assert rehearsed and found == expected
     assert not any("rehearsal" in note for note in report.notes)
@@ -63,7 +62,7 @@ def test_a_rehearsal_and_its_error_change_no_loss(h100, monkeypatch, tmp_path):
     def fail(rehearsal, device):
         raise RuntimeError("no meta kernel")
 
-    monkeypatch.setattr(compile_ahead, "launched_forms", fail)
+    monkeypatch.setattr(session, "launched_forms", fail)
     found, report = losses_of(tmp_path / "failed", **lora)
     assert found == expected
     assert any("the rehearsal failed: no meta kernel" in note for note in report.notes)
