@@ -49,7 +49,7 @@ def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTr
             hint="Give a model that generates text.",
         )
     if spec.num_hidden_layers is not None:
-        _truncate(config, spec.num_hidden_layers)
+        truncate(config, spec.num_hidden_layers)
     return config
 
 
@@ -82,7 +82,7 @@ def _check_name(name: str, path: Path, origin: ModelOrigin) -> None:
         )
 
 
-def _truncate(config: PreTrainedConfig, depth: int) -> None:
+def truncate(config: PreTrainedConfig, depth: int) -> None:
     """Keep the first `depth` layers; lists with one entry per layer are truncated too."""
     text = config.get_text_config()
     full = config_value(text, "num_hidden_layers", 0)

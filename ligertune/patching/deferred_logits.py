@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ligertune_kernels.autograd import autocast_dtype
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -152,8 +153,7 @@ class ForwardModes:
 
     @classmethod
     def now(cls, head: nn.Module, device: torch.device) -> ForwardModes:
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _versions(head))
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device), _versions(head))
 
     @contextlib.contextmanager
     def restored(self, head: nn.Module, device: torch.device) -> Iterator[None]:
@@ -306,8 +306,7 @@ class DeferredLogits:
                 return value
         if self.modes is not None:
             return self.modes.autocast or self.hidden.dtype
-        kind = self.hidden.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.hidden.dtype
+        return autocast_dtype(self.hidden.device) or self.hidden.dtype
 
     # everything else needs the numbers
 

@@ -34,7 +34,7 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
-from ligertune.models.read_config import RECURRENT_LAYERS, may_carry_state, read_config, unknown_layers
+from ligertune.models.read_config import RECURRENT_LAYERS, may_carry_state, read_config, truncate, unknown_layers
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
@@ -48,6 +48,7 @@ from ligertune.training.checks import why_not_padding_free
 from ligertune.training.optim.parameter_groups import check_lr_groups
 
 Change = Callable[[PreTrainedModel], None]
+REHEARSED_LAYERS = 2  # the second one takes what the first one gives, such as a residual to add in its norm
 
 
 @dataclass
@@ -165,13 +166,39 @@ def _without_weights(options: BuildOptions, config: PreTrainedConfig, attention:
     return model
 
 
+def rehearsed_model(plan: Plan, config: PreTrainedConfig) -> nn.Module:
+    """Build the model on the meta device with the attention and the dtype of the run, to see what a step launches.
+
+    Where all layers are of one kind, the first ones launch what all launch.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if len(kinds) <= 1 and getattr(text, "num_hidden_layers", 0) > REHEARSED_LAYERS:
+        truncate(config, REHEARSED_LAYERS)
+    dtype = getattr(torch, plan.precision.weights)
+    model: AnyModule
+    model, kernels = _load_and_patch(plan.build, config, plan.attn_implementation, dtype=dtype, device="meta")
+    prepare_masks(model)
+    preview = ModelPreview(plan.build, list(kernels), [])
+    for step in STEPS:
+        model = step.preview(model, preview)
+    return model
+
+
 def trained_model(
-    plan: Plan, config: PreTrainedConfig, accelerator: Accelerator, *, change: Change | None = None
+    plan: Plan,
+    config: PreTrainedConfig,
+    accelerator: Accelerator,
+    *,
+    change: Change | None = None,
+    loaded: Callable[[], object] = lambda: None,
 ) -> tuple[nn.Module, Plan]:
     """Build the model that the loop trains: patched, with adapters and added heads as the plan says.
 
     Also return the plan. It is another one, with padded batches, if the plan chose padding-free batches by itself and
     documents of a row influence each other in this model. change: called with the patched model, for comparisons.
+    loaded: called before the first kernel is launched.
     """
     options = plan.build
     dtype = getattr(torch, plan.precision.weights)
@@ -182,6 +209,7 @@ def trained_model(
     if change is not None:
         change(model)
     prepare_masks(model)
+    loaded()
     # The model is checked before the steps: rows of the checks are shorter, so compiled layers would make a graph for
     # them; and the documents of a batch share one float8 scale, so they change each other's rounding.
     why = _check_loaded(model, plan, accelerator)

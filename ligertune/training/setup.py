@@ -274,8 +274,8 @@ def setup(
     """Return the training of a wrapped model. Nothing is opened, loaded or computed."""
     plan = job.plan
     model = wrapped.model
-    order = _data_order(plan, job.data.train, job.reader)
-    batcher, eval_batcher = _batchers(job, accelerator, order, wrapped.task)
+    order = data_order(plan, job.data.train, job.reader)
+    batcher, eval_batcher = make_batchers(job, accelerator, order, wrapped.task)
     meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
     loss_check = FiniteLossCheck(plan.output_dir, batcher, rank=accelerator.process_index)
     patience = plan.evaluation.early_stopping_patience
@@ -364,7 +364,7 @@ def _earlier_evaluations(metrics: MetricsFile, resumed_from: int) -> tuple[list[
     return broadcast_object_list([found])[0]
 
 
-def _data_order(
+def data_order(
     plan: Plan, examples: Examples | StreamedExamples, reader: ModalityReader | None
 ) -> DataOrder | StreamOrder | ByFileCount:
     """Return which rows each rank trains on in each step."""
@@ -388,7 +388,7 @@ def _data_order(
     return ByFileCount(order, examples.n_media)
 
 
-def _batchers(
+def make_batchers(
     job: Job, accelerator: Accelerator, order: DataOrder | StreamOrder | ByFileCount, task: Task
 ) -> tuple[Batcher, Batcher | None]:
     """Return what makes batches of training and of evaluation examples. All ranks call it."""

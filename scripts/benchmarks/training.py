@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks import inputs, pages, processes
+from benchmarks import host_time, inputs, pages, processes
 from benchmarks.inputs import Inputs
 from benchmarks.pages import GIB
 from benchmarks.sides.training import TrainingSide, has_site, sides_of, without_grad_norms
@@ -211,7 +211,11 @@ def measure_batch(options: argparse.Namespace, table: Table, found: Measured, de
                 print(found.skipped[-1], flush=True)
                 continue
             start = time.perf_counter()
-            trial = side.measure(recipe, repeat, effort, folder_of(options, found, side, repeat))
+            folder = folder_of(options, found, side, repeat)
+            if table.profiled:
+                trial = host_time.measure(side, recipe, repeat, effort, folder)
+            else:
+                trial = side.measure(recipe, repeat, effort, folder)
             seconds = time.perf_counter() - start
             # a later side takes as long as the longest so far; compilation is counted apart
             longest = seconds if side.side.change != "compile" else longest
@@ -252,7 +256,13 @@ def settings_of(options: argparse.Namespace, table: Table, case: Case, batch: in
     """Return the recipe of a case by dotted keys."""
     source = Inputs(options.corpus, options.out, options.small)
     length = length_of(options, case)
-    steps = effort_of(options, table).steps + warmup_of(options, table)
+    warmup = warmup_of(options, table)
+    steps = effort_of(options, table).steps + warmup
+    traced = {}
+    if table.profiled:
+        # the report's warm-up ends where the profiler's begins
+        traced = {"report.warmup_steps": steps, "report.profile_steps": table.profiled}
+        steps += table.profiled + host_time.UNTRACED
     step_rows = rows_of_step(options, case, batch)
     # exactly as many rows as a run reads: trainers take them in the order of the file, and none twice
     rows = steps * step_rows * options.processes
@@ -266,12 +276,13 @@ def settings_of(options: argparse.Namespace, table: Table, case: Case, batch: in
         "train.gradient_accumulation_steps": step_rows // batch,
         "train.max_steps": steps,
         "train.seed": 42,  # the same weights and order on all sides
-        "report.warmup_steps": warmup_of(options, table),
+        "report.warmup_steps": warmup,
         "logging.logging_steps": 1,  # losses of all steps are compared
         "checkpoint.output_dir": options.out / f"{case.name}-{batch}" / "run",
         "checkpoint.save_strategy": "no",
         "checkpoint.save_model": False,
         "checkpoint.overwrite": True,
+        **traced,
         **table.settings,
         **case.settings,
     }
@@ -474,6 +485,8 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 
 def columns_of(table: Table, rows: list[dict]) -> list[list[str]]:
     other = reference_of(rows)["side"]
+    # the rows of a profiled table are different workloads of one side
+    ratios = [] if table.profiled else [["times", f"times {other}", ".2f"], ["memory", f"memory / {other}'s", ".2f"]]
     return [
         ["about", "what", ""],
         ["step_rows", "rows per step", ""],
@@ -486,8 +499,7 @@ def columns_of(table: Table, rows: list[dict]) -> list[list[str]]:
         ["step_ms", "median step, ms", ",.1f"],
         ["peak_gib", "peak GiB", ".1f"],
         ["reserved_gib", "reserved GiB", ".1f"],
-        ["times", f"times {other}", ".2f"],
-        ["memory", f"memory / {other}'s", ".2f"],
+        *ratios,
         ["times_published", f"times {table.published_by}", ".3f"],
     ]
 

@@ -41,6 +41,7 @@ class Table:
     before: bfloat16 steps that come first, whose weights all sides fine-tune.
     extra: further values of the report's throughput, as columns. curves: the chart shows losses.
     written: the random weights are in a folder, which all sides load.
+    profiled: steps after the measured ones that torch.profiler traces; host_time.py adds what it reads from them.
     note: source of `published`. settings: recipe keys of all cases.
     """
 
@@ -58,5 +59,6 @@ class Table:
     before: int = 0
     curves: bool = False
     written: bool = False
+    profiled: int = 0
     extra: tuple[tuple[str, str, str], ...] = ()
     published_by: str = ""

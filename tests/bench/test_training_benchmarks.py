@@ -69,8 +69,12 @@ def test_every_case_has_a_valid_recipe(name, monkeypatch, tmp_path):
         (batch,) = training.batches_of(options, case)
         settings = training.settings_of(options, table, case, batch)
         recipe = load_recipe(script_module("benchmarks.inputs").write_recipe(tmp_path / "recipe.json", settings))
-        assert recipe.train.max_steps == table.small_steps + min(2, table.warmup)
-        assert training.sides_of(table.sides, recipe.task) and recipe.report.warmup_steps == min(2, table.warmup)
+        untimed = min(2, table.warmup)
+        # steps that are traced come after the measured ones
+        traced = 1 + table.profiled if table.profiled else 0
+        assert recipe.train.max_steps == untimed + table.small_steps + traced
+        assert recipe.report.warmup_steps == untimed + (table.small_steps if table.profiled else 0)
+        assert training.sides_of(table.sides, recipe.task)
 
 
 @pytest.mark.parametrize("name", ["lora_llama", "lora_qwen", "lora_4bit", "lora_packed"])

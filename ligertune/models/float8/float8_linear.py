@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
-from ligertune_kernels.autograd import no_double_backward
+from ligertune_kernels.autograd import autocast_dtype, no_double_backward
 from ligertune_kernels.ops.float8.quantize_float8 import Output
 from torch import Tensor, nn
 
@@ -30,8 +30,7 @@ SLOTS = (OPERAND, OPERAND, GRADIENT)  # of each layer: x, W, dy
 
 def dtype_of_product(x: Tensor) -> torch.dtype:
     """Return the dtype of a linear layer's output."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device) or x.dtype
 
 
 class _Float8Product(torch.autograd.Function):

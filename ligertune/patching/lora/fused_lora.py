@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import torch
 from ligertune_kernels import LinearLora, linear_cross_entropy
+from ligertune_kernels.autograd import autocast_dtype
 from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer as AdaptedLayer
@@ -235,9 +236,8 @@ def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) 
 
     packed: the base layer's weight, if it is in 4 bits.
     """
-    kind = x.device.type
     name = module.active_adapters[0]
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = autocast_dtype(x.device) or x.dtype
     if dtype != x.dtype or not x.is_floating_point():
         return False
     if _casts_input(module, x):
@@ -256,7 +256,7 @@ def _casts_input(layer: LoraLayer, x: Tensor) -> bool:
 
     Autocast gives both one dtype. Recipes switch the cast off (`cast_input_dtype_enabled`), since they train under it.
     """
-    if torch.is_autocast_enabled(x.device.type) or not layer.cast_input_dtype_enabled:
+    if autocast_dtype(x.device) is not None or not layer.cast_input_dtype_enabled:
         return False
     name = layer.active_adapters[0]
     return any(part[name].weight.dtype != x.dtype for part in (layer.lora_A, layer.lora_B))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from ligertune_kernels import gated_rms_norm, layer_norm, rms_norm
+from ligertune_kernels.autograd import autocast_dtype
 from torch import Tensor, nn
 
 from ligertune.patching.module_patch import ModulePatch
@@ -68,7 +68,7 @@ class KernelLayerNorm(ModulePatch):
         spec = self.patch_spec
         if spec.channels_first and input.ndim != 4:
             return False
-        if spec.offset and torch.is_autocast_enabled(input.device.type):
+        if spec.offset and autocast_dtype(input.device) is not None:
             return False  # Nemotron's norm rounds all its arguments to autocast's dtype
         return spec.mixed or not _has_other_dtype(getattr(self, "weight", None), input)
 

@@ -388,6 +388,51 @@ WHOLE_MODELS = {
     ),
 }
 
+# ---- the host's part of a step, of small and medium models
+
+FULL_ROW = {"data.packing": False, "data.train_on": "all", "train.optim": "adamw_torch_fused"}
+OF_1B = {"model": "Llama-3.2-1B", "data": "full rows", "length": 2048}
+HOST_TIME = Table(
+    page="host_time",
+    title="Host time of small and medium models",
+    intro="This page shows how much of a step the GPU computes, and how long a first step takes that compiles all of "
+    "its kernels.",
+    caveats=(
+        "GPU busy is the time in which a kernel or a copy ran on the GPU, divided by the median step. The profiler "
+        "slows the host down, so the two come from different steps of one run: the step from the measured ones, the "
+        "busy time from 3 traced ones after them. A share of a little over 100 % is possible.",
+        "Launches are the host's calls that launch a kernel or a CUDA graph, on average over the traced steps.",
+        "Each run starts with an empty TRITON_CACHE_DIR. The cold first step ends when the GPU has finished it; the "
+        "cold start is that step, loading of the model, and preparation. Random weights load faster than files.",
+        "ligertune only: no other tool was measured.",
+        FULL_ROWS,
+    ),
+    cases=(
+        Case("host_lora_1b", "Llama-3.2-1B, LoRA, {batch} x 4,096", "Llama-3.2-1B", "full rows", (1,), 4096,
+             settings={**FULL_ROW, **ADAPTED, "method.type": "lora"}),
+        Case("host_full_1b", "Llama-3.2-1B, full, {batch} x 2,048", batches=(1, 2, 4), settings=FULL_ROW, **OF_1B),
+        Case("host_full_05b", "Qwen2.5-0.5B, full, {batch} x 2,048", "Qwen2.5-0.5B", "full rows", (1, 4), 2048,
+             settings=FULL_ROW),
+        Case("host_dpo_1b", "Llama-3.2-1B, DPO, full, {batch} pairs", "Llama-3.2-1B", "pairs", (4,), 2048,
+             settings={"task": "dpo", "preference.reference": "precompute", "data.packing": False}),
+        Case("host_fp8_1b", "Llama-3.2-1B, full, float8, {batch} x 2,048", batches=(4,),
+             settings={**FULL_ROW, "train.fp8": True}, **OF_1B),
+        Case("host_qlora_8b", "Llama-3-8B, QLoRA, {batch} x 4,096", "Meta-Llama-3-8B", "full rows", (1,), 4096,
+             settings={**FULL_ROW, **ADAPTED, **QLORA}),
+    ),
+    sides=("with",),
+    settings={**PLAIN, "train.learning_rate": 1e-5},
+    by_step=True,
+    profiled=3,
+    extra=(
+        ("gpu_busy", "GPU busy", ".1%"),
+        ("launches", "launches/step", ",.0f"),
+        ("graphs", "CUDA graphs", ""),
+        ("cold_first_step", "cold first step, s", ".1f"),
+        ("cold_start", "cold start, s", ".1f"),
+    ),
+)  # fmt: skip
+
 # ---- preferences, distillation and scores against TRL's and transformers' trainers
 
 TRAINED = {**PLAIN, "data.packing": False, "data.padding_free": True, "train.optim": "adamw_torch_fused",
@@ -548,5 +593,5 @@ VISION_TABLES = {
                          {"method.type": "lora", "train.gradient_checkpointing": True}, 5),
 }  # fmt: skip
 
-TABLES: dict[str, Table] = {**STEP_TABLES, **PACKING_TABLES, **WHOLE_MODELS, **TRAINER_TABLES, **PEER_TABLES,
-                            **VISION_TABLES}  # fmt: skip
+TABLES: dict[str, Table] = {**STEP_TABLES, **PACKING_TABLES, **WHOLE_MODELS, "host_time": HOST_TIME, **TRAINER_TABLES,
+                            **PEER_TABLES, **VISION_TABLES}  # fmt: skip
