@@ -72,7 +72,11 @@ class _DequantisedBuffer:
 
     def read(self, weight: FourBitWeight) -> Tensor:
         parameter = weight.parameter
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph reads only what it writes
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A graph reads only what it writes, in memory of its own: the buffer would lie idle beside it.
+            self._memory = None
+            self._dense = None
+            self._key = None
             return dequantize_nf4(weight.nf4, (1, *weight.shape), weight.dtype)[0]
         now = parameter.data_ptr(), weight.dtype
         if self._dense is None or self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
@@ -94,11 +98,6 @@ class _DequantisedBuffer:
 
 
 _BUFFERS: dict[torch.device, _DequantisedBuffer] = {}
-
-
-def release_dequantised() -> None:
-    """Free the buffers of dequantised weights. The next product allocates one again."""
-    _BUFFERS.clear()
 
 
 # layer -> (its parameter, bitsandbytes' state, address of the bytes, the weight as our kernel reads it)

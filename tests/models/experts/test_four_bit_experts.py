@@ -148,7 +148,7 @@ def test_a_loaded_model_has_the_quantised_weights_of_its_checkpoint(family, dtyp
     model = make(family).to(dtype)
     model.save_pretrained(tmp_path)
     spec = ModelOptions(model_name_or_path=str(tmp_path))
-    loaded = build_model(spec, read_config(spec), dtype=dtype, device="cpu", seed=0, four_bits=True)
+    loaded = build_model(spec, read_config(spec), dtype=dtype, device="cpu", seed=0, stored_as="nf4")
     weights = dict(model.named_parameters())
     experts = {name: p for name, p in loaded.named_parameters() if isinstance(p, Nf4Weight)}
     assert len(experts) == EXPERTS
@@ -173,7 +173,7 @@ def test_random_weights_in_4_bits_have_the_models_distribution_and_one_value_for
     spec = ModelOptions(model_name_or_path=str(tmp_path), init="random")
     config, state = read_config(spec), torch.get_rng_state()
     first, second, third = (
-        build_model(spec, config, dtype=torch.float32, device="cpu", seed=seed, four_bits=True) for seed in (0, 0, 1)
+        build_model(spec, config, dtype=torch.float32, device="cpu", seed=seed, stored_as="nf4") for seed in (0, 0, 1)
     )
     assert torch.equal(torch.get_rng_state(), state)
     tokens = torch.arange(3, 30)[None]
@@ -195,7 +195,7 @@ def test_checkpoints_that_cannot_be_quantised_are_refused(tmp_path):
     spec = ModelOptions(model_name_or_path=str(tmp_path))
 
     def load(device: str = "cpu") -> None:
-        build_model(spec, read_config(spec), dtype=torch.float32, device=device, seed=0, four_bits=True)
+        build_model(spec, read_config(spec), dtype=torch.float32, device=device, seed=0, stored_as="nf4")
 
     with pytest.raises(UserError, match=r"hold NaN or infinity \(model.layers.0.mlp.experts.gate_up_proj\)"):
         load()

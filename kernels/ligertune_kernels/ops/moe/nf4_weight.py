@@ -104,7 +104,8 @@ def to_nf4(
 ) -> Nf4Weight:
     """Quantise a weight. Its experts go to `device` one by one, so that there is only one in full precision there.
 
-    quant_type, double_quant: as of `quantize_nf4`. Raises ValueError for a weight that is not in floating point or has not three dimensions.
+    quant_type, double_quant: as of `quantize_nf4`. Raises ValueError for a weight that is not in floating point or has
+    not three dimensions.
     """
     if weight.ndim != 3:
         raise ValueError(f"to_nf4: weight has shape {tuple(weight.shape)}: expected (experts, rows, columns)")
@@ -199,6 +200,8 @@ def _recent(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     """Return a dequantised weight, of the last layer without computing it."""
     # A graph must not read memory that it does not write: neither a graph of CUDA nor one of torch.compile.
     capturing = nf4.packed.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        _RECENT.clear()  # they would lie idle beside the graph's own memory
     if capturing or torch.compiler.is_compiling() or not KEPT_WEIGHTS:
         return _computed(nf4, shape, dtype)
     key = id(nf4.packed)
