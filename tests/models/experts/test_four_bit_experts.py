@@ -14,6 +14,7 @@ from support.models import tiny_models
 from torch import nn
 
 from ligertune.errors import UserError
+from ligertune.files.base_model import four_bit_format
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.patching.experts.kernel_experts import KernelExperts
@@ -143,18 +144,25 @@ def test_each_layer_is_dequantised_twice_a_step_and_the_last_one_once(checkpoint
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_model_has_the_quantised_weights_of_its_checkpoint(family, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "stored_as"), [(torch.float32, "nf4"), (torch.bfloat16, "nf4"), (torch.float32, "fp4_single")], ids=str
+)
+def test_a_loaded_model_has_the_quantised_weights_of_its_checkpoint(family, dtype, stored_as, tmp_path):
     model = make(family).to(dtype)
     model.save_pretrained(tmp_path)
     spec = ModelOptions(model_name_or_path=str(tmp_path))
-    loaded = build_model(spec, read_config(spec), dtype=dtype, device="cpu", seed=0, stored_as="nf4")
+    loaded = build_model(spec, read_config(spec), dtype=dtype, device="cpu", seed=0, stored_as=stored_as)
+    quant_type, double_quant = four_bit_format(stored_as)
+    linear = loaded.model.layers[0].self_attn.o_proj.weight.quant_state
+    assert (linear.quant_type, linear.nested) == (quant_type, double_quant)
     weights = dict(model.named_parameters())
     experts = {name: p for name, p in loaded.named_parameters() if isinstance(p, Nf4Weight)}
     assert len(experts) == EXPERTS
     for name, found in experts.items():
         assert found.dtype == dtype and not found.requires_grad and found.shape == weights[name].shape
-        assert all(torch.equal(a, b) for a, b in zip(found.nf4, to_nf4(weights[name]).nf4, strict=True))
+        expected = to_nf4(weights[name], quant_type=quant_type, double_quant=double_quant).nf4
+        assert found.nf4.quant_type == expected.quant_type
+        assert all(torch.equal(a, b) for a, b in zip(found.nf4.tensors, expected.tensors, strict=True))
     tokens = torch.arange(3, 30)[None]
     logits = loaded(tokens).logits
     dequantised = loaded.dequantize()
