@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
+
+# Formats in which bitsandbytes stores frozen weights. 4 bits: NF4 or FP4, with double quantisation or "single".
+StoredAs: TypeAlias = Literal["nf4", "nf4_single", "fp4", "fp4_single", "int8"]
+STORED_AS: tuple[StoredAs, ...] = get_args(StoredAs)
+
+
+def four_bit_format(stored_as: StoredAs | None) -> tuple[Literal["nf4", "fp4"], bool] | None:
+    """Return (bnb_4bit_quant_type, bnb_4bit_use_double_quant); None for weights that are not in 4 bits."""
+    if stored_as is None or stored_as == "int8":
+        return None
+    return "nf4" if stored_as.startswith("nf4") else "fp4", not stored_as.endswith("_single")
+
+
+def stored_bits(stored_as: StoredAs | None) -> int | None:
+    """Return the bits of a stored weight, 4 or 8; None for weights that are not quantised."""
+    if stored_as is None:
+        return None
+    return 8 if stored_as == "int8" else 4
 
 
 @dataclass(frozen=True)
@@ -16,7 +34,7 @@ class TrainedBase:
 
     name: str
     dtype: Literal["float32", "bfloat16", "float16"]
-    stored_as: Literal["nf4", "int8"] | None = None
+    stored_as: StoredAs | None = None
     quantization: str | None = None
     revision: str | None = None
     fingerprint: str | None = None
@@ -29,7 +47,7 @@ class TrainedBase:
         parts = (
             None if self.fingerprint else self.name,  # a folder may be named by another path
             self.dtype,
-            {"nf4": "in 4 bits", "int8": "in 8 bits"}.get(self.stored_as or ""),
+            None if self.stored_as is None else f"in {stored_bits(self.stored_as)} bits",
             self.revision and f"revision {self.revision}",
             self.fingerprint and f"files {self.fingerprint[:12]}",
         )

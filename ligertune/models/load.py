@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
+from ligertune.files.base_model import StoredAs, four_bit_format
 from ligertune.files.model_files import (
     RECIPE_MODEL,
     RECIPE_TOKENIZER,
@@ -67,18 +68,17 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int,
-    four_bits: bool = False,
-    eight_bits: bool = False,
+    stored_as: StoredAs | None = None,
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Return the model on `device`: pretrained, or random from `seed`; without weights on the meta device.
 
-    four_bits, eight_bits: quantise the layers' weights to NF4 or int8 while they are loaded. Embedding and output head
-    have rows for the tokens that the recipe adds. Raises UserError.
+    stored_as: format to which the layers' weights are quantised while they are loaded. Embedding and output head have
+    rows for the tokens that the recipe adds. Raises UserError.
     """
     loaded = copy.deepcopy(config) if spec.tokenizer.adds else config  # growing changes it
-    bits = {"four_bits": four_bits, "eight_bits": eight_bits}
-    model = _build(spec, loaded, dtype=dtype, device=torch.device(device), seed=seed, origin=origin, **bits)
+    place = torch.device(device)
+    model = _build(spec, loaded, dtype=dtype, device=place, seed=seed, stored_as=stored_as, origin=origin)
     if spec.tokenizer.adds:
         rows = needed_rows(read_tokenizer(spec, RECIPE_TOKENIZER), spec.tokenizer, config)
         grow(model, rows, seed=seed, mean_resizing=spec.tokenizer.mean_resizing)
@@ -92,36 +92,39 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    four_bits: bool,
-    eight_bits: bool,
+    stored_as: StoredAs | None,
     origin: ModelOrigin,
 ) -> PreTrainedModel:
-    if four_bits:
+    four_bits = four_bit_format(stored_as)
+    if four_bits is not None:
         # transformers' quantizers import bitsandbytes, which takes seconds
         from ligertune.models.experts import four_bit_experts
     is_random = spec.init == "random"
-    if (four_bits or eight_bits) and not is_random:
+    if stored_as is not None and not is_random:
         _refuse_float8(spec.model_name_or_path, config, origin)
-    if device.type == "meta" or (is_random and not four_bits):
+    if device.type == "meta" or (is_random and four_bits is None):
         # Same seed and device: same weights. The global random state is restored.
         with _seeded(seed, device), device:
             model = _new_model(spec, config, dtype=dtype, origin=origin)
-        if four_bits and not is_random:  # a plan refuses it, too
+        if four_bits is not None and not is_random:  # a plan refuses it, too
             four_bit_experts.refuse_quantised(spec.model_name_or_path, config, model, origin)
         return model
     with torch.device("meta"):  # building changes a configuration
         skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
     quantization = None
-    if four_bits:
-        quantization = four_bit_experts.four_bit_config(skeleton, dtype)
-    elif eight_bits:
+    if four_bits is not None:
+        quant_type, double_quant = four_bits
+        quantization = four_bit_experts.four_bit_config(
+            skeleton, dtype, quant_type=quant_type, double_quant=double_quant
+        )
+    elif stored_as == "int8":
         quantization = BitsAndBytesConfig(load_in_8bit=True)
     options = _loading_options(spec, config, device, quantization)
     if is_random:
         with quiet_reports():  # of buffers that no weight initialises
             model = four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
             return _never_packed(model)
-    if four_bits:
+    if four_bits is not None:
         four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
     with _seeded(seed, device):  # a score head that the checkpoint does not have
         model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
@@ -218,21 +221,19 @@ def whole_model(
     config: PreTrainedConfig,
     *,
     trained_in: str | None = None,
-    through_four_bits: bool = False,
-    through_eight_bits: bool = False,
+    stored_as: StoredAs | None = None,
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Load the model unsharded, with the weights that a run has trained on, for export.
 
-    trained_in: dtype of the training; None: the recipe's, or the checkpoint's. through_four_bits, through_eight_bits:
-    quantise to NF4 or int8 and dequantise, which gives the weights that QLoRA or `method.load_in_8bit` trained on.
+    trained_in: dtype of the training; None: the recipe's, or the checkpoint's. stored_as: quantise to this format and
+    dequantise, which gives the weights that QLoRA or `method.load_in_8bit` trained on.
     """
     named = trained_in or (spec.dtype if spec.dtype in ("bfloat16", "float32") else None)
     dtype = getattr(torch, named) if named else stored_dtype(config)
-    quantised = through_four_bits or through_eight_bits
+    quantised = stored_as is not None
     device = torch.device("cuda" if torch.cuda.is_available() and quantised else "cpu")
-    bits = {"four_bits": through_four_bits, "eight_bits": through_eight_bits}
-    model = build_model(spec, config, dtype=dtype, device=device, seed=0, origin=origin, **bits)
+    model = build_model(spec, config, dtype=dtype, device=device, seed=0, stored_as=stored_as, origin=origin)
     return model.dequantize() if quantised else model
 
 
@@ -245,11 +246,6 @@ def carried_by(
     """
     skeleton = build_model(spec, copy.deepcopy(config), dtype=torch.bfloat16, device="meta", seed=0, origin=origin)
     return find_carried(spec, config, skeleton, rows=rows)
-
-
-def through(stored_as: str | None) -> dict[str, bool]:
-    """Return the keywords of `whole_model` for the storage that a method has (`MethodOptions.stored_as`)."""
-    return {"through_four_bits": stored_as == "nf4", "through_eight_bits": stored_as == "int8"}
 
 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype:

@@ -32,7 +32,7 @@ from ligertune.files.model_files import (
 from ligertune.files.storage import new_folder, write_text
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.carried_tensors import add_carried
-from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, through, whole_model
+from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import HEADS, SEQ_CLS, embedding_rows, gives_scores, make_scored
@@ -269,7 +269,7 @@ def base_as_trained(spec: ModelOptions, config: PreTrainedConfig, base: TrainedB
     """
     if base is None:
         return whole_model(spec, config, origin=SAVED_MODEL)
-    return whole_model(spec, config, trained_in=base.dtype, origin=SAVED_MODEL, **through(base.stored_as))
+    return whole_model(spec, config, trained_in=base.dtype, stored_as=base.stored_as, origin=SAVED_MODEL)
 
 
 def check_same_base(spec: ModelOptions, base: TrainedBase | None) -> None:

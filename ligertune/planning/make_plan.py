@@ -253,7 +253,9 @@ def estimate_memory(
     # The backward of an 8-bit layer dequantises its weight.
     eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(recipe.method.stored_as))
     dequantised += itemsize * max(eight_bit, default=0)
-    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(recipe.method.type))
+    # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
+    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(recipe.method.type) and not k.experts)
+    dequantised += itemsize * max(four_bit, default=0)
     return MemoryEstimate(
         states=states,
         layer=shape.layer,
@@ -274,7 +276,6 @@ def estimate_memory(
         heads=shape.heads,
         frozen_model=model.frozen_model,
         other_layers=shape.other_layers,
-        dequantised=itemsize * max(four_bit, default=0),
         loss_chunk=feature.loss_chunk_rows(recipe),
     )
 

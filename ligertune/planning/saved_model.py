@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.errors import UserError, message_of
-from ligertune.files.base_model import TrainedBase
+from ligertune.files.base_model import STORED_AS, TrainedBase
 from ligertune.files.hub import MODEL_FILES, check_hub_model
 from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
 from ligertune.planning.options import RunOptions
@@ -84,7 +84,7 @@ def _checked_base(found: Any, path: Path) -> TrainedBase:
     is_right = (
         isinstance(found, dict)
         and found.get("dtype") in _DTYPES
-        and found.get("stored_as") in (None, "nf4", "int8")
+        and found.get("stored_as") in (None, *STORED_AS)
         and isinstance(found.get("name"), str)
         and all(isinstance(found.get(field.name), str | None) for field in fields(TrainedBase))
     )

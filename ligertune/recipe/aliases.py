@@ -105,6 +105,8 @@ ALIASES = (
     Alias("method.init_lora_weights", ("peft_init_lora_weights",)),
     Alias("method.init_lora_weights", ("pissa_init",), _flag("pissa_niter_16")),  # LLaMA-Factory's pissa_iter
     Alias("method.use_dora", ("peft_use_dora",)),
+    Alias("method.bnb_4bit_quant_type", ("quantization_type",)),
+    Alias("method.bnb_4bit_use_double_quant", ("double_quantization", "use_bnb_nested_quant")),
     Alias("method.use_rslora", ("peft_use_rslora",)),
     Alias("method.trainable", ("unfrozen_parameters",)),
     Alias("data.datasets", ("dataset", "dataset_name", "data_path", "train_file", "train_files"), _datasets),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, create_model
 
+from ligertune.files.base_model import StoredAs
 from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.section import (
     AutoSwitch,
@@ -129,6 +130,10 @@ class MethodSpec(Section):
 
     type: Literal["full", "lora", "qlora", "freeze"] = "full"
     """full: all weights; lora: an adapter; qlora: an adapter on 4-bit weights; freeze: parameters of `trainable`."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """With type: qlora: values of 4 bits; nf4: quantiles of a normal distribution; fp4: floating-point numbers."""
+    bnb_4bit_use_double_quant: Switch = True
+    """With type: qlora: store the weights' scales in 8 bits, too; false: in float32, 0.37 more bits per weight."""
     load_in_8bit: Switch = False
     """With type: lora: store the linear weights of the layers in 8 bits (LLM.int8); needs bitsandbytes."""
     lora_r: Annotated[int, Field(ge=1, le=2**16)] = 16
@@ -162,9 +167,13 @@ class MethodSpec(Section):
     """With type: freeze: regular expressions; parameters whose names match one of them train."""
 
     @property
-    def stored_as(self) -> Literal["nf4", "int8"] | None:
+    def stored_as(self) -> StoredAs | None:
         """How bitsandbytes stores the frozen linear weights; None: as they are."""
-        return "nf4" if self.type == "qlora" else "int8" if self.load_in_8bit else None
+        if self.type != "qlora":
+            return "int8" if self.load_in_8bit else None
+        if self.bnb_4bit_quant_type == "nf4":
+            return "nf4" if self.bnb_4bit_use_double_quant else "nf4_single"
+        return "fp4" if self.bnb_4bit_use_double_quant else "fp4_single"
 
     @property
     def init_changes_weights(self) -> bool:

@@ -405,15 +405,7 @@ def _load_and_patch(
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
     stored_as = options.method.stored_as
-    model = build_model(
-        spec,
-        config,
-        dtype=dtype,
-        device=device,
-        seed=options.seed,
-        four_bits=stored_as == "nf4",
-        eight_bits=stored_as == "int8",
-    )
+    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as)
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:

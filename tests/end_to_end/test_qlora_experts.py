@@ -86,7 +86,7 @@ def test_the_adapter_loads_on_the_16_bit_base_and_merges_into_the_dequantised_we
     adapter, base = finished / "run" / "model", AutoModelForCausalLM.from_pretrained(finished / "base")
     on_16_bit = logits(PeftModel.from_pretrained(base, adapter))
     spec = saved_spec(str(adapter), trust_remote_code=False)
-    dequantised = whole_model(spec, read_config(spec), through_four_bits=True)
+    dequantised = whole_model(spec, read_config(spec), stored_as="nf4")
     expected = logits(PeftModel.from_pretrained(dequantised, adapter))
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)

@@ -53,7 +53,7 @@ def test_a_missing_package_is_an_error_with_the_line_to_install_it(tmp_path):
 def compare_training(folder, device: str) -> None:
     tiny_models.make("llama").save_pretrained(folder)
     spec = ModelOptions(model_name_or_path=str(folder))
-    ours = build_model(spec, read_config(spec), dtype=torch.float32, device=device, seed=0, eight_bits=True)
+    ours = build_model(spec, read_config(spec), dtype=torch.float32, device=device, seed=0, stored_as="int8")
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, device_map={"": device}, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
     )
@@ -112,7 +112,7 @@ def test_a_run_resumes_bit_exactly_and_its_exports_are_exact(packing, tmp_path):
 def test_merging_uses_the_weights_that_were_trained_on(tmp_path):
     tiny_models.make("llama").save_pretrained(tmp_path)
     spec = ModelOptions(model_name_or_path=str(tmp_path))
-    through = whole_model(spec, read_config(spec), through_eight_bits=True).model.layers[0].mlp.up_proj.weight.cpu()
+    through = whole_model(spec, read_config(spec), stored_as="int8").model.layers[0].mlp.up_proj.weight.cpu()
     plain = whole_model(spec, read_config(spec)).model.layers[0].mlp.up_proj.weight
     steps = through / (plain.abs().amax(1, keepdim=True) / 127)
     assert (steps - steps.round()).abs().max() < 0.1

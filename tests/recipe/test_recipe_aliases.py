@@ -67,6 +67,8 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
         ("pissa_init", "false", "default"),
     ],
     "method.use_dora": [("peft_use_dora", "true", True)],
+    "method.bnb_4bit_quant_type": [("quantization_type", "fp4", "fp4")],
+    "method.bnb_4bit_use_double_quant": [("double_quantization use_bnb_nested_quant", "false", False)],
     "method.use_rslora": [("peft_use_rslora", "true", True)],
     "method.trainable": [("unfrozen_parameters", "['norm']", ("norm",))],
     "data.val_split": [("val_set_size val_size test_size split_dataset_ratio", "0.125", 0.125)],
@@ -140,6 +142,8 @@ FLAT = {
 }
 NEEDS = {
     "method.trainable": "method: {type: freeze}",
+    "method.bnb_4bit_quant_type": "method: {type: qlora}",
+    "method.bnb_4bit_use_double_quant": "method: {type: qlora}",
     "method.init_lora_weights": "method: {type: lora}",
     "method.trainable_token_indices": "method: {type: lora}",
     "eval.eval_strategy": "val_size: 0.1",

@@ -210,7 +210,7 @@ def load_teacher(plan: Plan, device: torch.device) -> Teacher:
         dtype=dtype,
         device="cpu" if distill.teacher_offload else device,
         seed=0,
-        four_bits=distill.teacher_load_in_4bit,
+        stored_as="nf4" if distill.teacher_load_in_4bit else None,
         origin=TEACHER,
     )
     if kernels.enabled is not False:

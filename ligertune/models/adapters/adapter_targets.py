@@ -21,6 +21,7 @@ from torch import nn
 
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
+from ligertune.files.base_model import stored_bits
 from ligertune.models.adapters.name_patterns import matching_names
 from ligertune.models.score_head import embedding_of, is_tied, lm_head_of, score_head
 
@@ -301,7 +302,7 @@ def _check_trained(model: PreTrainedModel, spec: MethodOptions, parameters: list
     """
     head = score_head(model) or lm_head_of(model)
     experts = set(expert_parameters(model))
-    bits = {None: None, "nf4": "4", "int8": "8"}[spec.stored_as]
+    bits = stored_bits(spec.stored_as)
     for wanted in spec.lora_modules_to_save:
         for name, module in model.named_modules():
             if name != wanted and not name.endswith(f".{wanted}"):

@@ -1,4 +1,4 @@
-"""4-bit experts: load a mixture of experts with NF4 weights, for QLoRA and for a teacher in 4 bits.
+"""4-bit experts: load a mixture of experts with NF4 or FP4 weights, for QLoRA and for a teacher in 4 bits.
 
 bitsandbytes quantises linear layers. transformers holds a mixture's experts in 3-D parameters, which are most of such a
 model: they become `Nf4Weight`s here. Checkpoint tensors are merged in host memory, and go to the device one expert at a
@@ -37,12 +37,17 @@ def expert_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{path}.{name}".lstrip("."), module, name
 
 
-def four_bit_config(skeleton: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return the quantisation of a model for from_pretrained: NF4 with double quantisation, experts included."""
+def four_bit_config(
+    skeleton: PreTrainedModel, dtype: torch.dtype, *, quant_type: str, double_quant: bool
+) -> BitsAndBytesConfig:
+    """Return the quantisation of a model for from_pretrained, experts included."""
     cls = Nf4ExpertsConfig if any(expert_weights(skeleton)) else BitsAndBytesConfig
     return cls(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
-    )  # fmt: skip
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def refuse_quantised(name: str, config: PreTrainedConfig, skeleton: PreTrainedModel, origin: ModelOrigin) -> None:
@@ -58,7 +63,7 @@ def refuse_quantised(name: str, config: PreTrainedConfig, skeleton: PreTrainedMo
 
 
 class Nf4ExpertsConfig(BitsAndBytesConfig):
-    """bitsandbytes' NF4 for linear layers, and the same format for experts."""
+    """bitsandbytes' 4 bits for linear layers, and the same format for experts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -121,10 +126,19 @@ class _Quantize(ConversionOps):
         for name, found in input_dict.items():
             if name in self.quantizer.experts:
                 weight = found[0] if isinstance(found, list) else found
-                result[name] = nn.Parameter(to_nf4(weight, self.quantizer.device), requires_grad=False)
+                result[name] = nn.Parameter(self._quantised(weight), requires_grad=False)
             else:
                 result |= self.linear.convert({name: found}, **kwargs)
         return result
+
+    def _quantised(self, weight: torch.Tensor) -> Nf4Weight:
+        config = self.quantizer.quantization_config
+        return to_nf4(
+            weight,
+            self.quantizer.device,
+            quant_type=config.bnb_4bit_quant_type,
+            double_quant=config.bnb_4bit_use_double_quant,
+        )
 
 
 # ---- random weights

@@ -12,8 +12,9 @@ into the other one (`addmm_`), in fp32 and rounded once. Seven such layers of Ll
 peft's own code runs wherever it does more than this (DoRA, dropout, several adapters, a merged adapter), and where it
 multiplies by the adapter in another dtype than the layer's input.
 
-Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three. Only the last
-one is kept, until the next: a checkpointed layer multiplies its last weight twice.
+Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three, into a buffer
+of the largest weight. The weight in the buffer is not dequantised again: a checkpointed layer multiplies its last
+weight twice. What bitsandbytes keeps in its state objects is read once per layer, not once per product.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, TypeAlias
 import torch
 from ligertune_kernels import LinearLora, linear_cross_entropy
 from ligertune_kernels.autograd import autocast_dtype
-from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, Nf4, dequantize_nf4
+from ligertune_kernels.ops.moe.dequantize_nf4 import SCALE_BLOCK, TABLES, Nf4, dequantize_nf4, dequantize_nf4_into
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer as AdaptedLayer
 from peft.tuners.lora.layer import ParamWrapper
@@ -46,7 +47,7 @@ LoraLayer: TypeAlias = AnyModule  # peft's LoRA layer around a linear one, or a 
 
 @dataclass(frozen=True)
 class FourBitWeight:
-    """A frozen weight (F, E) that bitsandbytes has stored in NF4 with double quantisation. parameter: its bytes."""
+    """A frozen weight (F, E) that bitsandbytes has stored in NF4 or FP4. parameter: its bytes."""
 
     parameter: Tensor
     nf4: Nf4
@@ -54,50 +55,90 @@ class FourBitWeight:
     dtype: torch.dtype
 
     def dequantize(self) -> Tensor:
-        """Return the weight. Read it only: the next call may return the same tensor."""
-        return _LAST.setdefault(self.parameter.device, _LastWeight()).of(self)
+        """Return the weight. Use it at once: the next call for any weight overwrites it."""
+        device = self.parameter.device
+        buffer = _BUFFERS.get(device)
+        if buffer is None:
+            buffer = _BUFFERS[device] = _DequantisedBuffer()
+        return buffer.read(self)
 
 
-class _LastWeight:
-    """The weight of a device that was dequantised last. It is freed before the next one is allocated."""
+class _DequantisedBuffer:
+    """The memory of a device for one dequantised weight. It grows to the largest weight."""
 
     def __init__(self) -> None:
-        self._dense: Tensor | None = None
+        self._memory: Tensor | None = None
+        self._dense: Tensor | None = None  # the weight in the memory
         self._key: tuple[weakref.ref[Tensor], int, torch.dtype] | None = None  # parameter, address of its bytes, dtype
 
-    def of(self, weight: FourBitWeight) -> Tensor:
-        shape = (1, *weight.shape)
+    def read(self, weight: FourBitWeight) -> Tensor:
         parameter = weight.parameter
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph reads only what it writes
-            return dequantize_nf4(weight.nf4, shape, weight.dtype)[0]
-        now = parameter.data_ptr(), weight.dtype
-        if self._dense is None or self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A graph reads only what it writes, in memory of its own: the buffer would lie idle beside it.
+            self._memory = None
             self._dense = None
             self._key = None
+            return dequantize_nf4(weight.nf4, (1, *weight.shape), weight.dtype)[0]
+        now = parameter.data_ptr(), weight.dtype
+        if self._dense is None or self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
+            self._key = None
             with torch.inference_mode(False):  # the next training step may read it, too
-                self._dense = dequantize_nf4(weight.nf4, shape, weight.dtype)[0]
+                self._dense = self._room(weight)
+                dequantize_nf4_into(weight.nf4, self._dense[None])
             self._key = (weakref.ref(parameter), *now)
         return self._dense
 
+    def _room(self, weight: FourBitWeight) -> Tensor:
+        """Return the beginning of the memory as a tensor with the weight's shape and dtype."""
+        size = math.prod(weight.shape) * weight.dtype.itemsize
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = None  # freed before the larger one is allocated
+            self._dense = None
+            self._memory = torch.empty(size, dtype=torch.uint8, device=weight.parameter.device)
+        return self._memory[:size].view(weight.dtype).view(weight.shape)
 
-_LAST: dict[torch.device, _LastWeight] = {}
+
+_BUFFERS: dict[torch.device, _DequantisedBuffer] = {}
+
+
+# layer -> (its parameter, bitsandbytes' state, address of the bytes, the weight as our kernel reads it)
+_FOUR_BIT: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Any, int, FourBitWeight | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
     """Return the weight of bitsandbytes' Linear4bit; None for any other layer, and for another format of 4 bits."""
     parameter: Any = getattr(layer, "weight", None)
     state = getattr(parameter, "quant_state", None)
-    if state is None or not state.nested or getattr(state, "packing_format_for_cpu", False):
+    if state is None:
         return None
-    if (state.quant_type, state.blocksize, state.state2.blocksize) != ("nf4", BLOCK, SCALE_BLOCK):
+    address = parameter.data_ptr()
+    known = _FOUR_BIT.get(layer)
+    if known is not None and known[0] is parameter and known[1] is state and known[2] == address:
+        return known[3]
+    found = _read_state(parameter, state)
+    _FOUR_BIT[layer] = (parameter, state, address, found)
+    return found
+
+
+def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:
+    """Return the weight as our kernel reads it; None for a format that it does not read."""
+    if state.quant_type not in TABLES or parameter.dtype != torch.uint8:
         return None
-    if parameter.dtype != torch.uint8 or math.prod(state.shape) % BLOCK:
+    if getattr(state, "packing_format_for_cpu", False):
         return None
+    if state.nested and state.state2.blocksize != SCALE_BLOCK:
+        return None
+    absmax = state.absmax.view(1, -1)
+    empty = absmax.new_empty(1, 0, dtype=torch.float32)
     nf4 = Nf4(
         packed=parameter.detach().view(1, -1),
-        scales=state.absmax.view(1, -1),
-        block_scales=state.state2.absmax.view(1, -1),
-        offset=state.offset.view(1),
+        scales=absmax,
+        block_scales=state.state2.absmax.view(1, -1) if state.nested else empty,
+        offset=state.offset.view(1) if state.nested else empty,
+        quant_type=state.quant_type,
+        block=state.blocksize,
     )
     return FourBitWeight(parameter, nf4, tuple(state.shape), state.dtype)
 

@@ -58,7 +58,6 @@ class MemoryEstimate:
     heads: AddedHeadsShape | None = None
     frozen_model: FrozenModelShape | None = None
     other_layers: tuple[tuple[LayerShape, int], ...] = ()  # of the layers, those unlike `layer`, and how many they are
-    dequantised: int = 0  # bytes of the largest 4-bit weight in the compute dtype
     loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
 
     def peak(
@@ -203,14 +202,11 @@ class MemoryEstimate:
 
     def tiled(self, tile: int) -> MemoryEstimate:
         """Return the estimate with all layers checkpointed and tiled, `tile` tokens at a time."""
-        workspace = self.workspace + self.dequantised
-        return replace(self, policy=replace(self.policy, tile=tile, not_checkpointed=0), workspace=workspace)
+        return replace(self, policy=replace(self.policy, tile=tile, not_checkpointed=0))
 
     def untiled(self) -> MemoryEstimate:
         """Return the estimate without tiles."""
-        if not self.policy.tile:
-            return self
-        return replace(self, policy=replace(self.policy, tile=0), workspace=self.workspace - self.dequantised)
+        return replace(self, policy=replace(self.policy, tile=0)) if self.policy.tile else self
 
     def checkpointed(self, how: bool | str) -> MemoryEstimate:
         """Return the estimate with all layers checkpointed in this way, and without tiles."""

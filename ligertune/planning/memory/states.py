@@ -13,8 +13,10 @@ from ligertune.recipe.schema import Recipe
 
 Strategy = Literal["single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"]
 SHARDED_WEIGHTS = ("fsdp", "deepspeed_zero3")  # strategies under which each process holds a part of the weights
-# NF4: blocks of 64 values with an 8-bit scale, and one 4-byte scale per 256 blocks (Dettmers et al. 2023).
+# NF4 and FP4 have blocks of 64 values with a 4-byte scale. Double quantisation stores an 8-bit scale per block, and one
+# of 4 bytes per 256 blocks (Dettmers et al. 2023).
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+SINGLE_4BIT_BYTES = 0.5 + 4 / 64
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def states_of(
     master_weights = strategy.startswith("deepspeed") and weight_dtype != "float32"
     weights = trained = masters = 0.0
     states = Counter[tuple[tuple[int, ...], int, bool]]()
+    four_bits = NF4_BYTES if recipe.method.bnb_4bit_use_double_quant else SINGLE_4BIT_BYTES
     for kind, count in parameters:
-        size = NF4_BYTES if kind.quantised(method) else kind.itemsize(weight_dtype)
+        size = four_bits if kind.quantised(method) else kind.itemsize(weight_dtype)
         if kind.in_eight_bits(recipe.method.stored_as):
             size = 1 + 4 / kind.shape[-1]
         weights += count * kind.elements * size

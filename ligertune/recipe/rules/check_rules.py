@@ -129,6 +129,11 @@ RULES = (
          "{0} is freeze, and no parameter is left to train. Give {1}, a list of regular expressions."),
     Rule("method.trainable, method.type: not freeze", "{0} works with method.type: freeze only, and {1} is {v[1]}."),
     *(rule for part in modality_parts() for rule in part.rules),
+    *(
+        Rule(f"{key}, method.type: not qlora",
+             "{0} works with method.type: qlora only, and {1} is {v[1]}. Leave {0} out.")
+        for key in ("method.bnb_4bit_quant_type: not nf4", "no method.bnb_4bit_use_double_quant")
+    ),
     Rule("method.load_in_8bit, method.type: qlora",
          "{0} stores weights in 8 bits, and {1} is qlora, which stores them in 4. Leave {0} out."),
     Rule("method.load_in_8bit, method.type: full|freeze",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import modality_of
 from ligertune.data.prepare import prepare
 from ligertune.errors import UserError
+from ligertune.files.base_model import StoredAs, stored_bits
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
@@ -119,8 +120,9 @@ def check_export(plan: ExportPlan, *, prompt: str | None = None) -> ExportCheck:
     if options is not None and (note := feature_of(options.build.task).export_note):
         notes.append(note)
     if stored_as := _stored_as(options):
-        bits = {"nf4": "4-bit", "int8": "8-bit"}[stored_as]
-        notes.append(f"adapters are compared on the dequantised {bits} weights; on the 16-bit weights logits differ.")
+        bits = stored_bits(stored_as)
+        where = f"the dequantised {bits}-bit weights"
+        notes.append(f"adapters are compared on {where}; on the 16-bit weights logits differ.")
     return ExportCheck(tuple(comparisons), compared_on, tuple(notes))
 
 
@@ -162,7 +164,7 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def _stored_as(options: RunOptions | None) -> Literal["nf4", "int8"] | None:
+def _stored_as(options: RunOptions | None) -> StoredAs | None:
     return None if options is None else options.build.method.stored_as
 
 

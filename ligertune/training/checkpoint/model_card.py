@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.errors import UserError, printable
-from ligertune.files.base_model import CarriedTensors, TrainedBase
+from ligertune.files.base_model import CarriedTensors, StoredAs, TrainedBase, four_bit_format
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import mask_secrets, read_object, write_text
 from ligertune.models.carried_tensors import carried_note
@@ -145,18 +145,29 @@ def _base_rows(name: str, base: TrainedBase | None, plan: dict[str, Any], *, is_
         return []
     values = plan.get("carried") or {"names": (), "bytes": 0, "dropped": ""}
     carried = CarriedTensors(tuple(values["names"]), values["bytes"], values["dropped"])
-    quantised = {"nf4": "to 4 bits (NF4) while it was trained", "int8": "to 8 bits (int8) while it was trained"}
     rows = [
         ("model", name),
         ("revision", base.revision),
         ("fingerprint of its files", base.fingerprint),
         ("dtype as trained", base.dtype),
-        ("quantisation", quantised.get(base.stored_as or "", "none")),
+        ("quantisation", _quantisation(base.stored_as)),
     ]
     if base.quantization is not None:
         rows.append(("quantisation of its files", f"{base.quantization}; dequantised to {base.dtype} for training"))
     rows.append(("tensors that its class does not load", carried_note(carried, adapts=is_adapter)))
     return [(key, value) for key, value in rows if value]
+
+
+def _quantisation(stored_as: StoredAs | None) -> str:
+    """Return how the base model was quantised."""
+    if stored_as is None:
+        return "none"
+    found = four_bit_format(stored_as)
+    if found is None:
+        return "to 8 bits (int8) while it was trained"
+    quant_type, double_quant = found
+    kind = quant_type.upper() if double_quant else f"{quant_type.upper()} without double quantisation"
+    return f"to 4 bits ({kind}) while it was trained"
 
 
 def _base_arguments(base: TrainedBase | None) -> str:

@@ -1,4 +1,4 @@
-"""Compare predicted with measured peak memory, over training steps of 40 configurations.
+"""Compare predicted with measured peak memory, over training steps of 50 configurations.
 
     scripts/bench memory --corpus FOLDER [--out memory.json] [--only llama-1b]
     scripts/bench memory --moe [--only qwen3]                 mixtures of experts, with the sizes in moe_models.py
@@ -8,7 +8,8 @@ FOLDER holds model_configs/{Llama-3.2-1B,Meta-Llama-3-8B,Qwen2.5-1.5B,gemma-7b,Q
 model and Qwen3.5 are cut to 8 layers and Gemma to 6. Each model takes four steps of full training, of LoRA and with an
 8-bit optimizer (bf16 if neither bitsandbytes nor torchao is installed), with and without checkpointing, each at another
 batch and length; and of full training and LoRA with `kernels.recompute`. Without these last ten
-and without Qwen3.5 it takes four minutes on one H100.
+and without Qwen3.5 it takes four minutes on one H100. The Llama models also train by QLoRA (NF4; FP4 with single
+quantisation; layer inputs in host memory; CUDA graphs), and the smaller one by DPO on pairs of full length.
 
 --moe trains nine mixtures of experts cut to a few layers instead: full training and LoRA on attention and experts, with
 and without checkpointing, and two of them in 4 bits if bitsandbytes is installed. Five minutes on one
@@ -38,7 +39,17 @@ from pathlib import Path
 
 from benchmarks import inputs, pages, processes
 from benchmarks.pages import GIB
-from benchmarks.tables.memory import IN_4_BITS, METHODS, MIXTURE_METHODS, MIXTURE_SIZES, MIXTURES, MODELS, SIZES, SMALL
+from benchmarks.tables.memory import (
+    IN_4_BITS,
+    METHODS,
+    MIXTURE_METHODS,
+    MIXTURE_SIZES,
+    MIXTURES,
+    MODELS,
+    SIZES,
+    SMALL,
+    WITH_DPO,
+)
 from benchmarks.tables.moe_models import write_config
 
 WORLD, MAIN = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
@@ -94,7 +105,13 @@ def configurations(options: argparse.Namespace) -> list[tuple[str, str, str, boo
     for model in models:
         for rank, (method, checkpointing) in enumerate(product(methods, (False, True))):
             name = f"{model} {method}{' checkpointing' if checkpointing else ''}"
-            if method == "qlora" and (model not in IN_4_BITS or not find_spec("bitsandbytes")):
+            if "qlora" in method and (model not in IN_4_BITS or not find_spec("bitsandbytes")):
+                continue
+            if "dpo" in method and model not in WITH_DPO:
+                continue
+            if options.small and method == "qlora graphs":
+                continue
+            if checkpointing and method in ("qlora offload", "qlora fp4"):
                 continue
             if (checkpointing and "recompute" in method) or (options.against and name not in options.against):
                 continue
@@ -205,7 +222,13 @@ def settings(
         picked["model.model_name_or_path"] = str(options.corpus / "model_configs" / name)
     optim = {"train.optim": eight_bits(options.gpus)} if method == "8-bit" else {}
     several = {"parallel.strategy": "fsdp"} if options.gpus > 1 else {}
-    return {**shared, **picked, **(MIXTURE_METHODS if options.moe else METHODS)[method], **optim, **several}
+    chosen_method = (MIXTURE_METHODS if options.moe else METHODS)[method]
+    if chosen_method.get("task") == "dpo":
+        pairs = rows * accumulation * 4 + 4
+        shared["data.datasets"] = [{"path": str(text(folder, pairs, length, pairs=True)), "format": "prompt_pairs"}]
+        # a pair has two rows
+        shared["train.per_device_train_batch_size"] = max(1, rows // 2)
+    return {**shared, **picked, **chosen_method, **optim, **several}
 
 
 def eight_bits(gpus: int) -> str:
@@ -214,11 +237,15 @@ def eight_bits(gpus: int) -> str:
     return "adamw_torch_8bit" if find_spec("torchao") else "adamw_bf16"
 
 
-def text(folder: Path, documents: int, length: int) -> Path:
-    """Write documents that each fill a row, so that every position has a label."""
+def text(folder: Path, documents: int, length: int, *, pairs: bool = False) -> Path:
+    """Write documents that each fill a row, so that every position has a label. pairs: two answers of a prompt each."""
     path = folder / "text.jsonl"
     words = " ".join(["once upon a time there was a little girl"] * (length // 4))
-    path.write_text("".join(json.dumps({"text": f"{i} {words}"}) + "\n" for i in range(documents)), encoding="utf-8")
+    rows = []
+    for i in range(documents):
+        answers = {"prompt": f"{i}", "chosen": words, "rejected": f"no {words}"}
+        rows.append(answers if pairs else {"text": f"{i} {words}"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -282,6 +309,8 @@ def page(options: argparse.Namespace, rows: list[dict], left_out: list[str]) -> 
             "The number behind a name is that of its layers; the whole models have more. Weights are random.",
             "full: all weights train with AdamW. checkpointing: `train.gradient_checkpointing`. recompute: "
             f"`kernels.recompute`. 8-bit: all weights train with `{eight_bits(WORLD)}`.",
+            "qlora: NF4 with double quantisation; qlora fp4: FP4 without it; offload: layer inputs in host memory; "
+            "graphs: `train.cuda_graphs`. dpo: pairs of full length, references computed before training.",
         ],
         columns=[["name", "configuration", ""], ["batch", "micro-batch, rows x tokens", ""],
                  ["measured_gib", "measured GiB", ".2f"], ["predicted_gib", "predicted GiB", ".2f"],

@@ -8,8 +8,14 @@ MODELS = {
     "qwen3.5-4b/8": {"model.model_name_or_path": "Qwen3.5-4B", "model.num_hidden_layers": 8},
 }
 RECOMPUTE = {"kernels.recompute": True}
+QLORA = {"method.type": "qlora"}
+SINGLE_FP4 = {**QLORA, "method.bnb_4bit_quant_type": "fp4", "method.bnb_4bit_use_double_quant": False}
+DPO = {"task": "dpo", "preference.reference": "precompute"}
 METHODS = {"full": {}, "lora": {"method.type": "lora"}, "8-bit": {}, "full recompute": RECOMPUTE,
-           "lora recompute": {"method.type": "lora", **RECOMPUTE}}  # fmt: skip
+           "lora recompute": {"method.type": "lora", **RECOMPUTE}, "qlora": QLORA, "qlora fp4": SINGLE_FP4,
+           "qlora offload": {**QLORA, "train.gradient_checkpointing": "offload"},
+           "qlora graphs": {**QLORA, "train.cuda_graphs": True}, "dpo": DPO,
+           "dpo lora": {"task": "dpo", "method.type": "lora"}}  # fmt: skip
 # model -> (rows, length, accumulation) without and with checkpointing
 SIZES = {
     "llama-1b": ((8, 1024, 1), (4, 4096, 2)),
@@ -25,7 +31,8 @@ MIXTURES = {
     "deepseek-v3-small/5": ("deepseek-v3-small", 5), "glm-4.5-air/3": ("glm-4.5-air", 3),
     "granite-3b-a800m/16": ("granite-3.1-3b-a800m", 16),
 }  # fmt: skip
-IN_4_BITS = ("mixtral/3", "qwen3-30b-a3b/8")
+IN_4_BITS = ("llama-1b", "llama-8b/8", "small-llama", "mixtral/3", "qwen3-30b-a3b/8")
+WITH_DPO = ("llama-1b", "small-llama")
 MIXTURE_METHODS = {"full": {}, "lora": {"method.type": "lora"}, "qlora": {"method.type": "qlora"}}
 MIXTURE_SIZES = {
     "mixtral/3": ((16, 512, 1), (8, 2048, 1)),

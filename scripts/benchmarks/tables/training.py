@@ -49,6 +49,21 @@ def _of_llama_1b(name: str, data: str, batch: int, **fields: object) -> Case:
     return Case(name, fields.pop("about", ""), "Llama-3.2-1B", data, (batch,), **fields)
 
 
+# (model.dtype, method.bnb_4bit_quant_type, method.bnb_4bit_use_double_quant): each value of each key
+QLORA_FORMATS = (("bfloat16", "nf4", True), ("float32", "nf4", False), ("float32", "fp4", True))
+
+
+def _qlora_losses(dtype: str, kind: str, double_quant: bool) -> Case:
+    about = f"{dtype}, {kind}, {'double' if double_quant else 'single'} quantisation"
+    settings = {
+        "model.dtype": dtype,
+        "method.bnb_4bit_quant_type": kind,
+        "method.bnb_4bit_use_double_quant": double_quant,
+    }
+    name = f"qlora_{dtype}_{kind}"
+    return _of_llama_1b(name, "alpaca", 4, about=about, layers=4, settings=settings)
+
+
 LLAMA_8B = {"model": "Meta-Llama-3-8B", "layers": 8}
 
 # ---- whole steps against Hugging Face, torch.compile and liger-kernel
@@ -168,6 +183,21 @@ STEP_TABLES = {
         sides=("with", "hf"),
         settings={**FULL, "model.dtype": "float32"},
         steps=200,  # a state that is wrong by little shows after many updates
+        small_steps=10,
+    ),
+    "qlora_losses": Table(
+        page="qlora_losses",
+        title="200 steps of QLoRA: four layers of Llama-3.2-1B",
+        intro=WHOLE_STEPS,
+        caveats=(
+            "Hugging Face's side runs PEFT's layers and bitsandbytes' products.",
+            "Random weights in 4 bits, the same for both sides; Alpaca records, padded to the longest of their batch.",
+            OF_LOSSES,
+        ),
+        cases=tuple(_qlora_losses(dtype, kind, double) for dtype, kind, double in QLORA_FORMATS),
+        sides=("with", "hf"),
+        settings={**UNPACKED, **ADAPTER, "method.type": "qlora", "train.learning_rate": 1e-4},
+        steps=200,  # gradients that are wrong by little show after many updates
         small_steps=10,
     ),
     "fp8": Table(

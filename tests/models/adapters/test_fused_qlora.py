@@ -3,12 +3,14 @@
 import copy
 import importlib.util
 import weakref
+from dataclasses import replace
 
 import peft
 import pytest
 import torch
 from ligertune_kernels.ops.moe.dequantize_nf4 import dequantize_nf4, quantize_nf4
 from torch import nn
+from torch.nn import functional
 
 from ligertune.patching.lora.fused_lora import FourBitWeight, four_bit_weight, fuse_adapters
 from ligertune.patching.lora.joint_lora import LoraTerms, joint_update
@@ -49,39 +51,49 @@ def test_a_weight_in_four_bits_has_the_bits_of_the_dequantised_one(device):
         assert torch.equal(mine, expected)
 
 
-def test_a_dequantised_weight_is_kept_until_the_next_one(monkeypatch):
+def test_all_weights_are_dequantised_into_one_buffer_and_the_last_one_is_not_dequantised_again(monkeypatch):
     from ligertune.patching.lora import fused_lora
 
     calls = []
-    monkeypatch.setattr(fused_lora, "dequantize_nf4", lambda *a, **k: calls.append(a) or dequantize_nf4(*a, **k))
+    write = fused_lora.dequantize_nf4_into
+    monkeypatch.setattr(fused_lora, "dequantize_nf4_into", lambda nf4, out: calls.append(out) or write(nf4, out))
+    monkeypatch.setattr(fused_lora, "_BUFFERS", {})
     (first, dense), (larger, _) = packed_and_dense(0), packed_and_dense(1, (2 * F, E))
+    small = weakref.ref(first.dequantize())
+    addresses = {larger.dequantize().data_ptr()}
+    assert small() is None  # the smaller buffer is freed first
     for weight in (first, first, larger, first, first):
-        weight.dequantize()
-    assert len(calls) == 3
+        addresses.add(weight.dequantize().data_ptr())
+    assert len(addresses) == 1
+    assert len(calls) == 5
     assert torch.equal(first.dequantize(), dense)
-    released = weakref.ref(first.dequantize())
-    larger.dequantize()
-    assert released() is None
+
+
+def test_weights_of_two_dtypes_share_the_buffer():
+    (first, dense), (second, other) = packed_and_dense(0), packed_and_dense(1)
+    narrow = replace(first, dtype=torch.bfloat16)
+    for weight, expected in ((narrow, dense.bfloat16()), (first, dense), (second, other), (narrow, dense.bfloat16())):
+        assert torch.equal(weight.dequantize(), expected)
 
 
 def test_a_released_weight_is_never_mistaken_for_the_next():
     """The next weight has the memory of the released one."""
     (first, _), (second, expected) = packed_and_dense(0), packed_and_dense(1)
     first.dequantize()
-    for old, new in zip(first.nf4, second.nf4, strict=True):
+    for old, new in zip(first.nf4.tensors, second.nf4.tensors, strict=True):
         old.copy_(new)
     reused = FourBitWeight(first.nf4.packed.detach(), first.nf4, (F, E), torch.float32)
     assert reused.parameter.data_ptr() == first.parameter.data_ptr()
     assert torch.equal(reused.dequantize(), expected)
 
 
-def quantised(device: str, dtype: torch.dtype, *, bias: bool = False, quant_type: str = "nf4") -> nn.Module:
+def quantised(device: str, dtype: torch.dtype, *, bias: bool = False, **format_of: object) -> nn.Module:
     """Return peft's LoRA layer around bitsandbytes' Linear4bit, as QLoRA loads it."""
     import bitsandbytes
     from peft.tuners.lora.bnb import Linear4bit
 
     torch.manual_seed(0)
-    base = bitsandbytes.nn.Linear4bit(E, F, bias=bias, compute_dtype=dtype, quant_type=quant_type)
+    base = bitsandbytes.nn.Linear4bit(E, F, bias=bias, compute_dtype=dtype, **{"quant_type": "nf4", **format_of})
     base = base.to(dtype).to(device)
     made = Linear4bit(base, "default", peft.LoraConfig(r=R), r=R, lora_alpha=7).to(device)
     nn.init.normal_(made.lora_B["default"].weight, std=0.3)
@@ -98,14 +110,25 @@ def outcome(module: nn.Module, x: torch.Tensor, *, autocast: bool) -> list[torch
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
-def test_a_quantised_layer_has_pefts_output_and_gradients(dtype, tolerance, bias, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "bias", "quant_type", "compress_statistics"),
+    [
+        (torch.float32, 2e-6, False, "nf4", True),
+        (torch.float32, 2e-6, True, "fp4", False),
+        (torch.bfloat16, 1e-2, True, "nf4", False),
+        (torch.bfloat16, 1e-2, False, "fp4", True),
+    ],
+    ids=str,
+)
+def test_a_quantised_layer_has_pefts_output_and_gradients(
+    dtype, tolerance, bias, quant_type, compress_statistics, device, monkeypatch
+):
     from peft.tuners.lora.bnb import Linear4bit
 
     calls, forward = [], Linear4bit.forward
     monkeypatch.setattr(Linear4bit, "forward", lambda self, *a, **k: calls.append(self) or forward(self, *a, **k))
-    usual = quantised(device, dtype, bias=bias)
+    four_bits = {"quant_type": quant_type, "compress_statistics": compress_statistics}
+    usual = quantised(device, dtype, bias=bias, **four_bits)
     fused = copy.deepcopy(usual)
     assert fuse_adapters(fused) == 1 and four_bit_weight(fused.base_layer) is not None
     x = torch.randn(2, 6, E, device=device, dtype=dtype)
@@ -118,9 +141,49 @@ def test_a_quantised_layer_has_pefts_output_and_gradients(dtype, tolerance, bias
 
 @needs_bitsandbytes
 def test_another_format_of_four_bits_runs_pefts_own_code():
-    fused = quantised("cpu", torch.float32, quant_type="fp4")
+    fused = quantised("cpu", torch.float32, quant_storage=torch.float32)
     x = torch.randn(6, E)
     with torch.no_grad():
         expected = fused(x)
         assert fuse_adapters(fused) == 1 and four_bit_weight(fused.base_layer) is None
         assert torch.equal(fused(x), expected)
+
+
+@needs_bitsandbytes
+def test_the_state_of_a_layer_is_read_once_and_again_when_its_weight_moves():
+    base = quantised("cpu", torch.float32).base_layer
+    found = four_bit_weight(base)
+    assert four_bit_weight(base) is found
+    base.weight.data = base.weight.data.clone()
+    moved = four_bit_weight(base)
+    assert moved is not found and torch.equal(moved.dequantize(), found.dequantize())
+    assert four_bit_weight(copy.deepcopy(base)) is not moved
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    ("quant_type", "compress_statistics"), [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]
+)
+def test_gradients_of_adapters_are_those_of_float64_on_dequantised_weights(quant_type, compress_statistics):
+    """Two layers one behind the other, so that each backward needs a weight that the buffer no longer holds."""
+    four_bits = {"quant_type": quant_type, "compress_statistics": compress_statistics}
+    layers = nn.ModuleList(quantised("cpu", torch.float32, bias=True, **four_bits) for _ in range(2))
+    with torch.no_grad():
+        layers[1].lora_A["default"].weight.mul_(-0.5)
+    assert fuse_adapters(layers) == 2
+    x = torch.randn(3, 5, E, generator=torch.Generator().manual_seed(3))
+    target = torch.linspace(-1, 1, 3 * 5 * F).view(3, 5, F)
+    (layers[1](functional.pad(layers[0](x), (0, E - F))) * target).sum().backward()
+
+    hidden = x.double()
+    exact = []
+    for layer in layers:
+        weight = four_bit_weight(layer.base_layer).dequantize().double()
+        a, b = (part["default"].weight.detach().double().requires_grad_() for part in (layer.lora_A, layer.lora_B))
+        exact += [a, b]
+        y = hidden @ weight.t() + layer.base_layer.bias.double() + layer.scaling["default"] * hidden @ a.t() @ b.t()
+        hidden = functional.pad(y, (0, E - F))
+    (y * target.double()).sum().backward()
+    found = [part["default"].weight.grad for layer in layers for part in (layer.lora_A, layer.lora_B)]
+    for mine, expected in zip(found, exact, strict=True):
+        assert (mine - expected.grad).norm() <= 1e-6 * expected.grad.norm()

@@ -14,6 +14,7 @@ from support.models import tiny_models
 from torch import nn
 
 from ligertune.errors import UserError
+from ligertune.files.base_model import four_bit_format
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.patching.experts.kernel_experts import KernelExperts
@@ -143,18 +144,25 @@ def test_each_layer_is_dequantised_twice_a_step_and_the_last_one_once(checkpoint
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_model_has_the_quantised_weights_of_its_checkpoint(family, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "stored_as"), [(torch.float32, "nf4"), (torch.bfloat16, "nf4"), (torch.float32, "fp4_single")], ids=str
+)
+def test_a_loaded_model_has_the_quantised_weights_of_its_checkpoint(family, dtype, stored_as, tmp_path):
     model = make(family).to(dtype)
     model.save_pretrained(tmp_path)
     spec = ModelOptions(model_name_or_path=str(tmp_path))
-    loaded = build_model(spec, read_config(spec), dtype=dtype, device="cpu", seed=0, four_bits=True)
+    loaded = build_model(spec, read_config(spec), dtype=dtype, device="cpu", seed=0, stored_as=stored_as)
+    quant_type, double_quant = four_bit_format(stored_as)
+    linear = loaded.model.layers[0].self_attn.o_proj.weight.quant_state
+    assert (linear.quant_type, linear.nested) == (quant_type, double_quant)
     weights = dict(model.named_parameters())
     experts = {name: p for name, p in loaded.named_parameters() if isinstance(p, Nf4Weight)}
     assert len(experts) == EXPERTS
     for name, found in experts.items():
         assert found.dtype == dtype and not found.requires_grad and found.shape == weights[name].shape
-        assert all(torch.equal(a, b) for a, b in zip(found.nf4, to_nf4(weights[name]).nf4, strict=True))
+        expected = to_nf4(weights[name], quant_type=quant_type, double_quant=double_quant).nf4
+        assert found.nf4.quant_type == expected.quant_type
+        assert all(torch.equal(a, b) for a, b in zip(found.nf4.tensors, expected.tensors, strict=True))
     tokens = torch.arange(3, 30)[None]
     logits = loaded(tokens).logits
     dequantised = loaded.dequantize()
@@ -173,7 +181,7 @@ def test_random_weights_in_4_bits_have_the_models_distribution_and_one_value_for
     spec = ModelOptions(model_name_or_path=str(tmp_path), init="random")
     config, state = read_config(spec), torch.get_rng_state()
     first, second, third = (
-        build_model(spec, config, dtype=torch.float32, device="cpu", seed=seed, four_bits=True) for seed in (0, 0, 1)
+        build_model(spec, config, dtype=torch.float32, device="cpu", seed=seed, stored_as="nf4") for seed in (0, 0, 1)
     )
     assert torch.equal(torch.get_rng_state(), state)
     tokens = torch.arange(3, 30)[None]
@@ -195,7 +203,7 @@ def test_checkpoints_that_cannot_be_quantised_are_refused(tmp_path):
     spec = ModelOptions(model_name_or_path=str(tmp_path))
 
     def load(device: str = "cpu") -> None:
-        build_model(spec, read_config(spec), dtype=torch.float32, device=device, seed=0, four_bits=True)
+        build_model(spec, read_config(spec), dtype=torch.float32, device=device, seed=0, stored_as="nf4")
 
     with pytest.raises(UserError, match=r"hold NaN or infinity \(model.layers.0.mlp.experts.gate_up_proj\)"):
         load()

@@ -292,11 +292,12 @@ def _int2_int8() -> list[Case]:
 
 
 def _dequantize_nf4() -> list[Case]:
-    def case(shape: tuple[int, ...], dtype: torch.dtype) -> Case:
-        nf4 = kernels.quantize_nf4(meta(*shape, dtype=dtype))
+    def case(shape: tuple[int, ...], dtype: torch.dtype, *, double_quant: bool = True) -> Case:
+        nf4 = kernels.quantize_nf4(meta(*shape, dtype=dtype), double_quant=double_quant)
         return Case(lambda: kernels.dequantize_nf4(nf4, shape, dtype), (), dtype, backward=False)
 
-    return [case((8, 4096, 512), BF16), *on_the_first(case((8, 7, 9), FP32))]
+    single = case((8, 4096, 512), BF16, double_quant=False)
+    return [case((8, 4096, 512), BF16), *on_the_first(case((8, 7, 9), FP32), single)]
 
 
 def _quantize_float8() -> list[Case]:

@@ -217,7 +217,13 @@ def test_the_commit_of_a_base_from_the_hub_is_recorded_and_loaded_again(tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize(
-    "method", [{"method.type": "qlora"}, {"method.type": "lora", "method.load_in_8bit": True}], ids=["qlora", "int8"]
+    "method",
+    [
+        {"method.type": "qlora"},
+        {"method.type": "qlora", "method.bnb_4bit_quant_type": "fp4", "method.bnb_4bit_use_double_quant": False},
+        {"method.type": "lora", "method.load_in_8bit": True},
+    ],
+    ids=["qlora", "fp4", "int8"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantised_methods(method, dtype, tmp_path):

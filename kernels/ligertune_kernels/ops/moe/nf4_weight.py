@@ -1,4 +1,4 @@
-"""Nf4Weight: a frozen expert weight (X, rows, columns) stored in 4 bits, with the dtype to which it is dequantised.
+"""Nf4Weight: a frozen expert weight (X, rows, columns) stored in NF4 or FP4, with the dtype to which it is dequantised.
 
 Its shape, dtype and device are those of the weight, so that transformers, PEFT and `patch` read it as they read any
 weight. `weight[expert]` and transposes stay in 4 bits, and so do the weights that autograd saves for the backward:
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ligertune_kernels.ops.moe.dequantize_nf4 import Nf4, absmax_of, dequantize_nf4, quantize_nf4
+from ligertune_kernels.ops.moe.dequantize_nf4 import TENSORS, Nf4, absmax_of, dequantize_nf4, quantize_nf4
 from ligertune_kernels.ops.moe.experts import Weight
 
 KEPT_WEIGHTS = 2  # gate_up and down of one layer
@@ -54,18 +54,20 @@ class Nf4Weight(torch.Tensor):
         return absmax_of(self.nf4)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        for name, tensor in self.nf4._asdict().items():
+        for name, tensor in zip(TENSORS, self.nf4.tensors, strict=True):
             setattr(self, name, tensor)
-        return list(Nf4._fields), (self.dtype, self.transposed)
+        return list(TENSORS), (self.dtype, self.transposed, self.nf4.quant_type, self.nf4.block)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], meta: Any, shape: Any, stride: Any) -> Nf4Weight:
-        dtype, transposed = meta
-        return cls(Nf4(**{name: parts[name] for name in Nf4._fields}), shape, dtype, transposed=transposed)
+        dtype, transposed, quant_type, block = meta
+        nf4 = Nf4(*(parts[name] for name in TENSORS), quant_type, block)
+        return cls(nf4, shape, dtype, transposed=transposed)
 
     def _stable_hash_for_caching(self) -> str:
         """Return what a compiled graph depends on. torch.compile asks tensor subclasses for it."""
-        return f"{tuple(self.shape)} {self.dtype} {self.device} {self.transposed}"
+        stored = f"{self.nf4.quant_type} {self.nf4.block} {self.nf4.is_nested}"
+        return f"{tuple(self.shape)} {self.dtype} {self.device} {self.transposed} {stored}"
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Nf4Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -93,15 +95,26 @@ class Nf4Weight(torch.Tensor):
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
 
 
-def to_nf4(weight: torch.Tensor, device: torch.device | None = None) -> Nf4Weight:  # (X, rows, columns)
+def to_nf4(
+    weight: torch.Tensor,  # (X, rows, columns)
+    device: torch.device | None = None,
+    *,
+    quant_type: str = "nf4",
+    double_quant: bool = True,
+) -> Nf4Weight:
     """Quantise a weight. Its experts go to `device` one by one, so that there is only one in full precision there.
 
-    Raises ValueError for a weight that is not in floating point or has not three dimensions.
+    quant_type, double_quant: as of `quantize_nf4`. Raises ValueError for a weight that is not in floating point or has
+    not three dimensions.
     """
     if weight.ndim != 3:
         raise ValueError(f"to_nf4: weight has shape {tuple(weight.shape)}: expected (experts, rows, columns)")
-    experts = [quantize_nf4(expert.unsqueeze(0).to(device or weight.device)) for expert in weight.detach()]
-    nf4 = Nf4(*(torch.cat(parts) for parts in zip(*experts, strict=True)))
+    experts = []
+    for expert in weight.detach():
+        single = expert.unsqueeze(0).to(device or weight.device)
+        experts.append(quantize_nf4(single, quant_type=quant_type, double_quant=double_quant))
+    tensors = zip(*(one.tensors for one in experts), strict=True)
+    nf4 = Nf4(*(torch.cat(parts) for parts in tensors), quant_type)
     return Nf4Weight(nf4, tuple(weight.shape), weight.dtype)
 
 
@@ -122,7 +135,7 @@ def _same(weight: Nf4Weight, *_: Any, **__: Any) -> Nf4Weight:
 
 
 def _clone(weight: Nf4Weight, **_: Any) -> Nf4Weight:
-    nf4 = Nf4(*(part.clone() for part in weight.nf4))
+    nf4 = weight.nf4.apply(torch.Tensor.clone)
     return Nf4Weight(nf4, weight.shape, weight.dtype, transposed=weight.transposed)
 
 
@@ -132,14 +145,14 @@ def _to(weight: Nf4Weight, *, dtype: torch.dtype | None = None, device: Any = No
     if not dtype.is_floating_point:
         return None
     blocking = {"non_blocking": options.get("non_blocking", False)}
-    nf4 = weight.nf4 if device is None else Nf4(*(part.to(device, **blocking) for part in weight.nf4))
+    nf4 = weight.nf4 if device is None else weight.nf4.apply(lambda part: part.to(device, **blocking))
     return Nf4Weight(nf4, weight.shape, dtype, transposed=weight.transposed)
 
 
 def _select(weight: Nf4Weight, dim: int, index: int) -> Nf4Weight | None:
     if weight.ndim != 3 or dim not in (0, -3):
         return None
-    nf4 = Nf4(*(part.narrow(0, index % weight.shape[0], 1) for part in weight.nf4))
+    nf4 = weight.nf4.apply(lambda part: part.narrow(0, index % weight.shape[0], 1))
     return Nf4Weight(nf4, weight.shape[1:], weight.dtype, transposed=weight.transposed)
 
 
@@ -187,6 +200,8 @@ def _recent(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     """Return a dequantised weight, of the last layer without computing it."""
     # A graph must not read memory that it does not write: neither a graph of CUDA nor one of torch.compile.
     capturing = nf4.packed.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        _RECENT.clear()  # they would lie idle beside the graph's own memory
     if capturing or torch.compiler.is_compiling() or not KEPT_WEIGHTS:
         return _computed(nf4, shape, dtype)
     key = id(nf4.packed)
