@@ -133,7 +133,7 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
             ranks = stack.enter_context(Ranks(processes, sys.argv[1:]))
         _import_run()
         from ligertune.run import run
-        from ligertune.training.output_dir import output_dir_of
+        from ligertune.training.checkpoint.output_dir import output_dir_of
         from ligertune.training.resolve import plan_for
 
         job = plan_for(loaded, display.data, processes=processes)

@@ -414,6 +414,28 @@ def make_batchers(
     return batcher, replace(batcher, examples=data.eval, prefetcher=prefetchers[1]) if data.eval else None
 
 
+def is_rehearsed(job: Job, device: torch.device) -> bool:
+    """Return whether a step on the meta device launches the run's kernels: of a language model, on texts in memory."""
+    plan = job.plan
+    feature = feature_of(plan.build.task)
+    writes_text = feature.shape is None and not feature.scores_texts  # a model without added heads
+    compiled = plan.build.execution.torch_compile  # inductor has its own launches
+    plain = job.reader is None and plan.batching.cp_size == 1 and not isinstance(job.data.train, StreamedExamples)
+    ours = plan.build.kernels.enabled is not False and not compiled
+    return device.type == "cuda" and writes_text and plain and ours
+
+
+def first_batch_on_meta(job: Job, accelerator: Accelerator, task: Task) -> dict[str, Any]:
+    """Return the first micro-batch of this rank, with its tensors on the meta device."""
+    order = data_order(job.plan, job.data.train, job.reader)
+    batcher, _ = make_batchers(job, accelerator, order, task)
+    batcher = replace(batcher, device=torch.device("meta"))
+    batch = batcher(order.micro_batches(0, accelerator.process_index)[0])
+    inputs = task.inputs(batcher.examples, np.concatenate(order.step(0)), step=0)
+    values = {**batch, **inputs}
+    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
 def _sample_answers(job: Job) -> SampleAnswers | None:
     """Return a function that answers `eval.sample_prompts`; None without prompts, or if ranks share the weights."""
     prompts = job.plan.evaluation.sample_prompts

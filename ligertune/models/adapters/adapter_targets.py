@@ -316,7 +316,7 @@ def _check_trained(model: PreTrainedModel, spec: MethodOptions, parameters: list
                     " (with all-linear, write []).",
                 )
             linear = any(isinstance(inner, nn.Linear) and inner is not head for inner in module.modules())
-            packed = bits == "4" and any(one.startswith(f"{name}.") for one in experts)
+            packed = bits == 4 and any(one.startswith(f"{name}.") for one in experts)
             if bits and (linear or packed):
                 raise UserError(
                     f"method.lora_modules_to_save: {wanted} is stored in {bits} bits, and cannot train in full.",

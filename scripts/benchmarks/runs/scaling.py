@@ -275,8 +275,8 @@ def train_and_show_logits(path: Path) -> int:
     from ligertune.recipe import load_recipe
     from ligertune.training.build import trained_model
     from ligertune.training.checkpoint.final_model import save_final_model
+    from ligertune.training.checkpoint.output_dir import begin_output
     from ligertune.training.loop import fit
-    from ligertune.training.output_dir import begin_output
     from ligertune.training.parallel.distributed import reshard, start_accelerator
     from ligertune.training.resolve import plan_for
     from ligertune.training.setup import Custom, start

@@ -13,7 +13,7 @@ from support.quickstart_runs import plan_run, recipe_for
 from triton.runtime import driver
 
 from ligertune.run import run
-from ligertune.training import session
+from ligertune.training import compile_ahead, session
 from ligertune.training.resolve import plan_for
 
 META = torch.device("meta")
@@ -30,7 +30,7 @@ def h100(monkeypatch):
 @pytest.mark.parametrize(("method", "packing"), [("full", True), ("lora", False)])
 def test_a_rehearsal_finds_kernels_of_forward_and_backward(method, packing, h100, tmp_path):
     job = plan_run(tmp_path, **{"method.type": method, "data.packing": packing, "model.dtype": "bfloat16"})
-    forms = launched_forms(lambda: session.rehearse(job, Accelerator(cpu=True)), META)
+    forms = launched_forms(lambda: session.rehearse_step(job, Accelerator(cpu=True)), META)
     folders = {form.kernel.__module__.split(".")[2] for form in forms}
     assert folders == {"norms", "attention", "mlp", "losses"}
     names = {form.name for form in forms}
@@ -54,7 +54,7 @@ def test_a_rehearsal_and_its_error_change_no_loss(h100, monkeypatch, tmp_path):
         rehearsed.extend(launched_forms(rehearsal, META))
         return []
 
-    monkeypatch.setattr(session, "launched_forms", forms_on_meta)
+    monkeypatch.setattr(compile_ahead, "launched_forms", forms_on_meta)
     found, report = losses_of(tmp_path / "with", **lora)
     assert rehearsed and found == expected
     assert not any("rehearsal" in note for note in report.notes)
@@ -62,7 +62,7 @@ def test_a_rehearsal_and_its_error_change_no_loss(h100, monkeypatch, tmp_path):
     def fail(rehearsal, device):
         raise RuntimeError("no meta kernel")
 
-    monkeypatch.setattr(session, "launched_forms", fail)
+    monkeypatch.setattr(compile_ahead, "launched_forms", fail)
     found, report = losses_of(tmp_path / "failed", **lora)
     assert found == expected
     assert any("the rehearsal failed: no meta kernel" in note for note in report.notes)
