@@ -231,6 +231,8 @@ def command_line() -> str:
             skip = not skip and not equals
         elif name == "--corpus" or kept[-1] == "--corpus":
             kept += ["--corpus"] if name == "--corpus" and not equals else ["FOLDER"]
+        elif kept[-1] == "--site":
+            kept.append(f"{name}=SITE")
         else:
             kept.append(argument)
     return shlex.join(kept)

@@ -81,6 +81,8 @@ def test_the_file_is_named_after_the_device(pages, device, count, name):
 def test_the_command_of_a_page_has_no_local_paths(pages, monkeypatch):
     run(pages, monkeypatch, "--corpus", "/data/x", "--sides", "with", "--page=/tmp/pages", "--commit", "1234567")
     assert pages.command_line() == PAGE["command"]
+    monkeypatch.setattr(sys, "argv", ["bench", "--site", "unsloth=/data/site"])
+    assert pages.command_line() == "scripts/bench --site unsloth=SITE"
 
 
 def test_the_kernels_page_names_the_rows_in_which_another_is_faster():
