@@ -22,6 +22,8 @@ META = torch.device("meta")
 @pytest.fixture
 def h100(monkeypatch):
     """Let meta tensors run as on an H100, and rehearse runs of the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("a run would launch its kernels on the pretended GPU")
     monkeypatch.setattr(driver, "_active", PretendDriver(TARGETS["sm90"]))
     with meta_runs_as(TARGETS["sm90"]):
         yield
@@ -74,3 +76,15 @@ def test_runs_whose_step_needs_values_or_compiled_layers_are_not_rehearsed(tmp_p
     assert not session.is_rehearsed(plan_run(tmp_path), torch.device("cpu"))
     assert not session.is_rehearsed(plan_run(tmp_path, **{"kernels.enabled": False}), gpu)
     assert not session.is_rehearsed(plan_run(tmp_path, **{"train.torch_compile": True}), gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_gpu_trains_with_kernels_that_were_compiled_before(method, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ahead = []
+    forms = compile_ahead.launched_forms
+    monkeypatch.setattr(compile_ahead, "launched_forms", lambda *args: ahead.extend(found := forms(*args)) or found)
+    found, report = losses_of(tmp_path, **{"method.type": method, "data.packing": True, "model.dtype": "bfloat16"})
+    assert len(ahead) >= 8 and found[-1] < found[0]
+    assert not any("rehearsal" in note or "compiled" in note for note in report.notes)

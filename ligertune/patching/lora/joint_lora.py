@@ -42,23 +42,30 @@ class LoraTerms:
 def joint_update(x: Tensor, layers: Sequence[LoraTerms]) -> tuple[Tensor, ...]:
     """Return the output (..., F) of each layer for x (..., E)."""
     adapters = (*(one.a for one in layers), *(one.b for one in layers))
-    return _JointUpdate.apply(x, tuple(layers), *adapters)
+    factors: list[tuple[Tensor, Tensor]] = []
+    handles = _LowRankFactors.apply(x, tuple(layers), factors, *adapters)
+    return _Outputs.apply(x.detach(), tuple(layers), factors, *handles)
 
 
-class _JointUpdate(torch.autograd.Function):
+class _LowRankFactors(torch.autograd.Function):
+    """Compute x A^T and s B of each layer, keep what the backward reads, and have the backward of the outputs.
+
+    It returns a handle per layer, which has an output's shape and no memory. Since all is kept before the outputs are
+    computed, a checkpointed layer that runs again stops here if it ends with these layers: torch stops as soon as it
+    has what the backward reads. In a Llama-3-8B layer, down_proj is 9 % of the products of forward, second run and
+    backward.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: tuple[LoraTerms, ...], *adapters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, layers: tuple[LoraTerms, ...], factors: list[tuple[Tensor, Tensor]], *adapters: Tensor
+    ) -> tuple[Tensor, ...]:
         count = len(layers)
-        rows = x.flatten(0, -2)
         ranks = [a.shape[0] for a in adapters[:count]]
         narrow_a = torch.cat([a.to(x.dtype) for a in adapters[:count]])  # (sum of R, E)
         scaled_b = [(one.scale * b).to(x.dtype) for one, b in zip(layers, adapters[count:], strict=True)]
-        low = rows @ narrow_a.t()  # (N, sum of R)
-        outputs = []
-        for one, b, part in zip(layers, scaled_b, torch.split(low, ranks, 1), strict=True):
-            y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
-            _write_output(y.flatten(0, -2), rows, dense(one.weight), one.bias, part, b)
-            outputs.append(y)
+        low = x.flatten(0, -2) @ narrow_a.t()  # (N, sum of R)
+        factors += zip(torch.split(low, ranks, 1), scaled_b, strict=True)
         weights = [one.weight for one in layers]
         kept = [weight if isinstance(weight, Tensor) else None for weight in weights]
         ctx.save_for_backward(x, narrow_a, low, *scaled_b, *kept)
@@ -67,7 +74,7 @@ class _JointUpdate(torch.autograd.Function):
         ctx.ranks = ranks
         ctx.dtypes = [a.dtype for a in adapters]
         ctx.set_materialize_grads(False)
-        return tuple(outputs)
+        return tuple(x.new_empty(()).expand(*x.shape[:-1], len(b)) for b in scaled_b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -75,7 +82,7 @@ class _JointUpdate(torch.autograd.Function):
         ranks = ctx.ranks
         x, narrow_a, low, *rest = ctx.saved_tensors
         weights = [packed if kept is None else kept for kept, packed in zip(rest[count:], ctx.packed, strict=True)]
-        needs_dx, _, *needs = ctx.needs_input_grad
+        needs_dx, _, _, *needs = ctx.needs_input_grad
         d_bs: list[Tensor | None] = [None] * count
         d_lows = []
         for i, (dy, b, part) in enumerate(zip(gradients, rest[:count], low.split(ranks, 1), strict=True)):
@@ -99,7 +106,28 @@ class _JointUpdate(torch.autograd.Function):
             d_as = (d_low.t() @ x.flatten(0, -2)).split(ranks)
         d_as = [d_a.to(dtype) if d_a is not None and need else None
                 for d_a, dtype, need in zip(d_as, ctx.dtypes[:count], needs[:count], strict=True)]  # fmt: skip
-        return dx, None, *d_as, *d_bs
+        return dx, None, None, *d_as, *d_bs
+
+
+class _Outputs(torch.autograd.Function):
+    """Compute x W^T + bias + low (s B)^T of each layer. Its backward hands the gradients to the handles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layers: tuple[LoraTerms, ...], factors: list[tuple[Tensor, Tensor]], *handles: Tensor
+    ) -> tuple[Tensor, ...]:
+        rows = x.flatten(0, -2)
+        outputs = []
+        for one, (low, b) in zip(layers, factors, strict=True):
+            y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
+            _write_output(y.flatten(0, -2), rows, dense(one.weight), one.bias, low, b)
+            outputs.append(y)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *gradients
 
 
 def _write_output(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor) -> None:

@@ -10,6 +10,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from support.models import tiny_models
 from support.quickstart_runs import plan_run
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.hardware import this_machine
@@ -226,6 +227,35 @@ def test_merging_a_fused_adapter_keeps_the_logits():
     with torch.no_grad():
         before = adapted(input_ids=ids).logits
         torch.testing.assert_close(adapted.merge_and_unload()(input_ids=ids).logits, before, rtol=1e-4, atol=1e-5)
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products that read a weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight.data_ptr()
+        self.found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        self.found += "mm" in str(function) and any(t.data_ptr() == self.weight for t in tensors)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_last_projection_of_a_checkpointed_layer_does_not_run_again():
+    """Its output is not read in the backward, and what is read has been kept before it is computed."""
+    adapted = tiny_models.make("llama")
+    adapted = apply_method(adapted, MethodOptions(type="lora", lora_r=R, lora_target_modules="all-linear"))
+    fuse_adapters(adapted)
+    checkpoint_layers(adapted.base_model.model)
+    adapted.train()
+    layer = adapted.base_model.model.model.layers[0]
+    ids = torch.randint(3, 100, (1, 12))
+    for module, products in ((layer.mlp.down_proj, 2), (layer.mlp.up_proj, 3)):  # forward, backward; forward again
+        with Products(module.base_layer.weight) as counted:
+            adapted(input_ids=ids, labels=ids).loss.backward()
+        assert counted.found == products
 
 
 @pytest.mark.parametrize("value", [False, True])
