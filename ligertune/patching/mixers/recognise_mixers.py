@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
-from ligertune_kernels.ops.recurrence.causal_conv1d import MAX_TAPS
+from ligertune_kernels.ops.recurrence.input_checks import MAX_TAPS
 from ligertune_kernels.ops.recurrence.package_functions import ACTIVATIONS
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
