@@ -121,6 +121,16 @@ def state_carriers(modules: Iterable[nn.Module]) -> Counter[str]:
     return Counter(type(module).__name__ for module in modules if _carries_state(module))
 
 
+def why_without_kernel(module: nn.Module) -> str:
+    """Return why no kernel of ours computes a layer that carries state: what it calls, or the recipe's switch."""
+    if not is_mixer(module):
+        return "they call no function chunk_gated_delta_rule, and kernels have no other recurrence"
+    found = recognise_mixer(module)
+    if isinstance(found, Refusal):
+        return found.reason
+    return "kernels are switched off; write kernels.enabled: true and kernels.mixer: true, or leave both out"
+
+
 def _carries_state(module: nn.Module) -> bool:
     if isinstance(module, nn.RNNBase):
         return True

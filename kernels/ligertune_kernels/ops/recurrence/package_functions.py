@@ -219,8 +219,8 @@ def _refuse_name(function: str, name: str, names: OptionNames) -> None:
 def _documents(function: str, x: torch.Tensor, rank: int, options: dict[str, Any]) -> Documents | None:
     """Return the documents of a packed row by whichever argument tells of them; None without any.
 
-    x: (B, C, T), of rank 3, or (B, T, H, K). Nothing waits for a GPU: values are read on the CPU alone. Raises TypeError for what
-    is no tensor, ValueError for other shapes, dtypes and devices.
+    x: (B, C, T), of rank 3, or (B, T, H, K). Nothing waits for a GPU: values are read on the CPU alone. Raises
+    TypeError for what is no tensor, ValueError for other shapes, dtypes and devices.
     """
     given = ((name, options[name]) for name in DOCUMENTS if options.get(name) is not None)
     name, tensor = next(given, (None, None))
