@@ -231,14 +231,7 @@ def _documents(function: str, x: torch.Tensor, rank: int, options: dict[str, Any
     if not isinstance(x, torch.Tensor) or x.ndim != rank:
         return None  # the op refuses x
     n_tokens = x.shape[-1] if rank == 3 else x.shape[1]
-    shape = {"document_places": (2, n_tokens), "seq_idx": (1, n_tokens)}.get(name)
-    no_number = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
-    if no_number or (tensor.ndim != 1 or len(tensor) < 2 if shape is None else tensor.shape != shape):
-        expected = "(documents + 1,)" if shape is None else shape
-        raise ValueError(
-            f"{function}: {name} is {tuple(tensor.shape)} of {tensor.dtype}; expected integers {expected} for one row "
-            f"of {n_tokens} tokens"
-        )
+    _check_form(function, name, tensor, n_tokens)
     if tensor.device != x.device:
         raise ValueError(f"{function}: {name} is on {tensor.device} and the tokens on {x.device}; expected one device")
     if name == "document_places":
@@ -247,6 +240,19 @@ def _documents(function: str, x: torch.Tensor, rank: int, options: dict[str, Any
         return _numbered_documents(tensor[0])
     _check_bounds(function, name, tensor, n_tokens)
     return bounded_documents(tensor, n_tokens)
+
+
+def _check_form(function: str, name: str, tensor: torch.Tensor, n_tokens: int) -> None:
+    """Raise ValueError if a tensor of documents has another shape or is not one of integers."""
+    shape = {"document_places": (2, n_tokens), "seq_idx": (1, n_tokens)}.get(name)
+    fits = tensor.ndim == 1 and len(tensor) > 1 if shape is None else tensor.shape == shape
+    no_integers = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
+    if no_integers or not fits:
+        expected = "(documents + 1,)" if shape is None else shape
+        raise ValueError(
+            f"{function}: {name} is {tuple(tensor.shape)} of {tensor.dtype}; expected integers {expected} for one row "
+            f"of {n_tokens} tokens"
+        )
 
 
 def _check_bounds(function: str, name: str, cu_seqlens: torch.Tensor, n_tokens: int) -> None:
