@@ -38,7 +38,7 @@ from ligertune.models.read_config import RECURRENT_LAYERS, may_carry_state, read
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
-from ligertune.patching.mixers.recognise_mixers import state_carriers
+from ligertune.patching.mixers.recognise_mixers import state_carriers, why_without_kernel
 from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.feature_spec import feature_of
@@ -114,16 +114,37 @@ def carried_state(options: BuildOptions, config: PreTrainedConfig) -> str | None
     Those that our kernels compute do not. The model is built on the meta device, where its configuration leaves open
     whether it has such layers; without what the task adds, which data that are not read yet may decide.
     """
+    return " and ".join(_carrying_layers(options, config)) or None
+
+
+def _carrying_layers(options: BuildOptions, config: PreTrainedConfig) -> dict[str, str]:
+    """Return the layers of `carried_state`, each with the reason why no kernel keeps documents apart in it."""
     if not may_carry_state(config):
-        return None
+        return {}
     if kinds := unknown_layers(config):
-        return " and ".join(kinds)
+        return dict.fromkeys(kinds, "nothing is known of layers of this kind")
     model = _without_weights(options, config, "eager")
-    carriers = state_carriers(module for module in model.modules() if not isinstance(module, KernelMixer))
-    if not carriers and not any(isinstance(module, KernelMixer) for module in model.modules()):
+    reasons = {}
+    for module in model.modules():
+        for name in () if isinstance(module, KernelMixer) else state_carriers([module]):
+            if name not in reasons:
+                reasons[name] = why_without_kernel(module)
+    if not reasons and not any(isinstance(module, KernelMixer) for module in model.modules()):
         # layers that the configuration names, of a form that is not recognised, such as MiniMax's lightning attention
-        carriers.update(RECURRENT_LAYERS.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
-    return " and ".join(sorted(carriers)) or None
+        layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+        reasons = dict.fromkeys(RECURRENT_LAYERS.intersection(layer_types), "their form is not recognised")
+    return dict(sorted(reasons.items()))
+
+
+def _describe_carrying(reasons: dict[str, str], config: PreTrainedConfig) -> str:
+    """Return why a model with such layers does not pack, in words."""
+    does = "may see" if unknown_layers(config) else "carry state"
+    if len(set(reasons.values())) == 1:
+        (why,) = set(reasons.values())
+    else:
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    layers = " and ".join(reasons)
+    return f"{layers} layers {does} from one document of a packed row into the next. No kernel keeps them apart: {why}"
 
 
 # transformers finds documents by position_ids for these, if at all: the check before training decides
@@ -144,15 +165,15 @@ def why_not_packed(options: BuildOptions, config: PreTrainedConfig) -> str | Non
 
 
 def _find_packing_reason(options: BuildOptions, config: PreTrainedConfig) -> str | None:
-    if (layers := carried_state(options, config)) is not None:
-        does = "may see" if unknown_layers(config) else "carry state"
-        return f"{layers} layers {does} from one document of a packed row into the next"
+    if reasons := _carrying_layers(options, config):
+        return _describe_carrying(reasons, config)
     if options.model.attn_implementation in _SEARCH_POSITIONS or not modality_of(config).facts.packs_exactly:
         return None
     try:
         model = _without_weights(options, config, "per_document")
-    except UserError:  # if it is another fault, building the model that trains finds it, too
-        return f"models of type {config.model_type} cannot attend within documents"
+    except UserError as problem:  # if it is another fault, building the model that trains finds it, too
+        why = problem.message.rstrip(".")
+        return f"models of type {config.model_type} cannot attend within documents: {why}"
     prepare_masks(model)
     return why_not_isolated(model)
 

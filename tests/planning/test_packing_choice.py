@@ -48,6 +48,33 @@ def test_the_plan_packs_what_the_check_before_training_accepts(model_type) -> No
 
 
 @pytest.mark.parametrize(
+    "model_type, changes, layers, why",
+    [
+        (
+            "qwen3_next",
+            {"linear_conv_kernel_dim": 5},
+            "Qwen3NextGatedDeltaNet",
+            "its convolution has 5 taps; kernels have 2 to 4",
+        ),
+        (
+            "mamba2",
+            {},
+            "Mamba2Mixer",
+            "they call no function chunk_gated_delta_rule, and kernels have no other recurrence",
+        ),
+        ("minimax", {}, "linear_attention", "their form is not recognised"),
+    ],
+)
+def test_a_plan_says_which_layer_carries_state_and_why(model_type, changes, layers, why) -> None:
+    options = RunOptions.of(load_recipe(RECIPE)).build
+    config = tiny_families.tiny_config(CONFIG_MAPPING[model_type]())
+    for name, value in changes.items():
+        setattr(config, name, value)
+    does = "layers carry state from one document of a packed row into the next. No kernel keeps them apart"
+    assert why_not_packed(options, config) == f"{layers} {does}: {why}"
+
+
+@pytest.mark.parametrize(
     "model_type, changes, kept",
     [
         ("llama", {"num_hidden_layers": 5}, 1),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
-from ligertune_kernels.ops.recurrence.causal_conv1d import MAX_TAPS
+from ligertune_kernels.ops.recurrence.input_checks import MAX_TAPS
 from ligertune_kernels.ops.recurrence.package_functions import ACTIVATIONS
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -119,6 +119,16 @@ def state_carriers(modules: Iterable[nn.Module]) -> Counter[str]:
     A recurrence has a decay (`A_log`, `A`), or is one of torch's; the convolutions have one filter for each channel.
     """
     return Counter(type(module).__name__ for module in modules if _carries_state(module))
+
+
+def why_without_kernel(module: nn.Module) -> str:
+    """Return why no kernel of ours computes a layer that carries state: what it calls, or the recipe's switch."""
+    if not is_mixer(module):
+        return "they call no function chunk_gated_delta_rule, and kernels have no other recurrence"
+    found = recognise_mixer(module)
+    if isinstance(found, Refusal):
+        return found.reason
+    return "kernels are switched off; write kernels.enabled: true and kernels.mixer: true, or leave both out"
 
 
 def _carries_state(module: nn.Module) -> bool:

@@ -29,10 +29,10 @@ from ligertune_kernels.chips import Chip
 from ligertune_kernels.jit.device_functions import LOG2E
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.attention.document_attention import Documents
+from ligertune_kernels.ops.recurrence.input_checks import check_convolution
 from ligertune_kernels.ops.recurrence.tiles import CONV_BACKWARD, CONV_FORWARD, ConvTile
 
 Activation = Literal["silu"]
-MAX_TAPS = 4
 
 
 def causal_conv1d_reference(
@@ -435,7 +435,7 @@ def causal_conv1d(
     documents: packed documents of one row (B = 1); no token sees another document. x is read without a copy if it is a
     view of (B, T, C), as a transposed projection is.
 
-    Raises ValueError on mismatched shapes and other activations.
+    Raises ValueError on mismatched shapes, dtypes, devices and other activations, TypeError for what is no tensor.
     """
     check_convolution("causal_conv1d", x, weight, bias, activation)
     if documents is not None and (x.shape[0] != 1 or documents.starts.shape != x.shape[2:]):
@@ -452,15 +452,3 @@ def causal_conv1d(
     bias = None if bias is None else bias.contiguous()
     starts = None if documents is None else documents.starts.contiguous()
     return _Conv.apply(tokens_first, weight.contiguous(), bias, starts, shape).transpose(1, 2)
-
-
-def check_convolution(
-    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> None:
-    """Raise ValueError, in the name of an op, where shapes do not belong together."""
-    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not 2 <= weight.shape[1] <= MAX_TAPS:
-        raise ValueError(f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 4)")
-    if bias is not None and bias.shape != x.shape[1:2]:
-        raise ValueError(f"{op}: bias {tuple(bias.shape)}; expected {tuple(x.shape[1:2])}")
-    if activation not in (None, "silu"):
-        raise ValueError(f'{op}: activation is {activation!r}; expected "silu" or None')

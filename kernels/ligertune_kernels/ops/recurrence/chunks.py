@@ -165,11 +165,12 @@ def is_owned(tokens, own_first, own_end, n_tokens):
 
 
 @triton.jit
-def owned_tokens(begin, last, start, first_end, last_end):
+def owned_tokens(begin, last, start, first_end, last_end, n_tokens):
     """Return the first token, and the one after the last, of the documents that begin in a part; equal if none do.
 
     start, first_end: of the document of the part's first token; last_end: of that of its last. torch.compile would take
-    tensors for changed whose pointers a function like this gets.
+    tensors for changed whose pointers a function like this gets. Both results lie in the row, whatever the documents.
     """
-    first = tl.where(start == begin, begin, first_end)
-    return first, tl.where(first <= last, last_end, first)
+    inside = tl.minimum(tl.maximum(first_end, begin), n_tokens)
+    first = tl.where(start == begin, begin, inside)
+    return first, tl.where(first <= last, tl.minimum(tl.maximum(last_end, last + 1), n_tokens), first)

@@ -17,8 +17,9 @@ from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import silu
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.recurrence import tiles
-from ligertune_kernels.ops.recurrence.causal_conv1d import Activation, check_convolution
-from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, autocast, check_rule
+from ligertune_kernels.ops.recurrence.causal_conv1d import Activation
+from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, autocast
+from ligertune_kernels.ops.recurrence.input_checks import check_conv_state, check_convolution, check_rule
 
 
 def causal_conv1d_step_reference(
@@ -88,22 +89,17 @@ def causal_conv1d_step(
 ) -> torch.Tensor:  # (B, C, L)
     """Convolve the next L tokens with those of the state, and append them to it. The kernel takes one token.
 
-    Raises ValueError on mismatched shapes and other activations.
+    Raises ValueError on mismatched shapes, dtypes, devices and other activations, TypeError for what is no tensor.
     """
     check_convolution("causal_conv1d_step", x, weight, bias, activation)
     batch, n_channels, n_tokens = x.shape
     taps = weight.shape[-1]
-    places = conv_state.shape[-1]
-    if conv_state.ndim != 3 or conv_state.shape[:2] != x.shape[:2] or places < taps - 1:
-        raise ValueError(
-            f"causal_conv1d_step: conv_state is {tuple(conv_state.shape)}; expected "
-            f"{(batch, n_channels)} and {taps - 1} places or more"
-        )
+    check_conv_state("causal_conv1d_step", x, conv_state, taps)
     if n_tokens != 1 or not conv_state.is_contiguous() or x.numel() == 0 or not runs_triton(x):
         return causal_conv1d_step_reference(x, conv_state, weight, bias, activation=activation)
     weight = weight.contiguous()
     y = x.new_empty((batch, n_channels, 1))
-    _conv_launch(taps, places, bias is not None, activation, chip_of(x.device))(
+    _conv_launch(taps, conv_state.shape[-1], bias is not None, activation, chip_of(x.device))(
         (-(-n_channels // tiles.UPDATE_CHANNELS), batch, 1),
         (x, conv_state, weight, weight if bias is None else bias.contiguous(), y),
         (*x.stride()[:2], n_channels),
@@ -205,7 +201,7 @@ def gated_delta_rule_step(
     """Compute the gated delta rule of few tokens, one after the other, and the state after them. No gradient.
 
     What `gated_delta_rule` computes, without chunks. The reference runs for heads wider than 256.
-    Raises ValueError on mismatched shapes or dtypes.
+    Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
     check_rule("gated_delta_rule_step", query, key, value, decay, beta, initial_state)
     query, key, value = autocast(query, key, value)

@@ -107,7 +107,8 @@ def state_gradients_kernel(
         begin, last = part_of_row(part, part_tokens, n_tokens)
         first_end = tl.load(ends_ptr + begin)
         last_end = tl.load(ends_ptr + last)
-        own_first, own_end = owned_tokens(begin, last, tl.load(starts_ptr + begin), first_end, last_end)
+        start = tl.load(starts_ptr + begin)
+        own_first, own_end = owned_tokens(begin, last, start, first_end, last_end, n_tokens)
 
     at_heads = batch * n_tokens * value_heads + value_head
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride

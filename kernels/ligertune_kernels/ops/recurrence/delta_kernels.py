@@ -198,7 +198,8 @@ def states_kernel(
         begin, last = part_of_row(part, part_tokens, n_tokens)
         first_end = tl.load(ends_ptr + begin)
         last_end = tl.load(ends_ptr + last)
-        own_first, own_end = owned_tokens(begin, last, tl.load(starts_ptr + begin), first_end, last_end)
+        start = tl.load(starts_ptr + begin)
+        own_first, own_end = owned_tokens(begin, last, start, first_end, last_end, n_tokens)
 
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     v_row_ptr = v_ptr + batch * v_batch_stride + value_head * v_head_stride

@@ -44,6 +44,7 @@ from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence import delta_gradients, delta_kernels, tiles
 from ligertune_kernels.ops.recurrence.hopper_scans import ScannedChunks, runs_hopper_scans, scan_gradients, scan_states
+from ligertune_kernels.ops.recurrence.input_checks import check_rule
 from ligertune_kernels.ops.recurrence.tiles import PART, REFERENCE_CHUNK, DeltaTile
 
 EPS = 1e-6  # of the norm of q and k
@@ -384,7 +385,7 @@ def gated_delta_rule(
     from a state of zeros. Under autocast query, key and value are converted to its dtype. The reference runs for heads
     wider than 256, and wider than 128 in float32, except on CDNA.
 
-    Raises ValueError on mismatched shapes or dtypes.
+    Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
     check_rule("gated_delta_rule", query, key, value, decay, beta)
     if documents is not None and (
@@ -462,36 +463,3 @@ def _shape(key: torch.Tensor, value: torch.Tensor, l2_norm: bool) -> _Shape:
 def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return tensors with unit column stride."""
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
-
-
-def check_rule(
-    op: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-) -> None:
-    """Raise ValueError, in the name of an op, where shapes or dtypes do not belong together."""
-    if query.ndim != 4 or value.ndim != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
-        raise ValueError(
-            f"{op}: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
-            "expected twice (B, T, H, K) and (B, T, X, V)"
-        )
-    heads = key.shape[2]
-    value_heads = value.shape[2]
-    if heads == 0 or value_heads % heads:
-        raise ValueError(f"{op}: {value_heads} value heads and {heads} key heads; expected a multiple")
-    if not (query.dtype == key.dtype == value.dtype) or not query.is_floating_point():
-        raise ValueError(
-            f"{op}: query is {query.dtype}, key {key.dtype}, value {value.dtype}; expected one float dtype"
-        )
-    if not query.shape[3]:
-        raise ValueError(f"{op}: query is {tuple(query.shape)}; expected heads of at least one column")
-    for name, t in (("decay", decay), ("beta", beta)):
-        if t.shape != value.shape[:3]:
-            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(value.shape[:3])}")
-    expected = (value.shape[0], value_heads, key.shape[3], value.shape[3])
-    if initial_state is not None and initial_state.shape != expected:
-        raise ValueError(f"{op}: initial_state is {tuple(initial_state.shape)}; expected {expected}")

@@ -59,8 +59,11 @@ def _program(starts_ptr, ends_ptr, n_tokens, part_tokens, HEADS: gl.constexpr, H
         begin = (rest % n_parts).to(gl.int64) * part_tokens
         last = gl.minimum(begin + part_tokens, n_tokens) - 1
         begins_here = gl.load(starts_ptr + begin) == begin
-        own_first = gl.where(begins_here, begin.to(gl.int32), gl.load(ends_ptr + begin))
-        own_end = gl.where(own_first <= last, gl.load(ends_ptr + last), own_first)
+        # both lie in the row, whatever the documents
+        first_end = gl.minimum(gl.maximum(gl.load(ends_ptr + begin), begin.to(gl.int32)), n_tokens)
+        own_first = gl.where(begins_here, begin.to(gl.int32), first_end)
+        last_end = gl.minimum(gl.maximum(gl.load(ends_ptr + last), (last + 1).to(gl.int32)), n_tokens)
+        own_end = gl.where(own_first <= last, last_end, own_first)
     return col, value_head, rest // n_parts, own_first, own_end
 
 

@@ -211,3 +211,16 @@ def test_the_reference_takes_wide_heads(device) -> None:
 def test_narrow_heads_are_padded_as_far_as_products_of_the_chip_are_right(arch, width) -> None:
     assert [padded(head, TARGETS[arch]) for head in (8, 16)] == [width, width]
     assert padded(65, TARGETS[arch]) == 128
+
+
+@pytest.mark.parametrize("beyond", [2**20, -(2**20)])
+def test_documents_that_end_outside_of_the_row_stay_in_it(beyond, device) -> None:
+    """The ends of the first and the last token of a part bound the scans; 2**20 is behind all memory of the row."""
+    lengths = (70, 130)
+    documents = documents_of(lengths, device)
+    leaves = inputs(lengths, (1, 2, 16, 16), torch.float32, device)
+    ends = documents.ends.clone()
+    ends[-1] += beyond
+    grads = [torch.randn_like(leaves[2])]
+    found = run(gated_delta_rule, leaves, grads, documents=documents._replace(ends=ends))
+    torch.testing.assert_close(found, run(gated_delta_rule, leaves, grads, documents=documents))
