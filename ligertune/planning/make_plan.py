@@ -107,7 +107,6 @@ class Resources:
 
 def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()) -> Plan:
     """Resolve a recipe. Raises UserError for what cannot be trained."""
-    machine = inputs.machine
     model = inputs.model
     rows = inputs.rows
     data = inputs.data
@@ -134,7 +133,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         measurement=options.measurement,
         settings=recipe.model_dump(mode="json"),
         num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
-        machine=machine,
+        machine=inputs.machine,
         strategy=resources.strategy,
         strategy_why=resources.strategy_why,
         precision=inputs.precision,
