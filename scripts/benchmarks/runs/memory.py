@@ -49,6 +49,8 @@ from benchmarks.tables.memory import (
     MODELS,
     SIZES,
     SMALL,
+    UNEQUAL_LENGTH,
+    UNEQUAL_METHODS,
     WITH_DPO,
 )
 from benchmarks.tables.moe_models import write_config
@@ -225,6 +227,8 @@ def settings(
     optim = {"train.optim": eight_bits(options.gpus)} if method == "8-bit" else {}
     several = {"parallel.strategy": "fsdp"} if options.gpus > 1 else {}
     chosen_method = (MIXTURE_METHODS if options.moe else METHODS)[method]
+    if not options.small and method in UNEQUAL_METHODS:
+        shared["data.max_length"] = UNEQUAL_LENGTH  # hardly any answer is truncated, so lengths differ
     if chosen_method.get("task") == "dpo":
         source = inputs.Inputs(options.corpus, folder, options.small)
         shared["data.datasets"] = inputs.preference_pairs(source, length, options.gpus * rows * accumulation * 4 + 4)
@@ -314,8 +318,8 @@ def page(options: argparse.Namespace, rows: list[dict], left_out: list[str]) -> 
             "full: all weights train with AdamW. checkpointing: `train.gradient_checkpointing`. recompute: "
             f"`kernels.recompute`. 8-bit: all weights train with `{eight_bits(WORLD)}`.",
             "qlora: NF4 with double quantisation; qlora fp4: FP4 without it; offload: layer inputs in host memory; "
-            "graphs: `train.cuda_graphs`. dpo: real pairs of many lengths, references computed before training (lora: the "
-            "model without its adapter). padding-free: real answers of many lengths, not packed.",
+            "graphs: `train.cuda_graphs`. dpo: real pairs of many lengths, references computed before training; dpo "
+            "lora: reference without the adapter. padding-free: real answers of many lengths, not packed.",
         ],
         columns=[["name", "configuration", ""], ["batch", "micro-batch, rows x tokens", ""],
                  ["measured_gib", "measured GiB", ".2f"], ["predicted_gib", "predicted GiB", ".2f"],

@@ -17,6 +17,8 @@ METHODS = {"full": {}, "lora": {"method.type": "lora"}, "8-bit": {}, "full recom
            "qlora graphs": {**QLORA, "train.cuda_graphs": True}, "dpo": DPO,
            "dpo lora": {"task": "dpo", "method.type": "lora"},
            "padding-free": {"data.packing": False, "data.padding_free": True}}  # fmt: skip
+UNEQUAL_METHODS = ("dpo", "dpo lora", "padding-free")  # on real texts, whose lengths differ
+UNEQUAL_LENGTH = 4096  # the longest of the real answers has 3,197 tokens
 # model -> (rows, length, accumulation) without and with checkpointing
 SIZES = {
     "llama-1b": ((8, 1024, 1), (4, 4096, 2)),
