@@ -63,6 +63,18 @@ def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool],
     return Batching(micro, accumulation, world_size, eval_batch_size, recipe.parallel.cp_size)
 
 
+def trial_batching(recipe: Recipe, world_size: int, micro_batch_size: int) -> Batching:
+    """Return the sizes of a step with this micro-batch, which may not divide `global_batch_size`."""
+    train = recipe.train
+    row_ranks = max(1, world_size // recipe.parallel.cp_size)
+    accumulation = train.gradient_accumulation_steps or 1
+    if train.global_batch_size is not None:
+        accumulation = max(1, train.global_batch_size // (micro_batch_size * row_ranks))
+    return Batching(
+        micro_batch_size, accumulation, world_size, recipe.eval.per_device_eval_batch_size, recipe.parallel.cp_size
+    )
+
+
 def _largest_micro_batch(global_batch_size: int, row_ranks: int, fits: Callable[[int, bool], bool] | None) -> int:
     """Return the largest micro-batch that fits and divides each rank's part of the global batch."""
     share, rest = divmod(global_batch_size, row_ranks)
@@ -120,6 +132,19 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class BatchShape:
+    """Token slots of a micro-batch: padded (B, T), or flattened (1, sum T). Those of pairs have 2 rows each."""
+
+    rows: int  # B
+    row_length: int  # T
+    labels: int | None = None  # None: by the share of labels in the data
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row_length
+
+
+@dataclass(frozen=True)
 class DataSummary:
     """Totals of the prepared data sets."""
 
@@ -133,6 +158,7 @@ class DataSummary:
     template: str
     fingerprint: str
     eval_tokens: int = 0
+    most_trained: int = 0  # most labels of an example
     image_share: float = 0.0  # share of image tokens in the example that has the largest
 
 

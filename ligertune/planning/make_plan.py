@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import Batching, DataSummary, Rows, choose_batching, padding_free_notes
+from ligertune.planning.batch_layout import (
+    Batching,
+    BatchShape,
+    DataSummary,
+    Rows,
+    choose_batching,
+    padding_free_notes,
+    trial_batching,
+)
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import REACHED_SHARE_OF_PEAK, check_cuda_graphs, cuda_graphs_notes
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE
@@ -30,6 +40,7 @@ from ligertune.planning.optimization import (
     make_optimizer,
     make_schedule,
     optimizer_notes,
+    total_rows,
 )
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
@@ -61,11 +72,20 @@ class PlanInputs:
     why_fsdp: str  # why a launcher or `--gpus` decided for FSDP; empty if neither did
     modality: ModalityFacts
     teacher: TeacherPlan | None = None
+    # (rows, batching, rows of the run) -> the largest micro-batch of the data order; None if the data are streamed
+    largest_batch: Callable[[Rows, Batching, int], BatchShape] | None = None
 
-    @property
-    def row_length(self) -> int:
-        """Token slots of the longest row."""
-        return self.rows.longest_row(self.data.longest)
+    def batch_of(self, recipe: Recipe, micro_batch_size: int) -> BatchShape:
+        """Return the largest micro-batch of a run with this size: of the data order, or as many longest rows."""
+        rows = self.rows
+        if self.largest_batch is None or not rows.count:
+            return BatchShape(micro_batch_size, rows.longest_row(self.data.longest))
+        batching = trial_batching(recipe, self.machine.world_size, micro_batch_size)
+        train = recipe.train
+        in_run = total_rows(
+            rows.count, batching.global_batch_size, epochs=train.num_train_epochs, max_steps=train.max_steps
+        )
+        return self.largest_batch(rows, batching, max(in_run, 1))
 
 
 FEW_STEPS = 10  # optimizer steps below which a run of whole epochs hardly trains: warm-up and decay share them
@@ -81,12 +101,12 @@ class Resources:
     bytes: StateBytes
     memory: MemoryEstimate | None
     batching: Batching
+    largest_batch: BatchShape
     tile: int  # tokens per tile of tiled layers; 0: they are not tiled
 
 
 def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()) -> Plan:
     """Resolve a recipe. Raises UserError for what cannot be trained."""
-    machine = inputs.machine
     model = inputs.model
     rows = inputs.rows
     data = inputs.data
@@ -113,7 +133,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         measurement=options.measurement,
         settings=recipe.model_dump(mode="json"),
         num_train_epochs=None if recipe.train.max_steps else recipe.train.num_train_epochs,
-        machine=machine,
+        machine=inputs.machine,
         strategy=resources.strategy,
         strategy_why=resources.strategy_why,
         precision=inputs.precision,
@@ -129,6 +149,7 @@ def make_plan(recipe: Recipe, inputs: PlanInputs, *, notes: tuple[str, ...] = ()
         kernels_backend=model.kernels_backend,
         kernels=model.kernels,
         batching=batching,
+        largest_batch=resources.largest_batch,
         tile=resources.tile,
         rows=rows,
         schedule=schedule,
@@ -186,15 +207,17 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     """Choose strategy, micro-batch and checkpointed layers by the memory estimate."""
     machine = inputs.machine
     shape = inputs.model.shape
-    length = inputs.row_length
     world_size = machine.world_size
     dtype = inputs.precision.weights
 
+    @cache
+    def batch_of(micro: int) -> BatchShape:
+        return inputs.batch_of(recipe, micro)
+
     def need(micro: int) -> DeviceNeed:
         unsharded = states_of(recipe, shape.parameters, dtype)
-        return unsharded_need(
-            unsharded, estimate_memory(recipe, inputs, unsharded), machine, micro=micro, row_length=length
-        )
+        estimate = estimate_memory(recipe, inputs, unsharded)
+        return unsharded_need(unsharded, estimate, machine, batch=batch_of(micro))
 
     strategy, why = choose_strategy(recipe, machine, why_fsdp=inputs.why_fsdp, need=need)
     check_strategy(recipe, strategy, autocast=inputs.precision.autocast)
@@ -204,19 +227,24 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     memory, tiled, tile = _tiled(recipe, inputs, memory, strategy)
 
     def fits(estimate: MemoryEstimate | None, micro: int, accumulates: bool) -> bool:
+        if estimate is None:
+            return False
+        batch = batch_of(micro)
         device = machine.memory_bytes
-        return estimate is not None and estimate.fits(micro, length, accumulates=accumulates, memory=device)
+        return estimate.fits(batch.rows, batch.row_length, accumulates=accumulates, memory=device, labels=batch.labels)
 
     def fits_with_tiles(micro: int, accumulates: bool) -> bool:
         # tiles are for one row that does not fit otherwise
         return fits(memory, micro, accumulates) or (micro == 1 and fits(tiled, micro, accumulates))
 
     batching = choose_batching(recipe, world_size, None if memory is None else fits_with_tiles)
-    memory = with_checkpointed_layers(recipe, memory, batching, length, machine)
-    if tiled is not None and not fits(memory, batching.micro_batch_size, batching.accumulation > 1):
+    batch = batch_of(batching.micro_batch_size)
+    accumulates = batching.accumulation > 1
+    memory = with_checkpointed_layers(recipe, memory, batch, machine, accumulates=accumulates)
+    if tiled is not None and not fits(memory, batching.micro_batch_size, accumulates):
         memory = tiled
         tile = TILE
-    return Resources(strategy, why, states, memory, batching, tile)
+    return Resources(strategy, why, states, memory, batching, batch, tile)
 
 
 def _tiled(
@@ -286,7 +314,8 @@ def host_memory_parts(plan: Plan) -> dict[str, tuple[int, int]]:
     Paged optimizers are not counted: their states move to the host only when the device is full.
     """
     states = plan.bytes
-    activations = plan.memory.host_bytes(plan.batching.micro_batch_size, plan.row_length) if plan.memory else 0
+    batch = plan.largest_batch
+    activations = plan.memory.host_bytes(batch.rows, batch.row_length) if plan.memory else 0
     parts = {
         f"train.gradient_checkpointing: {plan.build.execution.gradient_checkpointing}": (activations, 0),
         "train.optim_offload: true": (states.in_host_memory * plan.optimizer.offload, 0),
@@ -371,14 +400,15 @@ def repeated_rows(recipe: Recipe, rows: Rows, batching: Batching) -> tuple[str, 
 
 def _memory_notes(recipe: Recipe, inputs: PlanInputs, resources: Resources) -> tuple[str, ...]:
     memory = resources.memory
-    batching = resources.batching
+    batch = resources.largest_batch
     machine = inputs.machine
-    notes = checkpointing_notes(recipe, memory, batching, inputs.row_length, machine)
+    accumulates = resources.batching.accumulation > 1
+    notes = checkpointing_notes(recipe, memory, batch, machine, accumulates=accumulates)
     if resources.tile:
         notes += (f"train.tiled_mlp: MLPs and projections run on {resources.tile:,} tokens at a time",)
     if memory is None or machine.device != "cuda":
         return notes
-    return (*notes, *memory.host_notes(batching.micro_batch_size, inputs.row_length))
+    return (*notes, *memory.host_notes(batch.rows, batch.row_length))
 
 
 def _teacher_notes(teacher: TeacherPlan | None, machine: Machine) -> tuple[str, ...]:

@@ -108,6 +108,11 @@ def total_steps(rows: int, global_batch_size: int, *, epochs: float | None, max_
     return max(math.ceil(round(epochs * rows) / global_batch_size), 1)
 
 
+def total_rows(rows: int, global_batch_size: int, *, epochs: float | None, max_steps: int | None) -> int:
+    """Return the number of rows that a run trains on, each as often as it does. rows: of an epoch."""
+    return max_steps * global_batch_size if max_steps else round((epochs or 0) * rows)
+
+
 def _warmup_steps(train: TrainSpec, total: int) -> int:
     if train.warmup_steps is not None:
         return train.warmup_steps

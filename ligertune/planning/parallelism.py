@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ligertune.errors import UserError
 from ligertune.hardware import Machine
+from ligertune.planning.batch_layout import BatchShape
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION, MemoryEstimate
 from ligertune.planning.memory.states import StateBytes, Strategy
@@ -33,14 +34,14 @@ class DeviceNeed:
 
 
 def unsharded_need(
-    states: StateBytes, estimate: MemoryEstimate | None, machine: Machine, *, micro: int, row_length: int
+    states: StateBytes, estimate: MemoryEstimate | None, machine: Machine, *, batch: BatchShape
 ) -> DeviceNeed:
-    """Return what a device needs that holds the whole model, for `micro` rows per forward."""
+    """Return what a device needs that holds the whole model, for this micro-batch."""
     # Processes without a GPU share the host's memory.
     memory = machine.memory_bytes if machine.device == "cuda" else machine.memory_bytes // machine.world_size
     if estimate is None:
         return DeviceNeed(round(states.total / SHARE_OF_STATES), memory)
-    peak = estimate.peak(micro, row_length, accumulates=True, memory=memory)
+    peak = estimate.peak(batch.rows, batch.row_length, accumulates=True, memory=memory, labels=batch.labels)
     return DeviceNeed(round(peak.total * (1 + FRAGMENTATION)) + CUDA_CONTEXT, memory)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ligertune.errors import format_bytes, plural
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import Batching, DataSummary, Rows
+from ligertune.planning.batch_layout import Batching, BatchShape, DataSummary, Rows
 from ligertune.planning.memory.estimate import MemoryEstimate, MemoryPeak
 from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of
@@ -89,6 +89,7 @@ class Plan(RunOptions):
     kernels_backend: str
     kernels: tuple[KernelLine, ...]
     batching: Batching
+    largest_batch: BatchShape  # of the run, on one device
     tile: int  # tokens per tile of tiled layers (train.tiled_mlp); 0: they are not tiled
     rows: Rows
     schedule: TrainSchedule
@@ -133,8 +134,10 @@ class Plan(RunOptions):
             return None
         accumulates = self.batching.accumulation > 1
         memory = self.machine.memory_bytes
-        micro = self.batching.micro_batch_size
-        return self.memory.peak(micro, self.row_length, accumulates=accumulates, memory=memory)
+        batch = self.largest_batch
+        return self.memory.peak(
+            batch.rows, batch.row_length, accumulates=accumulates, memory=memory, labels=batch.labels
+        )
 
     @property
     def checkpointed_layers(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ligertune.attention.padding_free import choose_batch_layout, has_one_length
+from ligertune.data.batching.largest_batch import ExampleSizes
 from ligertune.data.modalities.modality import ModalityReader, modality_of
 from ligertune.data.prepare import PreparedData, ProgressCallback, prepare
 from ligertune.data.statistics import epoch_rows, summarize_data
@@ -122,6 +123,7 @@ def resolve(
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
         modality=modality.facts,
         teacher=teacher,
+        largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
     )
     notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *data_notes)
     plan = _planned(complete, inputs, layout, data, notes=(*notes, *hub_notes()))

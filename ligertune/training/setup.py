@@ -31,6 +31,7 @@ from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.save import prompt_of
 from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.optimization import total_rows
 from ligertune.planning.plan import Plan
 from ligertune.progress import Display, LogLine
 from ligertune.training.callbacks import Callbacks
@@ -373,10 +374,14 @@ def data_order(
         length = plan.rows.length if plan.rows.packed else None
         order = StreamOrder(examples, seed=plan.build.seed, batching=plan.batching, max_length=length)
     else:
-        whole = plan.schedule.total_steps * plan.batching.global_batch_size
         order = DataOrder(
             examples.longest_documents,
-            total_rows=whole if plan.num_train_epochs is None else round(plan.num_train_epochs * plan.rows.count),
+            total_rows=total_rows(
+                plan.rows.count,
+                plan.batching.global_batch_size,
+                epochs=plan.num_train_epochs,
+                max_steps=plan.schedule.total_steps if plan.num_train_epochs is None else None,
+            ),
             seed=plan.build.seed,
             batching=plan.batching,
             packs=pack(examples.lengths, plan.rows.length) if plan.rows.packed else None,

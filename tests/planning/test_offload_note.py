@@ -8,6 +8,7 @@ import transformers
 from support.quickstart_runs import bare_recipe, recipe_for
 
 from ligertune.models.shape import read_shape
+from ligertune.planning.batch_layout import BatchShape
 from ligertune.planning.make_plan import REACHED_SHARE_OF_PEAK
 from ligertune.planning.memory.activation_bytes import ActivationPolicy
 from ligertune.planning.memory.activation_policy import suggest_offload
@@ -38,7 +39,10 @@ def plan(recipe):
     machine = replace(plan.machine, device="cuda", peak_flops=989e12, world_size=1, memory_bytes=60 * GIB)
     rows = replace(plan.rows, length=LENGTH)
     batching = replace(plan.batching, micro_batch_size=ROWS)
-    changes = {"machine": machine, "memory": memory, "rows": rows, "batching": batching}
+    batch = BatchShape(ROWS, LENGTH)
+    changes = {
+        "machine": machine, "memory": memory, "rows": rows, "batching": batching, "largest_batch": batch
+    }  # fmt: skip
     return replace(plan, notes=(), n_parameters=shape.n_parameters, n_active=None, **changes)
 
 
@@ -77,4 +81,4 @@ def test_other_recipes_get_no_note(train, plan, recipe):
 def test_little_memory_is_not_worth_a_note(plan, recipe):
     full = replace(plan, machine=replace(plan.machine, memory_bytes=GIB))  # too little without checkpointing
     assert suggestions(full, recipe)
-    assert not suggestions(replace(full, rows=replace(plan.rows, length=64)), recipe)
+    assert not suggestions(replace(full, largest_batch=BatchShape(ROWS, 64)), recipe)

@@ -155,8 +155,17 @@ def show_memory(plan: Plan, fits: Iterable[Fit] | None) -> None:
         rows = [(kinds.get(kind, kind), format_bytes(n_bytes)) for kind, n_bytes in parts if n_bytes]
         place = "tensors in each process" if plan.machine.vendor == "cpu" else "each device"
         table(f"Peak memory of {place}, reached {PHASES[plan.peak.phase.name]}", rows)
+        sentence(f"The largest micro-batch of the run has {_micro_batch(plan)}.")
     for fit in fits or ():
         text("\n" + "\n".join(_fit_lines(plan, fit)))
+
+
+def _micro_batch(plan: Plan) -> str:
+    """Return the token slots of the largest micro-batch, and its labels where the data order is known."""
+    batch = plan.largest_batch
+    rows = f"{plural(batch.rows, 'row')} of " if batch.rows > 1 else ""
+    labels = "" if batch.labels is None else f", and none more than {plural(batch.labels, 'label')}"
+    return f"{rows}{batch.row_length:,} tokens{labels}"
 
 
 def show_contexts(plan: Plan, found: Iterable[LongContext]) -> None:

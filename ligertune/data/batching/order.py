@@ -85,6 +85,24 @@ class DataOrder:
         starts = ((m * world + rank) * size for m in range(n_micro))
         return [rows[start : start + size] for start in starts]
 
+    def in_order(self, values: np.ndarray) -> np.ndarray:
+        """Return a value of each row of the run (total_rows,), as its micro-batches read them one after another.
+
+        values: (N,) of the examples. The value of a pack is the sum over its examples.
+        """
+        found = []
+        longest = []
+        for epoch in range(-(-self.total_rows // self.rows_per_epoch)):
+            order, contents = self._epoch(epoch)
+            found.append((contents.sums(values) if isinstance(contents, Packs) else values)[order])
+            longest.append(self.lengths[order] if self.grouped else order)
+        ordered = np.concatenate(found)[: self.total_rows]
+        if not self.grouped:
+            return ordered
+        # as `step` does: the longest rows of a global batch come first
+        batches = np.arange(self.total_rows) // self.batching.global_batch_size
+        return ordered[np.lexsort((-np.concatenate(longest)[: self.total_rows], batches))]
+
     def _epoch(self, epoch: int) -> tuple[np.ndarray, RowsOfEpoch]:
         """Return (order of the rows, rows as example indices) of an epoch."""
         if epoch not in self._epochs:

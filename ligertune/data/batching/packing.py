@@ -35,7 +35,11 @@ class Packs(Sequence[np.ndarray]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each row."""
-        totals = np.concatenate([[0], np.cumsum(self.example_lengths[self._members])])
+        return self.sums(self.example_lengths)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum over the examples of each row. values: (N,) of all examples."""
+        totals = np.concatenate([[0], np.cumsum(values[self._members])])
         return np.diff(totals[np.concatenate([[0], self._ends])])
 
     @property

@@ -11,7 +11,7 @@ from ligertune_kernels.ops.recurrence.tiles import delta_tiles
 
 from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
-from ligertune.planning.batch_layout import Batching
+from ligertune.planning.batch_layout import BatchShape
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import TILE, ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
@@ -129,7 +129,7 @@ def choose_tile(recipe: Recipe, model_family: str, applied: Collection[str], str
 
 
 def with_checkpointed_layers(
-    recipe: Recipe, estimate: MemoryEstimate | None, batching: Batching, row_length: int, machine: Machine
+    recipe: Recipe, estimate: MemoryEstimate | None, batch: BatchShape, machine: Machine, *, accumulates: bool
 ) -> MemoryEstimate | None:
     """Return the estimate with the layers checkpointed that `train.gradient_checkpointing_layers` asks for.
 
@@ -146,7 +146,7 @@ def with_checkpointed_layers(
             hint="Leave it out: all layers are checkpointed then.",
         )
     if wanted == "auto":
-        return _with_fewest_layers(estimate, batching, row_length, machine)
+        return _with_fewest_layers(estimate, batch, machine, accumulates=accumulates)
     if wanted > estimate.layers:
         raise UserError(
             f"train.gradient_checkpointing_layers: {wanted}, but the model has {plural(estimate.layers, 'layer')}.",
@@ -156,20 +156,19 @@ def with_checkpointed_layers(
 
 
 def _with_fewest_layers(
-    estimate: MemoryEstimate, batching: Batching, row_length: int, machine: Machine
+    estimate: MemoryEstimate, batch: BatchShape, machine: Machine, *, accumulates: bool
 ) -> MemoryEstimate:
-    accumulates = batching.accumulation > 1
     memory = machine.memory_bytes
 
     def fits(not_checkpointed: int) -> bool:
         some = estimate.with_checkpointing(not_checkpointed=not_checkpointed)
-        return some.fits(batching.micro_batch_size, row_length, accumulates=accumulates, memory=memory)
+        return some.fits(batch.rows, batch.row_length, accumulates=accumulates, memory=memory, labels=batch.labels)
 
     return estimate.with_checkpointing(not_checkpointed=largest(fits, limit=estimate.layers))
 
 
 def checkpointing_notes(
-    recipe: Recipe, estimate: MemoryEstimate | None, batching: Batching, row_length: int, machine: Machine
+    recipe: Recipe, estimate: MemoryEstimate | None, batch: BatchShape, machine: Machine, *, accumulates: bool
 ) -> tuple[str, ...]:
     """Return a note if some layers are not checkpointed, or if fewer layers would be enough."""
     wanted = recipe.train.gradient_checkpointing_layers
@@ -182,7 +181,7 @@ def checkpointing_notes(
     frozen_model = estimate.heads is not None and not estimate.heads.joint
     if machine.device == "cpu" or frozen_model or estimate.shards > 1:  # the prediction under sharding is less exact
         return ()
-    fewest = _with_fewest_layers(estimate, batching, row_length, machine)
+    fewest = _with_fewest_layers(estimate, batch, machine, accumulates=accumulates)
     needed = estimate.layers - fewest.policy.not_checkpointed
     if needed == 0:
         return (f"{key}: by the memory plan this device has room for all activations without checkpointing",)
@@ -205,7 +204,9 @@ def suggest_offload(plan: Plan, recipe: Recipe, reached_share: float) -> Plan:
         return plan
     if not _copies_hide(plan, memory, reached_share * machine.peak_flops):
         return plan
-    if checkpointing_notes(recipe, memory, plan.batching, plan.row_length, machine):  # fewer checkpointed layers
+    if checkpointing_notes(
+        recipe, memory, plan.largest_batch, machine, accumulates=plan.batching.accumulation > 1
+    ):  # fewer checkpointed layers
         return plan
     with_offload = recipe.model_copy(update={"train": train.model_copy(update={"gradient_checkpointing": "offload"})})
     if contradicts_itself(with_offload):
@@ -215,7 +216,7 @@ def suggest_offload(plan: Plan, recipe: Recipe, reached_share: float) -> Plan:
     saved = before - _peak_bytes(plan, offloading)
     if saved < WORTH_OFFLOADING * before:
         return plan
-    in_host_memory = offloading.host_bytes(plan.batching.micro_batch_size, plan.row_length)
+    in_host_memory = offloading.host_bytes(plan.largest_batch.rows, plan.largest_batch.row_length)
     note = (
         f"train.gradient_checkpointing: offload would need {format_bytes(saved)} less device memory, for "
         f"{format_bytes(in_host_memory)} of pinned host memory; by estimate, a layer's input is copied in less time "
@@ -228,8 +229,9 @@ def _peak_bytes(plan: Plan, memory: MemoryEstimate) -> int:
     """Return the bytes of the plan's step by a memory estimate."""
     accumulates = plan.batching.accumulation > 1
     on_device = plan.machine.memory_bytes
-    micro = plan.batching.micro_batch_size
-    return memory.peak(micro, plan.row_length, accumulates=accumulates, memory=on_device).total
+    batch = plan.largest_batch
+    peak = memory.peak(batch.rows, batch.row_length, accumulates=accumulates, memory=on_device, labels=batch.labels)
+    return peak.total
 
 
 def _copies_hide(plan: Plan, memory: MemoryEstimate, flops: float) -> bool:

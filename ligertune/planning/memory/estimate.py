@@ -61,19 +61,27 @@ class MemoryEstimate:
     loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
 
     def peak(
-        self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int | None = None
+        self, rows: int, row_length: int, *, accumulates: bool, memory: int | None = None, labels: int | None = None
     ) -> MemoryPeak:
-        """Return the phase with the most memory. memory: the device's bytes, of which the loss uses what is free."""
+        """Return the phase with the most memory of a micro-batch (rows, row_length).
+
+        memory: the device's bytes, of which the loss uses what is free. labels: in the micro-batch; None: by the share
+        of labels in the data.
+        """
         weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
         weights += self.float8_copies
-        phases = self._phases(micro_batch_size * row_length, row_length, accumulates=accumulates, memory=memory)
+        slots = rows * row_length
+        phases = self._phases(slots, row_length, accumulates=accumulates, memory=memory, labels=labels)
         frozen = 0 if self.frozen_model is None else self.frozen_model.weights
         return MemoryPeak(weights, optimizer, max(phases, key=lambda phase: phase.total), frozen)
 
-    def _phases(self, slots: int, row_length: int, *, accumulates: bool, memory: int | None) -> tuple[StepPhase, ...]:
+    def _phases(
+        self, slots: int, row_length: int, *, accumulates: bool, memory: int | None, labels: int | None = None
+    ) -> tuple[StepPhase, ...]:
         tokens = -(-slots // self.cp_size)
+        labels = round(tokens * self.labelled) if labels is None else min(labels, tokens)
         keys = self.visible_keys(tokens)
-        batch = MicroBatch(tokens, max(1, round(tokens * self.labelled)), row_length, accumulates)
+        batch = MicroBatch(tokens, max(1, labels), row_length, accumulates)
         step = self._step_bytes(self.workspace + self.gathered_keys_bytes(slots, keys), memory)
         if self.heads is not None and not self.heads.joint:
             return self.frozen_model_phases(self.heads, batch, step)
@@ -186,9 +194,9 @@ class MemoryEstimate:
         """Return the bytes of keys and values (or their gradients) that context parallel gathers for one layer."""
         return 0 if self.cp_size == 1 else 2 * self.layer.key * (slots + keys) * self.itemsize
 
-    def fits(self, micro_batch_size: int, row_length: int, *, accumulates: bool, memory: int) -> bool:
+    def fits(self, rows: int, row_length: int, *, accumulates: bool, memory: int, labels: int | None = None) -> bool:
         """Whether a device with `memory` bytes has room for a step."""
-        peak = self.peak(micro_batch_size, row_length, accumulates=accumulates, memory=memory)
+        peak = self.peak(rows, row_length, accumulates=accumulates, memory=memory, labels=labels)
         return peak.total * (1 + FRAGMENTATION) + CUDA_CONTEXT <= memory
 
     def layer_weights(self) -> int:
@@ -218,18 +226,18 @@ class MemoryEstimate:
         how = self.policy.checkpointing or True
         return replace(self, policy=replace(self.policy, checkpointing=how, not_checkpointed=not_checkpointed))
 
-    def host_bytes(self, micro_batch_size: int, row_length: int) -> int:
+    def host_bytes(self, rows: int, row_length: int) -> int:
         """Return the bytes of a micro-batch that checkpointing offloads to host memory, per process."""
-        tokens = -(-micro_batch_size * row_length // self.cp_size)
+        tokens = -(-rows * row_length // self.cp_size)
         if self.heads is not None and not self.heads.joint:
             return 0  # the frozen model has no graph
         width = self.layer.hidden * self.policy.offloads_inputs
         width += self.layer.mlp * (self.policy.offloads_gates and self.layer.experts is None)
         return max(0, self.layers_with_backward - self.policy.not_checkpointed) * tokens * width * self.itemsize
 
-    def host_notes(self, micro_batch_size: int, row_length: int) -> tuple[str, ...]:
+    def host_notes(self, rows: int, row_length: int) -> tuple[str, ...]:
         """Return a note about offloaded activations, if there are any."""
-        size = self.host_bytes(micro_batch_size, row_length)
+        size = self.host_bytes(rows, row_length)
         how = self.policy.checkpointing
         what = {"offload": "inputs", "offload_gate": "gates"}.get(str(how), "inputs and gates")
         note = f"each process offloads the layers' {what} to {size / 2**30:.2f} GiB of pinned host memory"

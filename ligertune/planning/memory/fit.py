@@ -95,7 +95,11 @@ def _fit(plan: Plan, estimate: MemoryEstimate) -> Fit:
     multiple_of = max(64, plan.rows.multiple_of)
     longest = min(MAX_TOKENS, plan.context or MAX_TOKENS)
     fits = partial(estimate.fits, accumulates=plan.batching.accumulation > 1, memory=plan.machine.memory_bytes)
-    rows = largest(lambda count: fits(count, plan.row_length), limit=MAX_ROWS)
+    # other batch sizes have another order: count the longest row, and the most labels, as often as there are rows
+    labels = plan.row_length if plan.rows.packed else plan.data.most_trained or None
+    rows = largest(
+        lambda count: fits(count, plan.row_length, labels=None if labels is None else count * labels), limit=MAX_ROWS
+    )
     step = multiple_of * plan.rows.documents  # a row holds all sequences of an example
     length = multiple_of * largest(lambda count: fits(1, count * step), limit=-(-longest // multiple_of))
     length = min(length, longest)

@@ -9,7 +9,8 @@ model and Qwen3.5 are cut to 8 layers and Gemma to 6. Each model takes four step
 8-bit optimizer (bf16 if neither bitsandbytes nor torchao is installed), with and without checkpointing, each at another
 batch and length; and of full training and LoRA with `kernels.recompute`. Without these last ten
 and without Qwen3.5 it takes four minutes on one H100. The Llama models also train by QLoRA (NF4; FP4 with single
-quantisation; layer inputs in host memory; CUDA graphs), and the smaller one by DPO on pairs of full length.
+quantisation; layer inputs in host memory; CUDA graphs), and the smaller one by DPO on
+real pairs and by padding-free batches of real answers, both of many lengths.
 
 --moe trains nine mixtures of experts cut to a few layers instead: full training and LoRA on attention and experts, with
 and without checkpointing, and two of them in 4 bits if bitsandbytes is installed. Five minutes on one
@@ -48,6 +49,8 @@ from benchmarks.tables.memory import (
     MODELS,
     SIZES,
     SMALL,
+    UNEQUAL_LENGTH,
+    UNEQUAL_METHODS,
     WITH_DPO,
 )
 from benchmarks.tables.moe_models import write_config
@@ -107,7 +110,7 @@ def configurations(options: argparse.Namespace) -> list[tuple[str, str, str, boo
             name = f"{model} {method}{' checkpointing' if checkpointing else ''}"
             if "qlora" in method and (model not in IN_4_BITS or not find_spec("bitsandbytes")):
                 continue
-            if "dpo" in method and model not in WITH_DPO:
+            if ("dpo" in method or "padding-free" in method) and model not in WITH_DPO:
                 continue
             if options.small and method == "qlora graphs":
                 continue
@@ -167,6 +170,7 @@ def one(options: argparse.Namespace, folder: Path, name: str, wanted: dict[str, 
     row = {
         "name": name,
         "batch": f"{wanted['train.per_device_train_batch_size']} x {wanted['data.max_length']}",
+        "tokens": job.plan.largest_batch.tokens,
         "measured": found,
         "predicted": peak.total,
         "error": peak.total / found - 1,
@@ -223,11 +227,16 @@ def settings(
     optim = {"train.optim": eight_bits(options.gpus)} if method == "8-bit" else {}
     several = {"parallel.strategy": "fsdp"} if options.gpus > 1 else {}
     chosen_method = (MIXTURE_METHODS if options.moe else METHODS)[method]
+    if not options.small and method in UNEQUAL_METHODS:
+        shared["data.max_length"] = UNEQUAL_LENGTH  # hardly any answer is truncated, so lengths differ
     if chosen_method.get("task") == "dpo":
-        pairs = rows * accumulation * 4 + 4
-        shared["data.datasets"] = [{"path": str(text(folder, pairs, length, pairs=True)), "format": "prompt_pairs"}]
+        source = inputs.Inputs(options.corpus, folder, options.small)
+        shared["data.datasets"] = inputs.preference_pairs(source, length, options.gpus * rows * accumulation * 4 + 4)
         # a pair has two rows
         shared["train.per_device_train_batch_size"] = max(1, rows // 2)
+    if "padding-free" in method:
+        source = inputs.Inputs(options.corpus, folder, options.small)
+        shared["data.datasets"] = inputs.completions(source, length, options.gpus * rows * accumulation * 4 + 4)
     return {**shared, **picked, **chosen_method, **optim, **several}
 
 
@@ -237,14 +246,13 @@ def eight_bits(gpus: int) -> str:
     return "adamw_torch_8bit" if find_spec("torchao") else "adamw_bf16"
 
 
-def text(folder: Path, documents: int, length: int, *, pairs: bool = False) -> Path:
-    """Write documents that each fill a row, so that every position has a label. pairs: two answers of a prompt each."""
+def text(folder: Path, documents: int, length: int) -> Path:
+    """Write documents that each fill a row, so that every position has a label."""
     path = folder / "text.jsonl"
     words = " ".join(["once upon a time there was a little girl"] * (length // 4))
     rows = []
     for i in range(documents):
-        answers = {"prompt": f"{i}", "chosen": words, "rejected": f"no {words}"}
-        rows.append(answers if pairs else {"text": f"{i} {words}"})
+        rows.append({"text": f"{i} {words}"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -310,7 +318,8 @@ def page(options: argparse.Namespace, rows: list[dict], left_out: list[str]) -> 
             "full: all weights train with AdamW. checkpointing: `train.gradient_checkpointing`. recompute: "
             f"`kernels.recompute`. 8-bit: all weights train with `{eight_bits(WORLD)}`.",
             "qlora: NF4 with double quantisation; qlora fp4: FP4 without it; offload: layer inputs in host memory; "
-            "graphs: `train.cuda_graphs`. dpo: pairs of full length, references computed before training.",
+            "graphs: `train.cuda_graphs`. dpo: real pairs of many lengths, references computed before training; dpo "
+            "lora: reference without the adapter. padding-free: real answers of many lengths, not packed.",
         ],
         columns=[["name", "configuration", ""], ["batch", "micro-batch, rows x tokens", ""],
                  ["measured_gib", "measured GiB", ".2f"], ["predicted_gib", "predicted GiB", ".2f"],

@@ -15,7 +15,10 @@ METHODS = {"full": {}, "lora": {"method.type": "lora"}, "8-bit": {}, "full recom
            "lora recompute": {"method.type": "lora", **RECOMPUTE}, "qlora": QLORA, "qlora fp4": SINGLE_FP4,
            "qlora offload": {**QLORA, "train.gradient_checkpointing": "offload"},
            "qlora graphs": {**QLORA, "train.cuda_graphs": True}, "dpo": DPO,
-           "dpo lora": {"task": "dpo", "method.type": "lora"}}  # fmt: skip
+           "dpo lora": {"task": "dpo", "method.type": "lora"},
+           "padding-free": {"data.packing": False, "data.padding_free": True}}  # fmt: skip
+UNEQUAL_METHODS = ("dpo", "dpo lora", "padding-free")  # on real texts, whose lengths differ
+UNEQUAL_LENGTH = 4096  # the longest of the real answers has 3,197 tokens
 # model -> (rows, length, accumulation) without and with checkpointing
 SIZES = {
     "llama-1b": ((8, 1024, 1), (4, 4096, 2)),
