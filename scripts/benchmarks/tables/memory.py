@@ -10,13 +10,14 @@ MODELS = {
 RECOMPUTE = {"kernels.recompute": True}
 QLORA = {"method.type": "qlora"}
 SINGLE_FP4 = {**QLORA, "method.bnb_4bit_quant_type": "fp4", "method.bnb_4bit_use_double_quant": False}
-DPO = {"task": "dpo", "preference.reference": "precompute"}
+PADDING_FREE = {"data.packing": False, "data.padding_free": True}
+DPO = {"task": "dpo", "preference.reference": "precompute", **PADDING_FREE}
 METHODS = {"full": {}, "lora": {"method.type": "lora"}, "8-bit": {}, "full recompute": RECOMPUTE,
            "lora recompute": {"method.type": "lora", **RECOMPUTE}, "qlora": QLORA, "qlora fp4": SINGLE_FP4,
            "qlora offload": {**QLORA, "train.gradient_checkpointing": "offload"},
            "qlora graphs": {**QLORA, "train.cuda_graphs": True}, "dpo": DPO,
-           "dpo lora": {"task": "dpo", "method.type": "lora"},
-           "padding-free": {"data.packing": False, "data.padding_free": True}}  # fmt: skip
+           "dpo lora": {"task": "dpo", "method.type": "lora", **PADDING_FREE},
+           "padding-free": PADDING_FREE}  # fmt: skip
 UNEQUAL_METHODS = ("dpo", "dpo lora", "padding-free")  # on real texts, whose lengths differ
 UNEQUAL_LENGTH = 4096  # the longest of the real answers has 3,197 tokens
 # model -> (rows, length, accumulation) without and with checkpointing
