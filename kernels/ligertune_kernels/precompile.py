@@ -1,7 +1,7 @@
 """Compilation of kernels before their first launch: which ones a function launches, and all of them in parallel.
 
 Triton compiles each kernel at its first launch, one after the other. Its compiler releases the interpreter's lock
-in the passes of MLIR and LLVM, and ptxas is a process of its own, so threads compile at the same time.
+in the passes of MLIR and LLVM, and ptxas runs in another process, so threads compile at the same time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Precompilation:
         if not forms:
             return
         begin = None
-        if device.type == "cuda":  # each thread has a current GPU of its own
+        if device.type == "cuda":  # the current GPU is set per thread
             index = torch.cuda.current_device() if device.index is None else device.index
             begin = functools.partial(torch.cuda.set_device, index)
         pool = ThreadPoolExecutor(min(threads, len(forms)), thread_name_prefix="compile", initializer=begin)

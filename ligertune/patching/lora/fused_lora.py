@@ -13,8 +13,9 @@ peft's own code runs wherever it does more than this (DoRA, dropout, several ada
 multiplies by the adapter in another dtype than the layer's input.
 
 Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three, into a buffer
-of the largest weight. The weight in the buffer is not dequantised again: a checkpointed layer multiplies its last
-weight twice. What bitsandbytes keeps in its state objects is read once per layer, not once per product.
+as large as the largest weight. The weight in the buffer is not dequantised again: a checkpointed layer that ends with a
+norm multiplies by its last weight twice in a row. What bitsandbytes keeps in its state objects is read once per layer,
+not once per product.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _DequantisedBuffer:
     def read(self, weight: FourBitWeight) -> Tensor:
         parameter = weight.parameter
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-            # A graph reads only what it writes, in memory of its own: the buffer would lie idle beside it.
+            # The graph dequantises into its own memory pool, and does not use the buffer.
             self._memory = None
             self._dense = None
             self._key = None

@@ -65,8 +65,8 @@ class MemoryEstimate:
     ) -> MemoryPeak:
         """Return the phase with the most memory of a micro-batch (rows, row_length).
 
-        memory: the device's bytes, of which the loss uses what is free. labels: in the micro-batch; None: by the share
-        of labels in the data.
+        memory: bytes of the device; the loss uses what is free of them. labels: number of labels in the micro-batch;
+        None: the share of labels in the data decides.
         """
         weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
         weights += self.float8_copies

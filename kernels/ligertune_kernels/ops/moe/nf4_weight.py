@@ -201,7 +201,7 @@ def _recent(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     # A graph must not read memory that it does not write: neither a graph of CUDA nor one of torch.compile.
     capturing = nf4.packed.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing:
-        _RECENT.clear()  # they would lie idle beside the graph's own memory
+        _RECENT.clear()  # a graph dequantises into its own memory pool, and does not use these
     if capturing or torch.compiler.is_compiling() or not KEPT_WEIGHTS:
         return _computed(nf4, shape, dtype)
     key = id(nf4.packed)
