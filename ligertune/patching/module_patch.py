@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from operator import index
 from typing import Any, SupportsIndex
 
-from torch import nn
+from torch import Tensor, nn
 
 from ligertune.patching.probe import Definition, definition_of
 
@@ -48,6 +48,14 @@ class ModulePatch(nn.Module):
         if "patch_original" not in vars(made):
             return reduced  # FSDP2 has subclassed our class and pickles the module itself
         return (_new, (made.patch_original, made.patch_mixin, made.patch_spec), *reduced[2:])
+
+
+class NewOutput(ModulePatch):
+    """Base of the mixins that know whether their output is memory that their backward does not need."""
+
+    def gives_new_output(self, x: Tensor) -> bool:
+        """Return whether the output of x is new memory that is not saved for the backward."""
+        raise NotImplementedError
 
 
 def _new(original: type, mixin: type[ModulePatch], spec: Hashable) -> nn.Module:

@@ -281,10 +281,11 @@ def test_the_head_and_other_models_are_left_alone():
 def test_linear_layers_that_recompute_their_input_may_still_be_overwritten():
     _, model = pair()
     attention = model.model.layers[0].self_attn
-    assert gives_new_unseen_output(attention.q_proj) and gives_new_unseen_output(attention.k_proj)
+    projections, x = (attention.q_proj, attention.k_proj), torch.ones(attention.q_proj.in_features)
+    assert all(gives_new_unseen_output(one, x) for one in projections)
     attention.q_proj.register_forward_hook(lambda *_: None)
     nn.utils.parametrizations.weight_norm(attention.k_proj)
-    assert not gives_new_unseen_output(attention.q_proj) and not gives_new_unseen_output(attention.k_proj)
+    assert not any(gives_new_unseen_output(one, x) for one in projections)
 
 
 def test_unpatch_restores_and_copies_stay_patched():

@@ -10,7 +10,7 @@ from ligertune_kernels import geglu, reglu, swiglu
 from torch import Tensor, nn
 
 from ligertune.patching.mlps.recognise_mlps import GatedSpec
-from ligertune.patching.module_patch import ModulePatch, has_own_hooks
+from ligertune.patching.module_patch import ModulePatch, NewOutput, has_own_hooks
 from ligertune.patching.recompute import LinearPatch, RecomputableOutput, is_linear, mark_recomputable
 
 
@@ -30,7 +30,7 @@ class KernelMLP(ModulePatch):
         spec = self.patch_spec
         sources = [getattr(self, name) for name in spec.inputs]
         # Only the kernel reads their outputs, so its backward may write the gradients over them.
-        inplace = all(map(gives_new_unseen_output, sources))
+        inplace = all(gives_new_unseen_output(source, hidden_states) for source in sources)
         product = self.activated(*(source(hidden_states) for source in sources), inplace=inplace)
         if spec.output is None:
             return product
@@ -59,16 +59,19 @@ class KernelExpertGate(ModulePatch):
         return gated_product(self.patch_spec, gate_up_out)
 
 
-def gives_new_unseen_output(module: nn.Module) -> bool:
-    """Return whether a layer's output is new memory that its backward does not need and no hook sees.
+def gives_new_unseen_output(module: nn.Module, x: Tensor) -> bool:
+    """Return whether a layer's output of x is new memory that its backward does not need and no hook sees.
 
-    That holds for a plain nn.Linear, which keeps its weight and its input. Adapters and quantised layers are other
-    classes. Under torch.compile nothing would be gained. Each forward checks again, since adapters, hooks and wrappers
-    may come after `patch`.
+    That holds for a plain nn.Linear, which keeps its weight and its input, for bitsandbytes' in 4 bits, and for a fused
+    adapter. PEFT's adapters and float8 layers are other classes. Under torch.compile nothing would be gained. Each
+    forward checks again, since adapters, hooks and wrappers may come after `patch`.
     """
     if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook() or has_own_hooks(module):
         return False
-    plain = is_linear(module) or isinstance(module, LinearPatch)
+    if isinstance(module, NewOutput):
+        return module.gives_new_output(x)
+    in_four_bits = getattr(getattr(module, "weight", None), "quant_state", None) is not None
+    plain = is_linear(module) or isinstance(module, LinearPatch) or in_four_bits
     return plain and not hasattr(module, "parametrizations")
 
 

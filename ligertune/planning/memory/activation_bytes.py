@@ -85,6 +85,7 @@ class ActivationPolicy:
     recompute: Literal["norms", "mlps"] | bool = False
     float8: Float8 = "no"
     float8_mlp: bool = False  # SwiGLU's kernels write float8 operands
+    fused_lora: bool = False  # our functions compute the adapters
     tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
     delta_chunk: int = 64  # tokens per chunk of our gated delta rule; 0: transformers' functions compute it
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
@@ -197,10 +198,10 @@ def backward_bytes(
 
     expert_gradients: count the gradients of its experts' weights, which are not yet among the gradients.
     """
-    # Plain layers write the gradients of gate and up over gate and up. Adapters and float8 still need those values.
+    # The gradients of gate and up are written over gate and up, unless PEFT's adapters or float8 still need the values.
     # Float8 MLPs have the gradient of their product in 16 bits, and count those of gate and up in float8.
     fused = policy.float8_mlp and not layer.adapters
-    gates = 2 if layer.adapters or (policy.float8 != "no" and not fused) else 1
+    gates = 2 if _keeps_gates(layer, policy) or (policy.float8 != "no" and not fused) else 1
     outside = tokens * (2 * layer.hidden + max(recomputed_elements(layer, policy))) * itemsize
     mlp = tokens * gates * layer.dense_mlp * itemsize
     if layer.experts is not None:  # the shared experts and the routed ones have their backward one after the other
@@ -216,6 +217,11 @@ def backward_bytes(
         made = new_gradients(layer.experts, itemsize) * expert_gradients
         mlp = max(mlp, tokens * (mixer - freed) + made)
     return outside + mlp + float8_bytes(layer, policy.float8, tokens, fused_mlp=fused)
+
+
+def _keeps_gates(layer: LayerShape, policy: ActivationPolicy) -> bool:
+    """Return whether adapters still need gate and up when their gradients are computed."""
+    return bool(layer.adapters) and not (policy.fused_lora and policy.fused_mlp)
 
 
 def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:
@@ -422,11 +428,11 @@ def saved_by_tiled_layer(layer: LayerShape, policy: ActivationPolicy, itemsize: 
 def tile_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, tokens: int) -> int:
     """Return the bytes of one tile at the widest point of its backward.
 
-    gate, up, their product, and the gradients of the product and, with adapters, of gate and up. A plain layer writes
-    those over gate and up. The gradients of trained weights are added in float32.
+    gate, up, their product, and the gradients of the product and, with PEFT's adapters, of gate and up. Other layers
+    write those over gate and up. The gradients of trained weights are added in float32.
     """
     tile = min(tokens, policy.tile)
-    widths = (5 if layer.adapters else 4) * layer.mlp + 4 * layer.hidden
+    widths = (5 if _keeps_gates(layer, policy) else 4) * layer.mlp + 4 * layer.hidden
     trained = 3 * layer.hidden * layer.mlp * (layer.mlp_in and not layer.adapters)
     return tile * widths * itemsize + trained * (4 + itemsize)
 

@@ -70,6 +70,7 @@ def choose_policy(
         recompute=recipe.kernels.recomputed if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
         float8=_float8_of(recipe) if "float8_linear" in applied else "no",
         float8_mlp="swiglu_float8" in applied,
+        fused_lora=recipe.kernels.fuses_lora and not (adapters_copy_inputs(recipe) or recipe.train.torch_compile),
     )
 
 
