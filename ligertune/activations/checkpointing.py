@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates
-from ligertune.activations.offload import ActivationOffloader, OffloadedTensor
+from ligertune.activations.gate_offload import offload_gates
+from ligertune.activations.offload import ActivationOffloader, OffloadedTensors
 from ligertune.activations.random_state import RandomNumbers, RandomNumbersOfLayer
+from ligertune.activations.second_run import CheckpointedLayer
 from ligertune.any_types import AnyModule
 from ligertune.attention.torch_attention import deterministic_backward
 from ligertune.errors import UserError
+from ligertune.hardware import available_memory, ranks_on_node
 from ligertune.models.shape import text_layers
 
 Kind = Literal[True, "offload", "offload_gate", "offload_both"]  # the values of train.gradient_checkpointing
+SHARE_OF_HOST = 4  # results of attention take at most a quarter of the free memory
 Context = contextlib.AbstractContextManager[None]
 
 
@@ -29,19 +32,20 @@ def checkpoint_layers(
 ) -> int:
     """Checkpoint the layers of `model` and return the number of gates that are offloaded.
 
-    kind: "offload" moves the layers' inputs to host memory; "offload_gate" moves the gates of MLPs there, which are
-    then not recomputed; "offload_both" does both. first: checkpoint only this many layers of the language model; None:
+    kind: "offload" moves the layers' inputs to host memory, and with `overlap` the results of attention, which are then
+    not recomputed; "offload_gate" moves the gates of MLPs there; "offload_both" moves inputs and gates. first: checkpoint only this many layers of the language model; None:
     all layers. compiled: the layers are compiled, forward and backward in one mode; a graph takes no context for its
     second run. overlap: as `ActivationOffloader` has it.
     """
     # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     left_out: Sequence[AnyModule] = () if first is None else _layers(model)[first:]
-    # two offloaders: layer inputs and gates are read back in different orders
+    # several offloaders: layer inputs, results and gates are read back in different orders
     inputs = ActivationOffloader(overlap=overlap)
+    results = ActivationOffloader(beside=inputs, room=_room()) if kind == "offload" and overlap else None
     gates = ActivationOffloader()
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
-    contexts = partial(_contexts, gates, RandomNumbers())
+    contexts = partial(_contexts, gates, results, RandomNumbers())
     enable({"use_reentrant": False} | ({} if compiled else {"preserve_rng_state": False, "context_fn": contexts}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,
     # frozen layers before the first trained one, such as a tower, would run again for gradients nothing uses.
@@ -57,9 +61,15 @@ def checkpoint_layers(
         layer.gradient_checkpointing = False
     if len(left_out) and kind is not True:
         # From there on nothing is stored that would release the tensor being copied.
-        for offloader in (inputs, gates):
+        for offloader in filter(None, (inputs, results, gates)):
             left_out[0].register_forward_pre_hook(lambda *_, offloader=offloader: offloader.flush())
     return count
+
+
+def _room() -> int | None:
+    """Return the bytes of host memory that this process may fill with what could also be computed again."""
+    available = available_memory()
+    return None if available is None else available // (SHARE_OF_HOST * ranks_on_node())
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -89,11 +99,11 @@ def _only_with_gradients(module: nn.Module, checkpoint: Callable[..., Any]) -> C
 def _in_host_memory(checkpoint: Callable[..., Any], offloader: ActivationOffloader) -> Callable[..., Any]:
     """Return a checkpoint whose inputs are offloaded."""
 
-    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
+    def pack(tensor: Tensor) -> Tensor | OffloadedTensors:
         return offloader.store(tensor) if tensor.is_cuda and tensor.is_floating_point() else tensor
 
-    def unpack(saved: Tensor | OffloadedTensor) -> Tensor:
-        return saved.take() if isinstance(saved, OffloadedTensor) else saved
+    def unpack(saved: Tensor | OffloadedTensors) -> Tensor:
+        return saved.take()[0] if isinstance(saved, OffloadedTensors) else saved
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -102,9 +112,11 @@ def _in_host_memory(checkpoint: Callable[..., Any], offloader: ActivationOffload
     return offloaded
 
 
-def _contexts(gates: ActivationOffloader, numbers: RandomNumbers) -> tuple[Context, Context]:
+def _contexts(
+    gates: ActivationOffloader, results: ActivationOffloader | None, numbers: RandomNumbers
+) -> tuple[Context, Context]:
     """Return torch.utils.checkpoint's contexts: the second run has mode and random numbers of the first."""
-    layer = CheckpointedLayer(gates)
+    layer = CheckpointedLayer(gates, results)
     drawn = RandomNumbersOfLayer(numbers)
     first = _Reusable(partial(layer.running, again=False), drawn.first)
     return first, _Reusable(partial(deterministic_backward, False), partial(layer.running, again=True), drawn.again)

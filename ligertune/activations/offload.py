@@ -4,7 +4,7 @@ The tensor that was stored last is needed first. So a tensor is copied to the ho
 prefetched while the one after it is in use; the last one never leaves the device. At most two are on the device at a
 time, and one without `overlap`: then the device waits for each copy, which on long rows takes a small part of a
 layer's time. The copies run one after another on their own stream, so pinned memory can be reused once its last copy is
-queued.
+queued. What is said of a tensor holds for tensors that are stored together.
 
 The GPUs of a host share its memory, so each of them copies slower than one GPU alone. `OffloadPace` measures how many
 layers can offload a tensor without making the device wait: CUDA events give the time of a pass over the layers, of the
@@ -14,7 +14,9 @@ so measuring never waits.
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,17 +40,27 @@ class OffloadPace:
         self._copies: list[Span] = []
         self._waits: list[Span] = []
 
-    def begin(self) -> None:
-        """Start a pass over the layers, and set the share from the measurements of the last one."""
-        spans = [*self._copies, *self._waits]
+    def begin(self, other: OffloadPace | None = None) -> None:
+        """Start a pass over the layers, and set the share from the measurements of the last one.
+
+        other: the pace of tensors that all layers offload over the same link, and that have priority.
+        """
+        copied, waited = ([], []) if other is None else (other._copies, other._waits)
+        spans = [*self._copies, *self._waits, *copied, *waited]
         if len(self._ends) == 2:
             spans.append((self._ends[0], self._ends[1]))
         if self._layers > 1 and self._copies and _have_ended(spans):
             copies = _milliseconds(self._copies)
-            waits = _milliseconds(self._waits)
+            waits = _milliseconds([*self._waits, *waited])
             layer = (self._ends[0].elapsed_time(self._ends[1]) - waits) / (self._layers - 1)
+            taken = _milliseconds(copied) / self._layers
             # one layer at least, or there would be nothing left to measure
-            self.share = max(offloadable_share(layer, copies / len(self._copies)), 1 / self._layers)
+            self.share = max(offloadable_share(layer, copies / len(self._copies), taken), 1 / self._layers)
+        self._reset()
+        if other is not None:
+            other._reset()
+
+    def _reset(self) -> None:
         self._measures = True
         self._due = 0.0
         self._layers = 0
@@ -79,9 +91,12 @@ class OffloadPace:
             self._waits.append((began, ended))
 
 
-def offloadable_share(layer: float, copy: float) -> float:
-    """Return the share of layers that can copy for `copy` ms each while all layers compute for `layer` ms each."""
-    return min(1.0, max(0.0, ROOM * layer / copy)) if copy > 0 else 1.0
+def offloadable_share(layer: float, copy: float, taken: float = 0.0) -> float:
+    """Return the share of layers that can copy for `copy` ms each while all layers compute for `layer` ms each.
+
+    taken: ms of a layer's time in which other tensors are copied.
+    """
+    return min(1.0, max(0.0, (ROOM * layer - taken) / copy)) if copy > 0 else 1.0
 
 
 def record_event() -> torch.cuda.Event:
@@ -99,16 +114,15 @@ def _milliseconds(spans: list[Span]) -> float:
     return sum(began.elapsed_time(ended) for began, ended in spans)
 
 
-class OffloadedTensor:
-    """One stored tensor. Its host memory is free again when this object is deleted."""
+class OffloadedTensors:
+    """Tensors that were stored together. Their host memory is free again when this object is deleted."""
 
-    def __init__(self, offloader: ActivationOffloader, tensor: Tensor) -> None:
+    def __init__(self, offloader: ActivationOffloader, tensors: Sequence[Tensor]) -> None:
         self._offloader = offloader
-        self._tensor: Tensor | None = tensor.detach()  # detach shares the version counter
-        self._version = tensor._version
-        self._shape = tensor.shape
-        self._dtype = tensor.dtype
-        self._blocks: list[Tensor] = []
+        self._tensors: list[Tensor] | None = [tensor.detach() for tensor in tensors]  # they share the version counters
+        self._versions = [tensor._version for tensor in tensors]
+        self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._blocks: list[list[Tensor]] = []  # of each tensor
         self._copied: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
@@ -117,28 +131,29 @@ class OffloadedTensor:
 
     @property
     def on_device(self) -> bool:
-        return self._tensor is not None
+        return self._tensors is not None
 
-    def take(self) -> Tensor:
-        """Return the tensor on its device, and prefetch the one stored before it. May be called again."""
-        tensor = self.prefetch()
+    def take(self, *, prefetches: bool = True) -> list[Tensor]:
+        """Return the tensors on their device, and prefetch those stored before them. May be called again."""
+        tensors = self.prefetch()
         self._wait_for_copy()
         if self._blocks:
-            self._tensor = None
+            self._tensors = None
             self._copied = None
-        self._offloader.taken(self)
-        return tensor
+        self._offloader.taken(self, prefetches=prefetches)
+        return tensors
 
     def offload(self) -> None:
-        """Start the copy to the host of a tensor that is on the device."""
-        assert self._tensor is not None
-        if self._tensor._version != self._version:
-            raise RuntimeError(WRITTEN_OVER.format(shape=tuple(self._tensor.shape)))
-        source = self._tensor = self._tensor.contiguous()
+        """Start the copy to the host of tensors that are on the device."""
+        assert self._tensors is not None
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(WRITTEN_OVER.format(shape=tuple(tensor.shape)))
+        sources = self._tensors = [tensor.contiguous() for tensor in self._tensors]
         if not self._blocks:
-            self._blocks = self._offloader.blocks(source.nbytes)
+            self._blocks = [self._offloader.blocks(source.nbytes) for source in sources]
             weakref.finalize(self, self._offloader.give_back, self._blocks)
-        self._copied = self._offloader.copy(_pieces(source), self._blocks, to_host=True)
+        self._copied = self._offloader.copy(sources, self._blocks, to_host=True)
 
     def release(self) -> None:
         """Free the device's memory: later kernels wait for the copy."""
@@ -146,15 +161,16 @@ class OffloadedTensor:
             began = record_event()
             self._wait_for_copy()
             self._offloader.pace.waited(began, record_event())
-        self._tensor = None
+        self._tensors = None
         self._copied = None
 
-    def prefetch(self) -> Tensor:
-        """Start the copy back, unless the tensor is on the device, and return the tensor that the copy fills."""
-        if self._tensor is None:
-            self._tensor = torch.empty(self._shape, dtype=self._dtype, device=self._offloader.device)
-            self._copied = self._offloader.copy(_pieces(self._tensor), self._blocks, to_host=False)
-        return self._tensor
+    def prefetch(self) -> list[Tensor]:
+        """Start the copy back, unless the tensors are on the device, and return the tensors that the copy fills."""
+        if self._tensors is None:
+            device = self._offloader.device
+            self._tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._forms]
+            self._copied = self._offloader.copy(self._tensors, self._blocks, to_host=False)
+        return self._tensors
 
     def _wait_for_copy(self) -> None:
         if self._copied is not None:
@@ -164,33 +180,45 @@ class OffloadedTensor:
 class ActivationOffloader:
     """The stored tensors of one model and their pinned memory. On a CPU tensors stay where they are.
 
-    overlap: copy while the device computes, which needs memory for one more tensor.
+    overlap: copy while the device computes, which needs memory for one more tensor. beside: an offloader of tensors
+    that all layers store; the copies share its stream, and `store_if_fast` leaves the link to it first. room: bytes of
+    pinned memory that `store_if_fast` may take; None: unlimited.
     """
 
-    def __init__(self, *, overlap: bool = True) -> None:
+    def __init__(
+        self, *, overlap: bool = True, beside: ActivationOffloader | None = None, room: int | None = None
+    ) -> None:
         self._overlap = overlap
+        self._beside = beside
+        self._room = room
+        self._blocks = 0  # taken from the host so far
         self.device: torch.device | None = None
         self._stream: torch.cuda.Stream | None = None
         self.pace = OffloadPace()
         self._filling = False  # no tensor was taken since the first one was stored
         self._free: list[Tensor] = []
-        self._stored: list[weakref.ref[OffloadedTensor]] = []
-        self._leaving: OffloadedTensor | None = None
+        self._stored: list[weakref.ref[OffloadedTensors]] = []
+        self._leaving: OffloadedTensors | None = None
 
-    def store_if_fast(self, tensor: Tensor) -> OffloadedTensor | None:
-        """Store `tensor` if the link to the host can copy it without making the device wait; else return None."""
-        if not tensor.is_cuda:
-            return self.store(tensor)
+    def store_if_fast(self, *tensors: Tensor) -> OffloadedTensors | None:
+        """Store `tensors` if the host has room, and the link copies them without making the device wait; else None."""
+        if not tensors[0].is_cuda:
+            return self.store(*tensors)
         if not self._filling:
-            self.pace.begin()
+            self.pace.begin(None if self._beside is None else self._beside.pace)
             self._filling = True
-        return self.store(tensor) if self.pace.should_offload() else None
+        fast = self.pace.should_offload()
+        return self.store(*tensors) if fast and self._has_room(tensors) else None
 
-    def store(self, tensor: Tensor) -> OffloadedTensor:
-        """Store `tensor`. It must not be written over before the next one is stored."""
-        if tensor.is_cuda and self._stream is None:
-            self.device = tensor.device
-            self._stream = torch.cuda.Stream(tensor.device)
+    def _has_room(self, tensors: Sequence[Tensor]) -> bool:
+        new = sum(-(-tensor.nbytes // BLOCK) for tensor in tensors) - len(self._free)
+        return self._room is None or BLOCK * (self._blocks + new) <= self._room
+
+    def store(self, *tensors: Tensor) -> OffloadedTensors:
+        """Store `tensors`. They must not be written over before the next ones are stored."""
+        if tensors[0].is_cuda and self._stream is None:
+            self.device = tensors[0].device
+            self._stream = self._stream_of(self.device)
         self._release_leaving()
         last = self._last()
         if self._stream is not None and last is not None and last.on_device:
@@ -198,18 +226,32 @@ class ActivationOffloader:
             self._leaving = last
             if not self._overlap:
                 self._release_leaving()
-        stored = OffloadedTensor(self, tensor)
+        stored = OffloadedTensors(self, tensors)
         self._stored.append(weakref.ref(stored))
         return stored
 
-    def taken(self, tensor: OffloadedTensor) -> None:
-        """Forget a tensor and prefetch the one stored before it, unless that one is still on the device."""
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        if self._beside is None:
+            return torch.cuda.Stream(device)
+        if self._beside._stream is None:
+            self._beside.device = device
+            self._beside._stream = torch.cuda.Stream(device)
+        return self._beside._stream
+
+    def taken(self, tensors: OffloadedTensors, *, prefetches: bool) -> None:
+        """Forget tensors and prefetch those stored before them, unless these are still on the device."""
         self._filling = False
-        self._stored = [ref for ref in self._stored if ref() not in (None, tensor)]
+        self._stored = [ref for ref in self._stored if ref() not in (None, tensors)]
         last = self._last()
-        if self._leaving is not last:
+        if self._leaving is not last or not prefetches:
             self._release_leaving()
         self._leaving = None
+        if prefetches:
+            self.prefetch_last()
+
+    def prefetch_last(self) -> None:
+        """Start the copy back of the tensors that are needed next."""
+        last = self._last()
         if last is not None and self._overlap:
             last.prefetch()
 
@@ -223,18 +265,19 @@ class ActivationOffloader:
             self._leaving.release()
             self._leaving = None
 
-    def _last(self) -> OffloadedTensor | None:
+    def _last(self) -> OffloadedTensors | None:
         while self._stored and self._stored[-1]() is None:
             self._stored.pop()
         return self._stored[-1]() if self._stored else None
 
-    def copy(self, pieces: tuple[Tensor, ...], blocks: list[Tensor], *, to_host: bool) -> torch.cuda.Event:
+    def copy(self, tensors: list[Tensor], blocks: list[list[Tensor]], *, to_host: bool) -> torch.cuda.Event:
         """Queue copies after the work that the device has been given so far; return the event of their end."""
         assert self._stream is not None  # `store` makes it for the first tensor of a GPU
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             began = record_event()
-            for piece, block in zip(pieces, blocks, strict=True):
+            pieces = itertools.chain.from_iterable(map(_pieces, tensors))
+            for piece, block in zip(pieces, itertools.chain.from_iterable(blocks), strict=True):
                 host = block[: piece.numel()]
                 source, target = (piece, host) if to_host else (host, piece)
                 target.copy_(source, non_blocking=True)
@@ -248,11 +291,12 @@ class ActivationOffloader:
         count = -(-nbytes // BLOCK)
         taken = self._free[:count]
         self._free = self._free[count:]
+        self._blocks += count - len(taken)
         new = (torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(count - len(taken)))
         return [*taken, *new]
 
-    def give_back(self, blocks: list[Tensor]) -> None:
-        self._free += blocks
+    def give_back(self, blocks: list[list[Tensor]]) -> None:
+        self._free += itertools.chain.from_iterable(blocks)
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ class RandomNumbersOfLayer:
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """Run the layer. Raises RuntimeError if a CUDA graph would record a layer that draws."""
-        if _is_recording():
+        if is_recording():
             if self._model.drew:
                 raise RuntimeError("layers that are checkpointed draw random numbers")
             yield
@@ -62,7 +62,8 @@ class RandomNumbersOfLayer:
             _restore(now)
 
 
-def _is_recording() -> bool:
+def is_recording() -> bool:
+    """Return whether a CUDA graph is recorded."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
 from ligertune.activations.checkpointing import checkpoint_layers
 from ligertune.activations.gate_offload import offload_gates, require_gates
+from ligertune.activations.result_offload import keep_projections
 from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.any_types import AnyModule
 from ligertune.attention.choice import AttentionChoice
@@ -298,6 +299,12 @@ def _checkpoint(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyMo
     return model
 
 
+def _keep_results(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
+    if plan.build.execution.gradient_checkpointing == "offload" and not plan.tile:
+        keep_projections(model)
+    return model
+
+
 def _preview_checkpoints(model: AnyModule, preview: ModelPreview) -> AnyModule:
     asked = preview.options.execution.gradient_checkpointing
     if asked in ("offload_gate", "offload_both"):
@@ -351,6 +358,7 @@ STEPS = (
     BuildStep(train=_tile_layers),
     BuildStep(train=_checkpoint, preview=_preview_checkpoints),
     BuildStep(train=_apply_method, preview=_preview_method),
+    BuildStep(train=_keep_results),
     BuildStep(train=_hold_frozen),
     BuildStep(train=_tile_projections),
     BuildStep(train=_add_heads, preview=_preview_heads),

@@ -5,12 +5,17 @@ import gc
 import pytest
 import torch
 from support.models import tiny_models
+from support.tasks.packed_rows import packed
 
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.activations.gate_offload import CheckpointedLayer, offload_gates, require_gates
+from ligertune.activations.gate_offload import offload_gates, require_gates
 from ligertune.activations.offload import BLOCK, ActivationOffloader, OffloadPace, offloadable_share
+from ligertune.activations.result_offload import keep_projections
+from ligertune.activations.second_run import CheckpointedLayer
 from ligertune.errors import UserError
 from ligertune.models.trainable import apply_method
+from ligertune.patching.lora import joint_lora
+from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
 
@@ -47,6 +52,12 @@ CASES = [
 ]  # fmt: skip
 
 
+def adapted(model: torch.nn.Module, method: dict | None) -> torch.nn.Module:
+    found = model if method is None else apply_method(model, MethodOptions(**method), fused=True)
+    keep_projections(found)
+    return found
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kind", "family", "method"), CASES, ids=str)
 def test_the_gradients_are_bit_equal_to_plain_checkpointing(kind, family, method, device):
@@ -54,7 +65,7 @@ def test_the_gradients_are_bit_equal_to_plain_checkpointing(kind, family, method
     for k in (True, kind):
         model = checkpointed(k, family=family, device=device)
         torch.manual_seed(0)  # of the adapters
-        models.append(model if method is None else apply_method(model, MethodOptions(**method)).to(device))
+        models.append(adapted(model, method).to(device))
     for _ in range(2):  # the second step reuses the memory of the first
         assert_same(*(gradients(model, device) for model in models))
 
@@ -82,6 +93,7 @@ def test_a_second_backward_of_one_graph(kind, device):
     for k in (True, kind):
         model = tiny_models.make("llama").to(device).train()  # our kernels refuse a second one
         checkpoint_layers(model, k)
+        keep_projections(model)
         loss = model(**tiny_models.batch(device=device), use_cache=False).loss
         for keeps in (True, False):
             loss.backward(retain_graph=keeps)
@@ -121,6 +133,68 @@ def test_a_gate_is_computed_once(kind, products):
     mlp = model.model.layers[0].mlp
     assert products.count(mlp.gate_proj.weight.data_ptr()) == 1
     assert products.count(mlp.up_proj.weight.data_ptr()) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "times"),
+    [("offload", None, 1), ("offload", FROZEN, 1), ("offload", {**LORA, "lora_target_modules": ["q_proj"]}, 1),
+     (True, None, 2), ("offload_gate", None, 2), ("offload_both", None, 2)],
+)  # fmt: skip
+def test_an_output_projection_is_computed_once(kind, method, times, products):
+    model = checkpointed(kind)
+    torch.nn.init.normal_(model.model.layers[1].self_attn.o_proj.weight)
+    whole = adapted(model, method)
+    products.clear()  # patching probes the layers
+    gradients(whole, "cpu")
+    layer = model.model.layers[1]
+    assert products.count(layer.self_attn.o_proj.weight.data_ptr()) == times
+    assert products.count(layer.self_attn.v_proj.weight.data_ptr()) == 2
+
+
+@pytest.mark.parametrize(("kind", "times"), [("offload", 1), (True, 2)])
+def test_an_adapted_output_projection_is_computed_once(kind, times, monkeypatch):
+    model = adapted(checkpointed(kind), LORA)
+    projection = model.base_model.model.model.layers[1].self_attn.o_proj
+    found, dense = [], joint_lora.dense
+    monkeypatch.setattr(joint_lora, "dense", lambda weight: found.append(weight) or dense(weight))
+    model(**tiny_models.batch(), use_cache=False).loss.backward()
+    of_projection = sum(weight is projection.base_layer.weight for weight in found)
+    assert of_projection == times + 1  # and once for the gradient of its input
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "times"), [("offload", 1), (True, 2)])
+@pytest.mark.parametrize("method", [None, LORA])
+def test_results_of_packed_rows_are_computed_once(method, kind, times, monkeypatch):
+    computed, found, expected = [], [], []
+    result = CheckpointedLayer.result
+
+    def counting(self, compute):
+        return result(self, lambda: (computed.append(1), compute())[1])
+
+    monkeypatch.setattr(CheckpointedLayer, "result", counting)
+    for one, gradients_of_one in ((True, expected), (kind, found)):
+        model = checkpointed(one, device="cuda", attn_implementation="document_attention")
+        install_packing_checks(model)
+        torch.manual_seed(0)  # of the adapters
+        whole = adapted(model, method).to("cuda")
+        for _ in range(2):  # the second step reads from pinned memory that the first one has used
+            computed.clear()
+            whole(**packed(device="cuda"), num_items_in_batch=10, use_cache=False).loss.backward()
+        gradients_of_one += [p.grad for p in whole.parameters() if p.grad is not None]
+    assert len(computed) == 2 * times * len(model.model.layers)  # attention's and o_proj's
+    assert_same(found, expected)
+
+
+def test_layers_that_ran_without_gradients_or_stopped_early_leave_nothing():
+    model = adapted(checkpointed("offload"), None)
+    batch = tiny_models.batch()
+    with torch.no_grad():
+        expected = model(**batch, use_cache=False).logits
+    loss = model(**batch, use_cache=False).loss
+    del loss
+    assert torch.equal(model(**batch, use_cache=False).logits, expected)
+    assert_same(gradients(model, "cpu"), gradients(checkpointed(True), "cpu"))
 
 
 @pytest.mark.parametrize("kind", [True, *KINDS])
@@ -185,17 +259,41 @@ def test_a_model_without_separate_gates_is_refused():
 
 
 def test_a_layer_with_two_gates_takes_back_each():
-    layer, x, weights = CheckpointedLayer(ActivationOffloader()), torch.ones(1, 2), (torch.eye(2), 2 * torch.eye(2))
+    layer, products = CheckpointedLayer(ActivationOffloader()), (torch.ones(1, 2), 2 * torch.ones(1, 2))
     with layer.running(again=False):
-        first = [layer.gate(x, weight, None) for weight in weights]
+        first = [layer.gate(lambda product=product: product) for product in products]
     with layer.running(again=True):
-        again = [layer.gate(x, torch.zeros(2, 2), None) for _ in weights]
+        again = [layer.gate(lambda: torch.zeros(1, 2)) for _ in products]
     assert [t.tolist() for t in again] == [t.tolist() for t in first] == [[[1, 1]], [[2, 2]]]
 
 
-@pytest.mark.parametrize(("layer", "copy", "share"), [(25, 14, 1), (25, 40, 0.60625), (25, 0, 1), (0, 9, 0)])
-def test_share_of_layers_that_the_link_has_time_for(layer, copy, share):
-    assert offloadable_share(layer, copy) == pytest.approx(share)
+def test_a_layer_takes_back_its_results_once_and_then_computes_them():
+    layer = CheckpointedLayer(ActivationOffloader(), ActivationOffloader())
+    results = (torch.ones(2), torch.zeros(1)), (3 * torch.ones(2),)
+    with layer.running(again=False):
+        first = [layer.result(lambda result=result: result) for result in results]
+    found = []
+    for _ in range(2):  # two backwards of one graph
+        with layer.running(again=True):
+            found.append([layer.result(lambda: (torch.full((2,), 9.0),)) for _ in results])
+    as_lists = [[[t.tolist() for t in result] for result in run] for run in (first, *found)]
+    assert as_lists[0] == as_lists[1] == [[[1, 1], [0]], [[3, 3]]]
+    assert as_lists[2] == [[[9, 9]], [[9, 9]]]
+
+
+def test_without_an_offloader_of_results_they_are_computed_twice():
+    layer, found = CheckpointedLayer(ActivationOffloader()), iter((torch.zeros(1), torch.ones(1)))
+    for again in (False, True):
+        with layer.running(again=again):
+            assert float(layer.result(lambda: (next(found),))[0]) == again
+
+
+@pytest.mark.parametrize(
+    ("layer", "copy", "taken", "share"),
+    [(25, 14, 0, 1), (25, 40, 0, 0.60625), (25, 0, 0, 1), (0, 9, 0, 0), (25, 40, 4.25, 0.5), (25, 9, 30, 0)],
+)
+def test_share_of_layers_that_the_link_has_time_for(layer, copy, taken, share):
+    assert offloadable_share(layer, copy, taken) == pytest.approx(share)
 
 
 def test_offloading_layers_are_spread_evenly():
@@ -208,9 +306,10 @@ def test_offloading_layers_are_spread_evenly():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_layers_that_do_not_offload_recompute_their_gate(share, monkeypatch):
-    monkeypatch.setattr(OffloadPace, "begin", lambda self: setattr(self, "share", share))
-    usual, other = (checkpointed(kind, device="cuda", **WIDE) for kind in (True, "offload_gate"))
+@pytest.mark.parametrize("kind", ["offload", "offload_gate"])
+def test_layers_that_do_not_offload_recompute_their_gate_or_results(kind, share, monkeypatch):
+    monkeypatch.setattr(OffloadPace, "begin", lambda self, other=None: setattr(self, "share", share))
+    usual, other = (adapted(checkpointed(kind, device="cuda", **WIDE), None) for kind in (True, kind))
     for _ in range(2):
         assert_same(gradients(other, "cuda"), gradients(usual, "cuda"))
 
@@ -258,11 +357,22 @@ def test_stored_tensors_come_back_unchanged_while_the_device_is_busy():
             del tensor
             torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
         for i in reversed(range(6)):
-            back = stored[i].take()
+            back = stored[i].take()[0]
             assert torch.equal(back.double().sum(), expected[i])
             back.fill_(float("nan"))  # its reader may write over it
             stored[i] = None
     assert len(offloader._free) == 5 * 2
+
+
+@pytest.mark.gpu
+def test_results_take_no_more_host_memory_than_there_is_room_for():
+    offloader, tensor = ActivationOffloader(room=2 * BLOCK), torch.zeros(BLOCK // 4, device="cuda")
+    stored = [offloader.store_if_fast(tensor.clone()) for _ in range(6)]
+    assert [one is not None for one in stored] == [True, True, True, False, False, False]  # the last one is not copied
+    for i in (2, 1):
+        stored[i].take()
+        stored[i] = None  # the memory of the second one is free again
+    assert offloader.store_if_fast(tensor.clone()) is not None
 
 
 @pytest.mark.gpu

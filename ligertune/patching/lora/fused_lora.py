@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from ligertune.any_types import AnyModule
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
-from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, siblings_of
+from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, known_of, siblings_of
 from ligertune.patching.module_patch import NewOutput, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
@@ -194,7 +194,7 @@ class FusedLora(NewOutput):
             if y is not None:
                 return y
             if (terms := _terms_of(self, x)) is not None:
-                return joint_update(x, (terms,))[0]
+                return joint_update(x, (terms,), known_of(self))[0]
             if _is_plain(self, x, None):
                 name = self.active_adapters[0]
                 adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from ligertune_kernels.known_results import KnownResults, known_results
 from torch import Tensor, nn
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -39,12 +40,12 @@ class LoraTerms:
     bias: Tensor | None
 
 
-def joint_update(x: Tensor, layers: Sequence[LoraTerms]) -> tuple[Tensor, ...]:
-    """Return the output (..., F) of each layer for x (..., E)."""
+def joint_update(x: Tensor, layers: Sequence[LoraTerms], known: KnownResults | None = None) -> tuple[Tensor, ...]:
+    """Return the output (..., F) of each layer for x (..., E). known: may know the outputs."""
     adapters = (*(one.a for one in layers), *(one.b for one in layers))
     factors: list[tuple[Tensor, Tensor]] = []
     handles = _LowRankFactors.apply(x, tuple(layers), factors, *adapters)
-    return _Outputs.apply(x.detach(), tuple(layers), factors, *handles)
+    return _Outputs.apply(x.detach(), tuple(layers), factors, known, *handles)
 
 
 class _LowRankFactors(torch.autograd.Function):
@@ -114,20 +115,28 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: tuple[LoraTerms, ...], factors: list[tuple[Tensor, Tensor]], *handles: Tensor
+        ctx: Any,
+        x: Tensor,
+        layers: tuple[LoraTerms, ...],
+        factors: list[tuple[Tensor, Tensor]],
+        known: KnownResults | None,
+        *handles: Tensor,
     ) -> tuple[Tensor, ...]:
-        rows = x.flatten(0, -2)
-        outputs = []
-        for one, (low, b) in zip(layers, factors, strict=True):
-            y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
-            _write_output(y.flatten(0, -2), rows, dense(one.weight), one.bias, low, b)
-            outputs.append(y)
+        def computed() -> tuple[Tensor, ...]:
+            rows = x.flatten(0, -2)
+            outputs = []
+            for one, (low, b) in zip(layers, factors, strict=True):
+                y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
+                _write_output(y.flatten(0, -2), rows, dense(one.weight), one.bias, low, b)
+                outputs.append(y)
+            return tuple(outputs)
+
         ctx.set_materialize_grads(False)
-        return tuple(outputs)
+        return computed() if known is None else known.result(computed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 def _write_output(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor) -> None:
@@ -215,3 +224,16 @@ def leave_siblings(layer: nn.Module) -> None:
 def siblings_of(layer: nn.Module) -> Siblings | None:
     """Return the siblings of a layer that `join_siblings` found."""
     return _SIBLINGS_OF.get(layer)
+
+
+_KEPT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def keep_result(layer: nn.Module) -> None:
+    """Let a checkpointed layer know the result of this adapted layer in its second run."""
+    _KEPT.add(layer)
+
+
+def known_of(layer: nn.Module) -> KnownResults | None:
+    """Return what may know the result of `layer`."""
+    return known_results() if layer in _KEPT else None

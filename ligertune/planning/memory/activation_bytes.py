@@ -34,6 +34,7 @@ token, with E hidden, Q and K the widths of queries and keys:
 
 With offloading, the inputs of the other layers are in host memory. A layer's input is copied when the next one is
 stored, and copied back when it is needed: no copy is under way while a layer computes, so none needs memory there.
+Without tiles, attention's and o_proj's outputs wait there too (`ligertune.activations.second_run`).
 """
 
 from __future__ import annotations
@@ -229,6 +230,27 @@ def gate_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> in
     return layer.mlp * itemsize if policy.offloads_gates and layer.experts is None else 0
 
 
+def result_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int) -> int:
+    """Return the bytes per token of a layer's results that wait in host memory: of o_proj and of our attention."""
+    if policy.checkpointing != "offload" or policy.tile:
+        return 0
+    return (layer.hidden + _attends(layer, policy) * layer.query) * itemsize
+
+
+def _kept_results(
+    layer: LayerShape, policy: ActivationPolicy, itemsize: int, tokens: int, layers: int
+) -> tuple[int, int]:
+    """Return the bytes of one layer's results, and those of all layers' row statistics, which stay on the device."""
+    results = result_bytes(layer, policy, itemsize) * tokens
+    attends = results > 0 and _attends(layer, policy)
+    return results, 4 * layer.heads * tokens * layers * attends
+
+
+def _attends(layer: LayerShape, policy: ActivationPolicy) -> bool:
+    """Return whether our kernels compute the layer's attention."""
+    return layer.mixer is None and policy.attention in ("document_attention", FA4_OR_DOCUMENT_ATTENTION)
+
+
 def loss_workspace(rows: int, head: HeadShape, itemsize: int, *, needs_dw: bool, free: int | None) -> int:
     """Return the bytes that linear_cross_entropy allocates in addition to the gradients, by its own schedule."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
@@ -375,7 +397,8 @@ def step_phases(
     saved_by_last = _saved_by_last(layer, last, policy_of_last, itemsize, batch, stack)
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (0 < last < layers if policy.offloads_inputs else layers - last) * hidden_states
-    held = saved_by_last + inputs + stack.tower
+    results, row_sums = _kept_results(layer, policy_of_first, itemsize, batch.tokens, layers - last)
+    held = saved_by_last + inputs + stack.tower + row_sums
     before = gradients if batch.accumulates else 0
     new = not layer_weights  # under FSDP2 the whole gradient of a layer is one of the three gathered layers
     needs = functools.partial(_layer_needs, batch=batch, itemsize=itemsize, gradients=new)
@@ -403,10 +426,12 @@ def step_phases(
     )
     rest = held - saved_by_last + ends + run_again + gate
     again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
-    backward = held + ends + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate
+    backward = (
+        held + ends + (last > 0) * results + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate
+    )
     working_in_loss = step.workspace + gathered_end + 2 * layer_weights
     return (
-        StepPhase("loss", held + ends + (1 if last else 2) * gate, before, loss_peak, working_in_loss),
+        StepPhase("loss", held + ends + (1 if last else 2) * (gate + results), before, loss_peak, working_in_loss),
         StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
         *([again] if 0 < last < layers else []),
         StepPhase("first layer", whole_layer + stack.tower, existing, another, back + gathered),
@@ -443,8 +468,7 @@ def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int
         return 0
     width = layer.query // layer.heads
     shape = tokens, layer.heads, layer.key // width, width
-    names = "document_attention", FA4_OR_DOCUMENT_ATTENTION
-    ours = document_attention_memory(*shape) if policy.attention in names else 0
+    ours = document_attention_memory(*shape) if _attends(layer, policy) else 0
     others = flash_4_memory(*shape) if policy.attention == FA4_OR_DOCUMENT_ATTENTION else 0
     return max(ours, others) if others <= MOST_SUMS else ours
 

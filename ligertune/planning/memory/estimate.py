@@ -24,6 +24,7 @@ from ligertune.planning.memory.activation_bytes import (
     chunked_loss_bytes,
     divergence_bytes,
     loss_workspace,
+    result_bytes,
     step_phases,
     tiled_phases,
 )
@@ -227,7 +228,7 @@ class MemoryEstimate:
         return replace(self, policy=replace(self.policy, checkpointing=how, not_checkpointed=not_checkpointed))
 
     def host_bytes(self, rows: int, row_length: int) -> int:
-        """Return the bytes of a micro-batch that checkpointing offloads to host memory, per process."""
+        """Return the bytes of a micro-batch that checkpointing offloads to host memory, per process, without results."""
         tokens = -(-rows * row_length // self.cp_size)
         if self.heads is not None and not self.heads.joint:
             return 0  # the frozen model has no graph
@@ -241,6 +242,12 @@ class MemoryEstimate:
         how = self.policy.checkpointing
         what = {"offload": "inputs", "offload_gate": "gates"}.get(str(how), "inputs and gates")
         note = f"each process offloads the layers' {what} to {size / 2**30:.2f} GiB of pinned host memory"
+        results = size // self.layer.hidden * result_bytes(self.layer, self.policy, 1)
+        if results:
+            note += (
+                f", and attention's results to {results / 2**30:.2f} GiB more, or to a quarter of the free memory if "
+                "that is less"
+            )
         return (f"train.gradient_checkpointing: {how}: {note}",) if size else ()
 
 

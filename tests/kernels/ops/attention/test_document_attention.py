@@ -1,11 +1,13 @@
 """document_attention against float64: lengths of documents and tiles, windows, caps, strides, surrounding memory."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from ligertune_kernels import Documents, document_attention, document_attention_reference
 from ligertune_kernels.chips import INTERPRETER, Chip
+from ligertune_kernels.known_results import knowing
 from ligertune_kernels.launcher import INTERPRETED
 from ligertune_kernels.ops.attention.tiles import attention_tiles
 from support.covering import every_pair
@@ -214,3 +216,32 @@ def test_autocast_converts_all_tensors_to_its_dtype(device) -> None:
     assert torch.equal(found, document_attention(q.to(torch.float16), k.to(torch.float16), v, documents))
     with pytest.raises(ValueError, match="one dtype"):
         document_attention(q, k, v, documents)
+
+
+class Known:
+    """Results of one first run, for as many second runs as there are."""
+
+    def __init__(self) -> None:
+        self.made, self.attentions = [], 0
+
+    def result(self, compute):
+        self.made = self.made or [compute()]
+        return tuple(t.clone() for t in self.made[0])
+
+    def attended(self, out) -> None:
+        self.attentions += out.requires_grad
+
+
+def test_a_known_output_is_not_computed_again(device) -> None:
+    """A checkpointed layer's second run hands in what the first one computed."""
+    leaves = [t.requires_grad_() for t in inputs(40, (4, 2, 32), torch.float32, device)]
+    documents, known, found = documents_of((3, 30, 7), device), Known(), []
+    for context in (contextlib.nullcontext(), knowing(known), knowing(known)):
+        with context:
+            out = document_attention(*leaves, documents)
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    with knowing(known), torch.no_grad():
+        assert torch.equal(document_attention(*leaves, documents), out)
+    assert len(known.made) == 1 and known.attentions == 2
+    for tensors in zip(*found, strict=True):
+        assert all(torch.equal(tensors[0], other) for other in tensors[1:])
