@@ -33,9 +33,9 @@ def checkpoint_layers(
     """Checkpoint the layers of `model` and return the number of gates that are offloaded.
 
     kind: "offload" moves the layers' inputs to host memory, and with `overlap` the results of attention, which are then
-    not recomputed; "offload_gate" moves the gates of MLPs there; "offload_both" moves inputs and gates. first: checkpoint only this many layers of the language model; None:
-    all layers. compiled: the layers are compiled, forward and backward in one mode; a graph takes no context for its
-    second run. overlap: as `ActivationOffloader` has it.
+    not recomputed; "offload_gate" moves the gates of MLPs there; "offload_both" moves inputs and gates. first:
+    checkpoint only this many layers of the language model; None: all layers. compiled: the layers are compiled, forward
+    and backward in one mode; a graph takes no context for its second run. overlap: as `ActivationOffloader` has it.
     """
     # transformers 5.23 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -9,7 +9,7 @@ queued. What is said of a tensor holds for tensors that are stored together.
 The GPUs of a host share its memory, so each of them copies slower than one GPU alone. `OffloadPace` measures how many
 layers can offload a tensor without making the device wait: CUDA events give the time of a pass over the layers, of the
 copies, and of the device's waits for them. They are read at the start of the next pass if the device has reached them,
-so measuring never waits.
+so measuring never waits. A CUDA graph keeps the share of the pass before it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from ligertune.activations.random_state import is_recording
 
 BLOCK = 32 << 20  # bytes: torch rounds pinned memory up to a power of two, so blocks waste at most one block per tensor
 ROOM = 0.97  # share of the time of the layers that copies may take
@@ -70,8 +72,9 @@ class OffloadPace:
 
     def should_offload(self) -> bool:
         """Count one more layer, and return whether it offloads its tensor."""
-        self._layers += 1
-        self._ends = [*self._ends[:1], record_event()]
+        if not is_recording():
+            self._layers += 1
+            self._ends = [*self._ends[:1], record_event()]
         return self.is_due()
 
     def is_due(self) -> bool:
@@ -83,11 +86,11 @@ class OffloadPace:
         return True
 
     def copied(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        if self._measures:
+        if self._measures and not is_recording():
             self._copies.append((began, ended))
 
     def waited(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        if self._measures:
+        if self._measures and not is_recording():
             self._waits.append((began, ended))
 
 
@@ -204,7 +207,7 @@ class ActivationOffloader:
         """Store `tensors` if the host has room, and the link copies them without making the device wait; else None."""
         if not tensors[0].is_cuda:
             return self.store(*tensors)
-        if not self._filling:
+        if not self._filling and not is_recording():
             self.pace.begin(None if self._beside is None else self._beside.pace)
             self._filling = True
         fast = self.pace.should_offload()

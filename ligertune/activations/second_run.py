@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensors
-from ligertune.activations.random_state import is_recording
 
 
 class CheckpointedLayer:
@@ -63,7 +62,7 @@ class CheckpointedLayer:
 
     def result(self, compute: Callable[[], Result]) -> Result:
         """Return what `compute` returns, or returned in the first run: then the first tensor was offloaded."""
-        if self._result_offloader is None or is_recording():  # a CUDA graph cannot record what measures the copies
+        if self._result_offloader is None:
             return compute()
         if not self._again:
             made = compute()

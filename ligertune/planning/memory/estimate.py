@@ -228,7 +228,7 @@ class MemoryEstimate:
         return replace(self, policy=replace(self.policy, checkpointing=how, not_checkpointed=not_checkpointed))
 
     def host_bytes(self, rows: int, row_length: int) -> int:
-        """Return the bytes of a micro-batch that checkpointing offloads to host memory, per process, without results."""
+        """Return the bytes of a micro-batch that checkpointing must offload to host memory, per process."""
         tokens = -(-rows * row_length // self.cp_size)
         if self.heads is not None and not self.heads.joint:
             return 0  # the frozen model has no graph
