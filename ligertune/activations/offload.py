@@ -56,8 +56,8 @@ class OffloadPace:
             waits = _milliseconds([*self._waits, *waited])
             layer = (self._ends[0].elapsed_time(self._ends[1]) - waits) / (self._layers - 1)
             taken = _milliseconds(copied) / self._layers
-            # one layer at least, or there would be nothing left to measure
-            self.share = max(offloadable_share(layer, copies / len(self._copies), taken), 1 / self._layers)
+            # two layers at least, or nothing would be left to measure: the last stored tensors are never copied
+            self.share = max(offloadable_share(layer, copies / len(self._copies), taken), 2 / self._layers)
         self._reset()
         if other is not None:
             other._reset()

@@ -82,9 +82,10 @@ class CheckpointedLayer:
         """Let the results of the layer before come back once the gradient of this layer's attention is known.
 
         The backward of the MLP, where a step needs the most memory, is then over, and that of attention hides the copy.
+        The second run only computes saved tensors: gradients pass through what the first run has computed.
         """
         offloader = self._result_offloader
-        if self._again and offloader is not None and out.requires_grad:
+        if not self._again and offloader is not None and out.requires_grad:
             out.register_hook(lambda gradient: offloader.prefetch_last())
 
     def _store_results(self) -> None:

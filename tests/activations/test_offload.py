@@ -281,6 +281,41 @@ def test_a_layer_takes_back_its_results_once_and_then_computes_them():
     assert as_lists[2] == [[[9, 9]], [[9, 9]]]
 
 
+def test_the_gradient_of_attention_brings_back_the_results_of_the_layer_before(monkeypatch):
+    called = []
+    monkeypatch.setattr(ActivationOffloader, "prefetch_last", lambda self: called.append(self))
+    layer = CheckpointedLayer(ActivationOffloader(), results := ActivationOffloader())
+    x = torch.ones(2, requires_grad=True)
+    for again in (False, True):
+        with layer.running(again=again):
+            layer.attended(out := 2 * x)
+        called.append(again)
+        out.sum().backward()
+    assert called == [False, results, True]  # no gradient passes through a second run
+
+
+def test_a_link_that_was_busy_once_is_measured_again():
+    pace = OffloadPace()
+    pace._layers, pace._copies = 8, [(FakeEvent(0.0), FakeEvent(50.0))]
+    pace._ends = [FakeEvent(0.0), FakeEvent(7.0)]
+    pace.begin()
+    assert pace.share == 0.25
+    assert sum(pace.is_due() for _ in range(8)) == 2  # the second one starts the copy of the first
+
+
+class FakeEvent:
+    """A CUDA event that has happened at a time, in ms."""
+
+    def __init__(self, time: float) -> None:
+        self.time = time
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        return later.time - self.time
+
+
 def test_without_an_offloader_of_results_they_are_computed_twice():
     layer, found = CheckpointedLayer(ActivationOffloader()), iter((torch.zeros(1), torch.ones(1)))
     for again in (False, True):
@@ -366,13 +401,14 @@ def test_stored_tensors_come_back_unchanged_while_the_device_is_busy():
 
 @pytest.mark.gpu
 def test_results_take_no_more_host_memory_than_there_is_room_for():
-    offloader, tensor = ActivationOffloader(room=2 * BLOCK), torch.zeros(BLOCK // 4, device="cuda")
-    stored = [offloader.store_if_fast(tensor.clone()) for _ in range(6)]
+    offloader = ActivationOffloader(room=2 * BLOCK)
+    tensors = [torch.zeros(BLOCK // 4, device="cuda") for _ in range(7)]
+    stored = [offloader.store_if_fast(tensor) for tensor in tensors[:6]]
     assert [one is not None for one in stored] == [True, True, True, False, False, False]  # the last one is not copied
     for i in (2, 1):
         stored[i].take()
         stored[i] = None  # the memory of the second one is free again
-    assert offloader.store_if_fast(tensor.clone()) is not None
+    assert offloader.store_if_fast(tensors[6]) is not None
 
 
 @pytest.mark.gpu
