@@ -173,6 +173,7 @@ class OffloadedTensors:
             device = self._offloader.device
             self._tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._forms]
             self._copied = self._offloader.copy(self._tensors, self._blocks, to_host=False)
+            self._versions = [tensor._version for tensor in self._tensors]  # it may be offloaded again
         return self._tensors
 
     def _wait_for_copy(self) -> None:

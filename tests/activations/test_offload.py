@@ -400,6 +400,17 @@ def test_stored_tensors_come_back_unchanged_while_the_device_is_busy():
 
 
 @pytest.mark.gpu
+def test_tensors_that_came_back_leave_again_when_others_are_stored():
+    offloader = ActivationOffloader()
+    tensors = [torch.randn(100, device="cuda") for _ in range(4)]
+    stored = [offloader.store(tensor) for tensor in tensors[:3]]
+    stored.pop().take()  # and prefetches the one before it
+    stored.append(offloader.store(tensors[3]))
+    found = [one.take()[0] for one in reversed(stored)]
+    assert_same(found, [tensors[3], tensors[1], tensors[0]])
+
+
+@pytest.mark.gpu
 def test_results_take_no_more_host_memory_than_there_is_room_for():
     offloader = ActivationOffloader(room=2 * BLOCK)
     tensors = [torch.zeros(BLOCK // 4, device="cuda") for _ in range(7)]
