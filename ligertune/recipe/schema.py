@@ -105,7 +105,7 @@ class KernelsSpec(Section):
     optimizer: AutoSwitch = "auto"
     """Use the AdamW kernel for adamw_torch_fused; auto: for large weights on sm90 (H100, H200), where it is faster."""
     recompute: SwitchOrLayers = "auto"
-    """Recompute norms and gated products in the backward; norms, mlps: one of them; auto: mlps with fused LoRA."""
+    """Recompute norms and gated products in the backward; norms, mlps: one of them; auto: both with fused LoRA."""
 
     @property
     def fuses_lora(self) -> bool:

@@ -39,17 +39,18 @@ def adapters_copy_inputs(recipe: Recipe) -> bool:
 
 
 def recomputes(recipe: Recipe, *, fused_lora: bool) -> Literal["norms", "mlps"] | bool:
-    """Resolve `kernels.recompute`. auto: gated products, where fused adapters train.
+    """Resolve `kernels.recompute`. auto: norms and gated products, where fused adapters train.
 
-    LoRA of Llama-3-8B, 2 x 4,096 tokens, H200: 43.5 GiB in place of 50.3, and 16,268 tokens/s in place of 16,422.
+    LoRA of Llama-3-8B, 2 x 4,096 tokens, H200: 39.5 GiB in place of 50.3 for 1.4 % of a step; the norms' part is 4 GiB
+    for 0.4 %.
     """
     wanted = recipe.kernels.recompute
     if wanted != "auto":
         return wanted
     if not fused_lora or recipe.method.type not in ("lora", "qlora") or adapters_copy_inputs(recipe):
         return False
-    kernels = recipe.kernels.model_copy(update={"recompute": "mlps"})
-    return False if contradicts_itself(recipe.model_copy(update={"kernels": kernels})) else "mlps"
+    kernels = recipe.kernels.model_copy(update={"recompute": True})
+    return not contradicts_itself(recipe.model_copy(update={"kernels": kernels}))
 
 
 def choose_policy(
