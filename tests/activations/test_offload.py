@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from ligertune_kernels.known_results import known_results
 from support.models import tiny_models
 from support.tasks.packed_rows import packed
 
@@ -186,6 +187,20 @@ def test_results_of_packed_rows_are_computed_once(method, kind, times, monkeypat
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("method", [None, LORA])
+def test_under_autocast_the_gradients_are_bit_equal(method):
+    found = []
+    for kind in (True, "offload"):
+        model = checkpointed(kind)
+        torch.manual_seed(0)  # of the adapters
+        whole = adapted(model, method)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = whole(**tiny_models.batch(), use_cache=False).loss
+        loss.backward()
+        found.append([p.grad for p in whole.parameters() if p.requires_grad])
+    assert_same(*found)
+
+
 def test_layers_that_ran_without_gradients_or_stopped_early_leave_nothing():
     model = adapted(checkpointed("offload"), None)
     batch = tiny_models.batch()
@@ -272,6 +287,10 @@ def test_a_layer_takes_back_its_results_once_and_then_computes_them():
     results = (torch.ones(2), torch.zeros(1)), (3 * torch.ones(2),)
     with layer.running(again=False):
         first = [layer.result(lambda result=result: result) for result in results]
+        with torch.no_grad():
+            assert known_results() is None
+        assert known_results() is layer
+    assert known_results() is None
     found = []
     for _ in range(2):  # two backwards of one graph
         with layer.running(again=True):

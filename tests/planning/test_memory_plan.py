@@ -21,7 +21,9 @@ from ligertune.planning.memory.activation_bytes import (
     backward_bytes,
     divergence_bytes,
     layer_bytes,
+    result_bytes,
     step_phases,
+    tile_bytes,
 )
 from ligertune.planning.memory.activation_policy import choose_policy
 from ligertune.planning.memory.estimate import CUDA_CONTEXT, MemoryEstimate, largest
@@ -307,6 +309,33 @@ def test_layers_without_checkpointing_save_everything_but_their_input(shapes, ho
     assert peak(0) == total(usual, 4, 8192)
     assert peak(32) == peak(40) == total(estimate_of(shapes["full"]), 4, 8192)
     assert peak(1) < peak(0) + more / 2  # the last layer has all its activations in its backward anyway
+
+
+def test_fused_adapters_need_no_memory_for_the_gradients_of_gate_and_up(shapes):
+    layer = shapes["lora"].layer
+    fused, separate, eager = (
+        backward_bytes(layer, ActivationPolicy(**policy), 2, 1)
+        for policy in ({"fused_lora": True}, {}, {"fused_lora": True, "fused_mlp": False})
+    )
+    assert separate - fused == eager - fused == 2 * F
+    tiles = [tile_bytes(layer, ActivationPolicy(tile=8, fused_lora=on), 2, 8) for on in (False, True)]
+    assert tiles[0] - tiles[1] == 8 * 2 * F
+
+
+@pytest.mark.parametrize(("attention", "widths"), [("sdpa", 1), ("document_attention", 2)])
+def test_results_that_leave_the_device_are_counted_where_the_loss_is_computed(attention, widths, shapes):
+    """Those of the last two layers have not left it yet; the statistics of rows stay on it."""
+    tokens, found = 8192, {}
+    for kind in ("offload", "offload_both"):
+        policy = ActivationPolicy(checkpointing=kind, attention=attention)
+        estimate = replace(estimate_of(shapes["full"]), policy=policy)
+        found[kind] = {phase.name: phase for phase in estimate._phases(tokens, tokens, accumulates=False, memory=None)}
+    sums = 4 * 32 * tokens * LAYERS * (widths == 2)
+    gates = 2 * tokens * F * 2
+    with_results, with_gates = (found[kind]["loss"].activations for kind in ("offload", "offload_both"))
+    assert with_results - (with_gates - gates) == 2 * tokens * widths * E * 2 + sums
+    policy = ActivationPolicy(checkpointing="offload", attention=attention, tile=4096)
+    assert result_bytes(shapes["full"].layer, policy, 2) == 0
 
 
 def test_offloaded_bytes(shapes):
