@@ -4,7 +4,7 @@
     scripts/bench llama,gemma --corpus FOLDER [--batches 16,32] [--length 4096] [--processes 4]
     scripts/bench published_lora --corpus FOLDER --only lora_llama,lora_qwen --global-batch 32 --budget 330
     scripts/bench dpo_lora --corpus FOLDER --largest      also the largest batch that fits, by doubling
-    scripts/bench peers,peers_dpo --corpus FOLDER --site unsloth=FOLDER
+    scripts/bench peers,peers_dpo --corpus FOLDER --site unsloth=FOLDER --site automodel=FOLDER
 
 Each run is a new process. A row is printed when its run ends. Sides whose package is not installed, or that --budget
 leaves no time for, are named above the table. With --length the full rows are longer, and the batches have as many
@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks import host_time, inputs, pages, processes
 from benchmarks.inputs import Inputs
 from benchmarks.pages import GIB
-from benchmarks.sides.training import TrainingSide, has_site, sides_of, without_grad_norms
+from benchmarks.sides.training import TrainingSide, has_site, side_of, sides_of, without_grad_norms
 from benchmarks.tables.training import TABLES
 from benchmarks.workload import LENGTH, Case, Table
 from ligertune.compare.side import SIDE_OF
@@ -103,7 +103,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--largest", action="store_true", help="double the batch of each side until memory runs out")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe key of every side")
     parser.add_argument(
-        "--site", action="append", default=[], metavar="SIDE=FOLDER", help="packages of a peer: unsloth, trainer, ..."
+        "--site",
+        action="append",
+        default=[],
+        metavar="SIDE=FOLDER",
+        help="packages of a peer: unsloth, automodel, trainer, ...",
     )
     options = pages.parse(parser, partial(pages.joined, keys=("about",)))
     options.corpus = options.corpus.resolve()
@@ -128,7 +132,7 @@ def read_sites(given: Sequence[str]) -> dict[str, Path]:
     sites = {}
     for pair in given:
         name, _, folder = pair.partition("=")
-        if not has_site(sides_of([name], "dpo")[0]):
+        if not has_site(side_of(name)):
             raise ValueError(f"--site {pair}: {name} runs with the packages of this environment")
         if not folder or not Path(folder).is_dir():
             raise ValueError(f"--site {pair}: there is no folder {folder or name}; write SIDE=FOLDER")

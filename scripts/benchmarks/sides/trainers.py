@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 import time
@@ -76,16 +77,32 @@ def measure_trainer(job: Job, side: str) -> dict[str, Any]:
 def train(setup: Setup, trainer: Any, setting: str) -> dict[str, Any]:
     """Train, and return steps and report in the form of a trial of `ligertune compare`."""
     job = setup.job
-    warmup = job.plan.measurement.warmup_steps
-    times = StepTimes(warmup)
+    times = StepTimes(job.plan.measurement.warmup_steps)
     trainer.add_callback(times)
     trainer.train()
+    return result(
+        job,
+        losses=step_losses(trainer.losses, job.plan.batching.accumulation),
+        seconds=times.seconds(),
+        peak=peak_bytes(),
+        attention=setup.attention,
+        setting=setting,
+    )
+
+
+def peak_bytes() -> int:
+    """Return the peak memory since the last reset; without a GPU that of the process."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak_bytes()
+
+
+def result(
+    job: Job, *, losses: list[float], seconds: list[float], peak: int, attention: str, setting: str
+) -> dict[str, Any]:
+    """Return steps and report in the form of a trial. losses, seconds: one for each step. peak: bytes."""
+    warmup = job.plan.measurement.warmup_steps
     examples = examples_of_steps(job)
-    seconds = times.seconds()
     tokens = [sum(len(example.input_ids) for example in step) for step in examples]
-    losses = step_losses(trainer.losses, job.plan.batching.accumulation)
     steps = [{"step": i + 1, "loss": loss, "tokens": tokens[i], "seconds": seconds[i]} for i, loss in enumerate(losses)]
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak_bytes()
     report = {
         "throughput": {"tokens_per_second": sum(tokens[warmup:]) / sum(seconds[warmup:]), "mfu": None},
         "peak_memory": {"allocated_run": peak},
@@ -96,11 +113,19 @@ def train(setup: Setup, trainer: Any, setting: str) -> dict[str, Any]:
         "fp8": False,
         "dtype": job.plan.precision.weights,
         "batch": "",
-        "attn_implementation": setup.attention,
+        "attn_implementation": attention,
         "setting": setting,
         "lengths": [len(part.input_ids) for step in examples for example in step for part in example.documents()],
     }
     return {"steps": steps, "report": report}
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def rows_of_steps(job: Job) -> list[list[list[Example]]]:

@@ -2,7 +2,8 @@
 
 Sides of `ligertune compare` run in ligertune's training loop: ligertune and parts of it, Hugging Face, torch.compile,
 liger-kernel, torchao. Sides named trainer train with the trainer that transformers or TRL has for the recipe's task,
-and unsloth with its own model. Peers may have sites: folders of packages in the versions that they need.
+unsloth with its own model, AutoModel with its own recipe. Peers may have sites: folders of packages in the versions
+that they need.
 """
 
 from __future__ import annotations
@@ -22,12 +23,28 @@ from ligertune.recipe import load_recipe
 
 # task -> how its trainer is called
 TRAINERS = {"dpo": "TRL", "distill": "TRL", "reward": "RewardTrainer", "classification": "Trainer"}
-UNSLOTH = Side("unsloth", "unsloth", {})
-UNSLOTH_TASKS = ("sft", "dpo")
 TRAINER_LIMIT = 1800.0  # seconds of a trainer's process
 # No side asks the hub, and progress bars of trainers would hide their errors.
 SILENT = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false",
           "UNSLOTH_DISABLE_STATISTICS": "1"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another tool. module: of this folder, and the name of its site in --site. tasks: those that it is measured for."""
+
+    label: str
+    module: str
+    package: str
+    tasks: tuple[str, ...]
+
+
+# name of a side -> tool
+PEERS = {
+    "unsloth": Peer("unsloth", module="unsloth", package="unsloth", tasks=("sft", "dpo")),
+    "automodel": Peer("AutoModel", module="automodel", package="nemo_automodel", tasks=("sft",)),
+    "automodel_fused": Peer("AutoModel, fused loss", module="automodel", package="nemo_automodel", tasks=("sft",)),
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +73,8 @@ def in_our_loop(side: Side, recipe: Path, repeat: int, effort: TrialOptions, fol
 def by_trainer(
     side: Side, recipe: Path, repeat: int, effort: TrialOptions, folder: Path, *, site: Path | None = None
 ) -> Trial:
-    """Train with transformers, TRL or unsloth in a new process."""
-    module = "unsloth" if side is UNSLOTH else "trainers"
+    """Train with transformers, TRL or another tool in a new process."""
+    module = PEERS[side.name].module if side.name in PEERS else "trainers"
     command = [sys.executable, "-m", f"benchmarks.sides.{module}", side.name, str(recipe)]
     compiled = str(folder / "unsloth_compiled_cache")  # of the working directory by default
     environment = processes.environment(site=site, UNSLOTH_COMPILE_LOCATION=compiled, **SILENT)
@@ -76,6 +93,11 @@ def without_grad_norms(trial: Trial) -> Trial:
     return replace(trial, steps=tuple(replace(step, grad_norm=None) for step in trial.steps))
 
 
+def _peer(name: str, peer: Peer) -> TrainingSide:
+    side = Side(name, peer.label, {})
+    return TrainingSide(side, partial(by_trainer, side), (peer.package,))
+
+
 def _trainer(name: str, words: str, *needs: str) -> TrainingSide:
     side = Side(name, words, {})
     return TrainingSide(side, partial(by_trainer, side), needs)
@@ -90,7 +112,7 @@ SIDES |= {
         _trainer("trainer_liger", "{}, liger-kernel", "liger_kernel"),
         _trainer("trainer_patched", "{}, ligertune kernels"),
         _trainer("trainer_offload", "{}, offloaded"),
-        TrainingSide(UNSLOTH, partial(by_trainer, UNSLOTH), ("unsloth",)),
+        *(_peer(name, peer) for name, peer in PEERS.items()),
     )
 }
 
@@ -100,22 +122,29 @@ def has_site(side: TrainingSide) -> bool:
     return side.side.name not in SIDE_OF
 
 
+def side_of(name: str) -> TrainingSide:
+    """Return a side by its name. Raises ValueError for an unknown one."""
+    side = SIDES.get(RENAMED.get(name, name))
+    if side is None:
+        raise ValueError(f"there is no side {name}; there are hf, {', '.join(SIDES)}")
+    return side
+
+
 def sides_of(names: Sequence[str], task: str, sites: Mapping[str, Path] | None = None) -> list[TrainingSide]:
     """Return the sides of a table. Raises ValueError for an unknown one, or for a trainer that the task has not.
 
-    sites: name of a side, and the folder of its packages.
+    sites: name of a side, and the folder of its packages. Sides of one tool share its site.
     """
     sites = sites or {}
     found = []
     for name in names:
-        side = SIDES.get(RENAMED.get(name, name))
-        if side is None:
-            raise ValueError(f"there is no side {name}; there are hf, {', '.join(SIDES)}")
-        site = sites.get(name)
-        if side.side is UNSLOTH:
-            if task not in UNSLOTH_TASKS:
-                raise ValueError(f"side unsloth: it is not measured for task {task}")
-            found.append(replace(side, measure=partial(by_trainer, UNSLOTH, site=site), site=site))
+        side = side_of(name)
+        peer = PEERS.get(name)
+        site = sites.get(peer.module if peer else name)
+        if peer:
+            if task not in peer.tasks:
+                raise ValueError(f"side {name}: it is not measured for task {task}")
+            found.append(replace(side, measure=partial(by_trainer, side.side, site=site), site=site))
             continue
         if not has_site(side):
             found.append(side)

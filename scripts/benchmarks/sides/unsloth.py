@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import unsloth  # isort: skip  # before the others: it changes transformers, PEFT and TRL when it is imported
 
-import importlib.metadata
 import sys
 from typing import Any
 
@@ -35,7 +34,7 @@ def measure(job: Job, side: str) -> dict[str, Any]:
     setup = Setup(job, model, attention_of(model), {"gradient_checkpointing": False})
     maker = trainers.preference if job.plan.build.task == "dpo" else trainers.fine_tuning
     trainer, setting = maker(setup)
-    versions = ", ".join(f"{name} {version}" for name in NAMED if (version := version_of(name)))
+    versions = ", ".join(f"{name} {version}" for name in NAMED if (version := trainers.version_of(name)))
     settings = [f"`use_gradient_checkpointing={checkpointing!r}`", *filter(None, [setting]), versions]
     return trainers.train(setup, trainer, ", ".join(settings))
 
@@ -75,13 +74,6 @@ def attention_of(model: PreTrainedModel) -> str:
     if dispatch.HAS_FLASH_ATTENTION:
         return "flash_attention_2"
     return "xformers" if dispatch.HAS_XFORMERS else "sdpa"
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -529,10 +529,10 @@ TRAINER_TABLES = {
 CHECKPOINTED = {"train.gradient_checkpointing": True}
 OF_LORA = {**ADAPTED, "data.packing": False, "data.train_on": "all"}
 OF_FULL = {"train.learning_rate": 1e-5, "train.optim": "adamw_torch_fused", "data.packing": False}
-BOTH_OF_OURS = ("with", "with-offload", "unsloth")
+BOTH_OF_OURS = ("with", "with-offload", "unsloth", "automodel")
 SAME_WEIGHTS = (
-    "All sides load the same random weights from a folder and train the same token ids in the same order. PEFT draws "
-    "the same adapter from the seed on every side: r 16, alpha 32, all linear layers of the layers."
+    "All sides load the same random weights from a folder and train the same token ids in the same order. All start "
+    "with the adapter that PEFT draws from the seed: r 16, alpha 32, all linear layers of the layers."
 )
 PEAK = "Peak memory is what torch has allocated in the measured steps. Loading and warm-up are not counted."
 
@@ -547,14 +547,16 @@ def _peer_case(name: str, about: str, model: str, rows: tuple[int, int, int], **
 PEER_TABLES = {
     "peers": Table(
         page="peers",
-        title="Fine-tuning against unsloth",
+        title="Fine-tuning against unsloth and AutoModel",
         intro="This page compares training steps with other tools that run on the same machine.",
         caveats=(
             SAME_WEIGHTS,
             PEAK,
             "Rows are full and every token trains, except in packed records, where answers train.",
-            "unsloth trains in transformers' Trainer. Checkpointing is `true` or `offload` in ligertune, and unsloth's "
-            "default; both tools are without it where a row does not name it.",
+            "unsloth trains in transformers' Trainer. AutoModel trains in its own recipe, with the model class and the loss "
+            "of NVIDIA's example recipes for Llama.",
+            "Checkpointing is `true` or `offload` in ligertune, unsloth's default, and `activation_checkpointing: true` in "
+            "AutoModel. All tools are without it where a row does not name it.",
         ),
         cases=(
             _peer_case("qlora_8b", "QLoRA Llama-3-8B, 1 x 4,096, 4 accumulated, checkpointing", LLAMA, (1, 4, 4096),
@@ -568,7 +570,7 @@ PEER_TABLES = {
                        data="alpaca", settings={**OF_FULL, "data.packing": True}),
             _peer_case("lora_1b", "LoRA Llama-3.2-1B, 1 x 4,096", LLAMA_1B, (1, 1, 4096), settings=OF_LORA),
         ),
-        sides=("with", "unsloth"),
+        sides=("with", "unsloth", "automodel"),
         settings=PLAIN,
         steps=8,
         warmup=3,
