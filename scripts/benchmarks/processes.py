@@ -65,7 +65,8 @@ def run(
         return points, f"stopped after {limit:.0f} s"
     if process.returncode:
         print("\n".join(tail), flush=True)
-        return points, f"failed: {tail[-1] if tail else process.returncode}"
+        # torch puts the rank before the lines of a process group, of one process, too
+        return points, f"failed: {tail[-1].removeprefix('[rank0]: ') if tail else process.returncode}"
     return points, None
 
 

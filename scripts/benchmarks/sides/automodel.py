@@ -24,7 +24,6 @@ from ligertune.models.read_config import read_config
 from ligertune.models.trainable import apply_method
 from ligertune.training.setup import Job
 
-NAMED = ("nemo_automodel", "transformers", "liger_kernel", "bitsandbytes", "cut_cross_entropy")
 MODEL = "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"
 ADAPTER = "nemo_automodel.components._peft.lora.PeftConfig"
 # side -> loss. NVIDIA's example recipes for Llama name the first one.
@@ -46,8 +45,9 @@ def measure(job: Job, side: str) -> dict[str, Any]:
     recipe.setup()
     # the key `clip_grad_norm` has no value that switches clipping off
     recipe.max_grad_norm = job.plan.optimizer.max_grad_norm or None
+    model = recipe.model_parts[0]
     if is_adapted(job):
-        copy_adapter(job, recipe.model_parts[0])
+        copy_adapter(job, model)
     recipe.times.on_train_begin()
     recipe.run_train_validation_loop()
     return trainers.result(
@@ -56,8 +56,8 @@ def measure(job: Job, side: str) -> dict[str, Any]:
         seconds=recipe.times.seconds(),
         # the first `warmup` steps are not measured
         peak=max(recipe.peaks[warmup:]),
-        attention=recipe.model_parts[0].config._attn_implementation,
-        setting=setting_of(job, side),
+        attention=model.config._attn_implementation,
+        setting=setting_of(job, side, model),
     )
 
 
@@ -105,9 +105,16 @@ def config_of(job: Job, side: str) -> dict[str, Any]:
             "_target_": MODEL,
             "pretrained_model_name_or_path": str(build.model.model_name_or_path),
             "torch_dtype": plan.precision.weights,
+            # examples with an adapter take the class of transformers, the others AutoModel's own
             "force_hf": is_adapted(job),
+            "use_liger_kernel": torch.cuda.is_available(),  # AutoModel's default; the kernels need a GPU
         },
-        "distributed": {"strategy": "fsdp2", "activation_checkpointing": bool(build.execution.gradient_checkpointing)},
+        "distributed": {
+            "strategy": "fsdp2",
+            "activation_checkpointing": bool(build.execution.gradient_checkpointing),
+            # AutoModel's default where weights are bfloat16; with --small they are float32
+            "mp_policy": {"param_dtype": plan.precision.weights, "reduce_dtype": "float32"},
+        },
         "loss_fn": {"_target_": LOSSES[side]},
         "dataset": {"_target_": Rows(job), "tokenizer": None},
         "packed_sequence": {"packed_sequence_size": 0},  # the rows are packed already
@@ -127,7 +134,7 @@ def config_of(job: Job, side: str) -> dict[str, Any]:
             "dim": method.lora_r,
             "alpha": method.lora_alpha,
             "dropout": method.lora_dropout,
-            "use_triton": torch.cuda.is_available(),
+            "use_triton": method.type == "lora" and torch.cuda.is_available(),  # not in NVIDIA's QLoRA example
         }
     if method.type == "qlora":
         config["quantization"] = {
@@ -141,22 +148,36 @@ def config_of(job: Job, side: str) -> dict[str, Any]:
     return config
 
 
-def setting_of(job: Job, side: str) -> str:
-    """Return what a reader must know about the settings."""
+def setting_of(job: Job, side: str, model: torch.nn.Module) -> str:
+    """Return what a reader must know about the settings, with the versions of the packages that took part."""
+    method = job.plan.build.method.type
     checkpointing = bool(job.plan.build.execution.gradient_checkpointing)
-    loss = LOSSES[side].rpartition(".")[-1]
     said = [
-        "its recipe `TrainFinetuneRecipeForNextTokenPrediction`",
+        "its own recipe `TrainFinetuneRecipeForNextTokenPrediction`",
         f"`activation_checkpointing: {str(checkpointing).lower()}`",
-        f"`{loss}`",
+        f"`{LOSSES[side].rpartition('.')[-1]}`",
     ]
+    packages = ["nemo_automodel", "transformers"]
+    if has_liger_kernels(model):
+        packages.append("liger_kernel")
+    if side == "automodel_fused":
+        packages.append("cut_cross_entropy")
     if is_adapted(job):
-        said.append("`force_hf: true`, `use_triton: true`, adapter in the dtype of the weights and with the initial "
-                    "weights that PEFT draws from the seed")  # fmt: skip
+        said.append("`force_hf: true`")
+        said.append("an adapter in the dtype of the weights with the initial weights that PEFT draws from the seed")
+    if method == "lora":
+        said.append("`use_triton: true`")
+    if method == "qlora":
+        packages.append("bitsandbytes")
     if job.plan.rows.packed:
-        said.append("the same packed rows, by `neat_packed_collater`")
-    versions = [f"{name} {version}" for name in NAMED if (version := trainers.version_of(name))]
+        said.append("the same packed rows, by `neat_packed_collater`, with a mask of their documents")
+    versions = [f"{name} {version}" for name in packages if (version := trainers.version_of(name))]
     return ", ".join([*said, *versions])
+
+
+def has_liger_kernels(model: torch.nn.Module) -> bool:
+    """Return whether AutoModel has patched layers: where that fails it goes on without liger-kernel."""
+    return any(module.forward.__module__.startswith("liger_kernel") for module in model.modules())
 
 
 # ---- data

@@ -31,7 +31,7 @@ SILENT = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PA
 
 @dataclass(frozen=True)
 class Peer:
-    """Another tool. module: of this folder, and the name of its site in --site. tasks: those that it is measured for."""
+    """Another tool. module: in this folder, also the name of the site in --site. tasks: what it is measured for."""
 
     label: str
     module: str
