@@ -169,6 +169,23 @@ def test_a_site_is_looked_up_first_and_only_by_its_side(monkeypatch, tmp_path, c
     assert "with runs with the packages of this environment" in said and "there is no folder unsloth" in said
 
 
+def test_sides_of_one_tool_share_its_site_and_are_measured_for_its_tasks_only(monkeypatch, tmp_path, capsys):
+    options = options_of(monkeypatch, tmp_path, "peers", "--site", f"automodel={tmp_path}")
+    sides = training.sides_of(["automodel", "automodel_fused"], "sft", options.sites)
+    assert [(side.side.label, side.site, side.missing) for side in sides] == [
+        ("AutoModel", tmp_path, "nemo_automodel"),
+        ("AutoModel, fused loss", tmp_path, "nemo_automodel"),
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        options_of(monkeypatch, tmp_path, "peers_dpo", "--sides", "with,automodel")
+    assert "side automodel: it is not measured for task dpo" in capsys.readouterr().err
+
+
+def test_all_tools_of_peers_are_sides_of_every_row():
+    table = TABLES["peers"]
+    assert all({"with", "unsloth", "automodel"} <= set(case.sides or table.sides) for case in table.cases)
+
+
 def test_a_peer_that_refuses_a_row_is_named_with_its_reason_and_has_no_ratio(monkeypatch, tmp_path):
     options = options_of(monkeypatch, tmp_path, "peers")
     names = ["with", "unsloth"]
@@ -270,14 +287,82 @@ class FastLanguageModel:
 """
 
 
+# A recipe with the interface of AutoModel's, on transformers' model. Its adapter begins with other weights.
+STAND_IN_RECIPE = """
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+
+def add_adapter(layer, peft):
+    layer.lora_A = nn.Linear(layer.in_features, peft["dim"], bias=False)
+    layer.lora_B = nn.Linear(peft["dim"], layer.out_features, bias=False)
+    scale = peft["alpha"] / peft["dim"]
+    layer.register_forward_hook(lambda layer, inputs, out: out + scale * layer.lora_B(layer.lora_A(inputs[0])))
+
+
+class TrainFinetuneRecipeForNextTokenPrediction:
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+    def setup(self):
+        model = AutoModelForCausalLM.from_pretrained(self.cfg["model"]["pretrained_model_name_or_path"])
+        if peft := self.cfg.get("peft"):
+            model.requires_grad_(False)
+            for name, layer in list(model.named_modules()):
+                if name.endswith("_proj"):
+                    add_adapter(layer, peft)
+        self.model_parts = [model]
+        self.max_grad_norm = 1.0
+
+    def run_train_validation_loop(self):
+        (model,) = self.model_parts
+        trained = [p for p in model.parameters() if p.requires_grad]
+        options = self.cfg["optimizer"]
+        optimizer = torch.optim.AdamW(trained, lr=options["lr"], weight_decay=options["weight_decay"])
+        rows = self.cfg["dataset"]["_target_"]()
+        size = self.cfg["step_scheduler"]["global_batch_size"]
+        for first in range(0, len(rows), size):
+            batch = {name: torch.stack([row[name] for row in rows[first : first + size]]) for name in rows[0]}
+            labels = batch.pop("labels")
+            if (documents := batch.get("attention_mask")) is not None:
+                same = documents[:, :, None] == documents[:, None, :]
+                batch["attention_mask"] = same.tril()[:, None]
+            loss = cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+            if self.max_grad_norm:
+                nn.utils.clip_grad_norm_(trained, self.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.log_train_metrics(SimpleNamespace(metrics={"loss": loss.item()}))
+
+    def log_train_metrics(self, log_data):
+        pass
+"""
+# tool -> files of its site
+STAND_INS = {
+    "unsloth": {"unsloth/__init__.py": STAND_IN},
+    "automodel": {
+        "nemo_automodel/__init__.py": "",
+        "nemo_automodel/components/config/loader.py": "ConfigNode = dict",
+        "nemo_automodel/recipes/llm/train_ft.py": STAND_IN_RECIPE,
+    },
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["lora_8b", "full_1b_packed"])
-def test_a_peer_trains_the_same_weights_tokens_and_adapter(case, tmp_path):
-    """A stand-in with unsloth's interface, by transformers and PEFT, has the losses of ligertune."""
-    site = tmp_path / "site" / "unsloth"
-    site.mkdir(parents=True)
-    (site / "__init__.py").write_text(STAND_IN, encoding="utf-8")
-    (page,) = run(tmp_path, "peers", "--only", case, "--site", f"unsloth={site.parent}")
-    assert {row["side"] for row in page["rows"]} == {"ligertune", "unsloth"}
+@pytest.mark.parametrize("tool", STAND_INS)
+def test_a_peer_trains_the_same_weights_tokens_and_adapter(tool, case, tmp_path):
+    """A stand-in with the tool's interface, by transformers and PEFT, has the losses of ligertune."""
+    site = tmp_path / "site"
+    for name, text in STAND_INS[tool].items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text, encoding="utf-8")
+    (page,) = run(tmp_path, "peers", "--only", case, "--sides", f"with,{tool}", "--site", f"{tool}={site}")
+    assert len({row["side"] for row in page["rows"]}) == 2
     first, second = (row["losses"] for row in page["rows"])
     assert first == pytest.approx(second, rel=1e-5)

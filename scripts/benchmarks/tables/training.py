@@ -555,8 +555,8 @@ PEER_TABLES = {
             "Rows are full and every token trains, except in packed records, where answers train.",
             "unsloth trains in transformers' Trainer. AutoModel trains in its own recipe, with the loss and the model "
             "class of NVIDIA's example recipes for Llama; `--sides automodel_fused` takes AutoModel's fused loss.",
-            "Checkpointing is `true` or `offload` in ligertune, unsloth's default, and `true` in AutoModel. All tools are "
-            "without it where a row does not name it.",
+            "Checkpointing is `true` or `offload` in ligertune, unsloth's default, and `true` in AutoModel. All tools "
+            "are without it where a row does not name it.",
         ),
         cases=(
             _peer_case("qlora_8b", "QLoRA Llama-3-8B, 1 x 4,096, 4 accumulated, checkpointing", LLAMA, (1, 4, 4096),
