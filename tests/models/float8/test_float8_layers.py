@@ -179,9 +179,10 @@ def test_no_kernel_overwrites_the_output_of_a_float8_layer(convert):
     model = tiny_models.make("llama")
     patch(model)
     mlp = model.model.layers[0].mlp
-    assert all(map(gives_new_unseen_output, (mlp.gate_proj, mlp.up_proj)))
+    x = torch.ones(mlp.gate_proj.in_features)
+    assert all(gives_new_unseen_output(layer, x) for layer in (mlp.gate_proj, mlp.up_proj))
     convert(model)
-    assert not any(map(gives_new_unseen_output, (mlp.gate_proj, mlp.up_proj)))
+    assert not any(gives_new_unseen_output(layer, x) for layer in (mlp.gate_proj, mlp.up_proj))
 
 
 @each_conversion
