@@ -42,7 +42,9 @@ def checkpoint_layers(
     left_out: Sequence[AnyModule] = () if first is None else _layers(model)[first:]
     # several offloaders: layer inputs, results and gates are read back in different orders
     inputs = ActivationOffloader(overlap=overlap)
-    results = ActivationOffloader(beside=inputs, room=_room()) if kind == "offload" and overlap else None
+    results = None
+    if kind == "offload" and overlap:
+        results = ActivationOffloader(priority=inputs, max_pinned=_max_pinned_results())
     gates = ActivationOffloader()
     count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
     contexts = partial(_contexts, gates, results, RandomNumbers())
@@ -66,8 +68,8 @@ def checkpoint_layers(
     return count
 
 
-def _room() -> int | None:
-    """Return the bytes of host memory that this process may fill with what could also be computed again."""
+def _max_pinned_results() -> int | None:
+    """Return the bytes of pinned memory that results may take in this process; None if free memory is unknown."""
     available = available_memory()
     return None if available is None else available // (SHARE_OF_HOST * ranks_on_node())
 

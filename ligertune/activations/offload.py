@@ -184,18 +184,19 @@ class OffloadedTensors:
 class ActivationOffloader:
     """The stored tensors of one model and their pinned memory. On a CPU tensors stay where they are.
 
-    overlap: copy while the device computes, which needs memory for one more tensor. beside: an offloader of tensors
-    that all layers store; the copies share its stream, and `store_if_fast` leaves the link to it first. room: bytes of
-    pinned memory that `store_if_fast` may take; None: unlimited.
+    overlap: copy while the device computes, which needs memory for one more tensor.
+    priority: another offloader, in which every layer stores a tensor. Both copy on its stream, and `store_if_fast`
+    takes only the time that its copies leave.
+    max_pinned: bytes of pinned memory that `store_if_fast` may take; None: unlimited.
     """
 
     def __init__(
-        self, *, overlap: bool = True, beside: ActivationOffloader | None = None, room: int | None = None
+        self, *, overlap: bool = True, priority: ActivationOffloader | None = None, max_pinned: int | None = None
     ) -> None:
         self._overlap = overlap
-        self._beside = beside
-        self._room = room
-        self._blocks = 0  # taken from the host so far
+        self._priority = priority
+        self._max_pinned = max_pinned
+        self._pinned_blocks = 0  # allocated so far
         self.device: torch.device | None = None
         self._stream: torch.cuda.Stream | None = None
         self.pace = OffloadPace()
@@ -205,18 +206,18 @@ class ActivationOffloader:
         self._leaving: OffloadedTensors | None = None
 
     def store_if_fast(self, *tensors: Tensor) -> OffloadedTensors | None:
-        """Store `tensors` if the host has room, and the link copies them without making the device wait; else None."""
+        """Store `tensors`; return None if pinned memory is used up, or if the device would wait for the copy."""
         if not tensors[0].is_cuda:
             return self.store(*tensors)
         if not self._filling and not is_recording():
-            self.pace.begin(None if self._beside is None else self._beside.pace)
+            self.pace.begin(None if self._priority is None else self._priority.pace)
             self._filling = True
         fast = self.pace.should_offload()
-        return self.store(*tensors) if fast and self._has_room(tensors) else None
+        return self.store(*tensors) if fast and self._fits_host(tensors) else None
 
-    def _has_room(self, tensors: Sequence[Tensor]) -> bool:
+    def _fits_host(self, tensors: Sequence[Tensor]) -> bool:
         new = sum(-(-tensor.nbytes // BLOCK) for tensor in tensors) - len(self._free)
-        return self._room is None or BLOCK * (self._blocks + new) <= self._room
+        return self._max_pinned is None or BLOCK * (self._pinned_blocks + new) <= self._max_pinned
 
     def store(self, *tensors: Tensor) -> OffloadedTensors:
         """Store `tensors`. They must not be written over before the next ones are stored."""
@@ -235,12 +236,12 @@ class ActivationOffloader:
         return stored
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        if self._beside is None:
+        if self._priority is None:
             return torch.cuda.Stream(device)
-        if self._beside._stream is None:
-            self._beside.device = device
-            self._beside._stream = torch.cuda.Stream(device)
-        return self._beside._stream
+        if self._priority._stream is None:
+            self._priority.device = device
+            self._priority._stream = torch.cuda.Stream(device)
+        return self._priority._stream
 
     def taken(self, tensors: OffloadedTensors, *, prefetches: bool) -> None:
         """Forget tensors and prefetch those stored before them, unless these are still on the device."""
@@ -295,7 +296,7 @@ class ActivationOffloader:
         count = -(-nbytes // BLOCK)
         taken = self._free[:count]
         self._free = self._free[count:]
-        self._blocks += count - len(taken)
+        self._pinned_blocks += count - len(taken)
         new = (torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(count - len(taken)))
         return [*taken, *new]
 

@@ -2,7 +2,8 @@
 
 Gates of MLPs are stored one by one (`gate_offload`). Results are those of attention and of its output projection. They
 are stored together when the first run ends, and come back together: the second run needs them one right after another.
-In a Llama-3-8B layer with 4,096 tokens they are a tenth of the second run, and twice the size of the layer's input.
+In Llama-3-8B they are twice the size of the layer's input. QLoRA of 16 of its layers, 4,096 tokens, H200: 152 ms of
+kernels in a micro-batch in place of 160.
 """
 
 from __future__ import annotations

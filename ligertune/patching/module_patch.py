@@ -37,6 +37,10 @@ class ModulePatch(nn.Module):
         """Return further members of the made class: those that depend on the class it replaces. spec: patch_spec."""
         return {}
 
+    def gives_new_output(self, x: Tensor) -> bool:
+        """Return whether the output of x is new memory that the backward does not need."""
+        return False
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         # The class cannot be found by its name, which is the original's: a pickle names the arguments of patched_class.
         # Protocols 0 and 1 would look the class up by that name; from 2 on the first entry is `__newobj__`.
@@ -48,14 +52,6 @@ class ModulePatch(nn.Module):
         if "patch_original" not in vars(made):
             return reduced  # FSDP2 has subclassed our class and pickles the module itself
         return (_new, (made.patch_original, made.patch_mixin, made.patch_spec), *reduced[2:])
-
-
-class NewOutput(ModulePatch):
-    """Base of the mixins that know whether their output is memory that their backward does not need."""
-
-    def gives_new_output(self, x: Tensor) -> bool:
-        """Return whether the output of x is new memory that is not saved for the backward."""
-        raise NotImplementedError
 
 
 def _new(original: type, mixin: type[ModulePatch], spec: Hashable) -> nn.Module:

@@ -120,6 +120,9 @@ class LinearPatch(ModulePatch):
     weight: Tensor
     bias: Tensor | None
 
+    def gives_new_output(self, x: Tensor) -> bool:
+        return True
+
 
 class RecomputingLinear(LinearPatch):
     """Mixin of a plain nn.Linear: instead of a recomputable input it keeps the recomputation."""

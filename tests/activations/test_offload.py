@@ -430,8 +430,8 @@ def test_tensors_that_came_back_leave_again_when_others_are_stored():
 
 
 @pytest.mark.gpu
-def test_results_take_no_more_host_memory_than_there_is_room_for():
-    offloader = ActivationOffloader(room=2 * BLOCK)
+def test_no_more_pinned_memory_is_taken_than_allowed():
+    offloader = ActivationOffloader(max_pinned=2 * BLOCK)
     tensors = [torch.zeros(BLOCK // 4, device="cuda") for _ in range(7)]
     stored = [offloader.store_if_fast(tensor) for tensor in tensors[:6]]
     assert [one is not None for one in stored] == [True, True, True, False, False, False]  # the last one is not copied

@@ -16,16 +16,9 @@ from ligertune.models.shape import base_of, read_shape, text_layers
 from ligertune.models.trainable import apply_method
 from ligertune.patching.lora.joint_lora import siblings_of
 from ligertune.patching.patch import patch
-from ligertune.planning.memory.activation_bytes import (
-    ActivationPolicy,
-    LayerStack,
-    MicroBatch,
-    StepBytes,
-    saved_by_tiled_layer,
-    step_phases,
-    tiled_phases,
-)
+from ligertune.planning.memory.activation_bytes import ActivationPolicy, LayerStack, MicroBatch, StepBytes, step_phases
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape
+from ligertune.planning.memory.tiled_bytes import saved_by_tiled_layer, tiled_phases
 from ligertune.planning.options import MethodOptions
 from ligertune.training.optim.combined import OptimizerInBackward
 

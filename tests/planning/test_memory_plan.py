@@ -23,12 +23,12 @@ from ligertune.planning.memory.activation_bytes import (
     layer_bytes,
     result_bytes,
     step_phases,
-    tile_bytes,
 )
 from ligertune.planning.memory.activation_policy import choose_policy
 from ligertune.planning.memory.estimate import CUDA_CONTEXT, MemoryEstimate, largest
 from ligertune.planning.memory.model_shape import ExpertsShape, FrozenModelShape, HeadShape, LayerShape, ModelShape
 from ligertune.planning.memory.states import NF4_BYTES, states_of
+from ligertune.planning.memory.tiled_bytes import tile_bytes
 from ligertune.planning.optimization import make_schedule
 from ligertune.planning.options import KernelOptions, MethodOptions
 from ligertune.recipe.schema import ParallelSpec

@@ -40,7 +40,7 @@ from ligertune.any_types import AnyModule
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
 from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, known_of, siblings_of
-from ligertune.patching.module_patch import NewOutput, has_own_hooks, patch_module, unpatch_module
+from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
 LoraLayer: TypeAlias = AnyModule  # peft's LoRA layer around a linear one, or a `FusedLora` or `LoraLossHead` made of it
@@ -181,7 +181,7 @@ class _LowRankUpdate(torch.autograd.Function):
         return dx, da, db, None, dy if needs_base else None
 
 
-class FusedLora(NewOutput):
+class FusedLora(ModulePatch):
     """Mixin of peft's LoRA layer around an nn.Linear or bitsandbytes' Linear4bit: (..., E) -> (..., F)."""
 
     def forward(self: LoraLayer, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

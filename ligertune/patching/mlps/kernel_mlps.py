@@ -10,8 +10,8 @@ from ligertune_kernels import geglu, reglu, swiglu
 from torch import Tensor, nn
 
 from ligertune.patching.mlps.recognise_mlps import GatedSpec
-from ligertune.patching.module_patch import ModulePatch, NewOutput, has_own_hooks
-from ligertune.patching.recompute import LinearPatch, RecomputableOutput, is_linear, mark_recomputable
+from ligertune.patching.module_patch import ModulePatch, has_own_hooks
+from ligertune.patching.recompute import RecomputableOutput, mark_recomputable
 
 
 class KernelMLP(ModulePatch):
@@ -68,11 +68,12 @@ def gives_new_unseen_output(module: nn.Module, x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or nn.modules.module._has_any_global_hook() or has_own_hooks(module):
         return False
-    if isinstance(module, NewOutput):
+    if hasattr(module, "parametrizations"):
+        return False
+    if isinstance(module, ModulePatch):
         return module.gives_new_output(x)
     in_four_bits = getattr(getattr(module, "weight", None), "quant_state", None) is not None
-    plain = is_linear(module) or isinstance(module, LinearPatch) or in_four_bits
-    return plain and not hasattr(module, "parametrizations")
+    return type(module) is nn.Linear or in_four_bits
 
 
 def gated_product(spec: GatedSpec, *gate_and_up: Tensor, inplace: bool = False) -> Tensor:

@@ -26,11 +26,11 @@ from ligertune.planning.memory.activation_bytes import (
     loss_workspace,
     result_bytes,
     step_phases,
-    tiled_phases,
 )
 from ligertune.planning.memory.layer_bytes import float8_copies
 from ligertune.planning.memory.model_shape import AddedHeadsShape, FrozenModelShape, HeadShape, LayerShape, TowerShape
 from ligertune.planning.memory.states import StateBytes
+from ligertune.planning.memory.tiled_bytes import tiled_phases
 
 # Share of allocated memory that torch's allocator loses to fragmentation.
 FRAGMENTATION = 0.04
