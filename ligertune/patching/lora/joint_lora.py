@@ -1,6 +1,6 @@
 """LoRA layers with the same input (q, k, v; gate, up), computed together.
 
-    y_i = x W_i^T + s_i (x A_i^T) B_i^T        dx = sum_i dy_i W_i + [s_1 dy_1 B_1, s_2 dy_2 B_2, ...] [A_1; A_2; ...]
+    y_i = x W_i^T + (s_i x A_i^T) B_i^T        dx = sum_i dy_i W_i + [s_1 dy_1 B_1, s_2 dy_2 B_2, ...] [A_1; A_2; ...]
 
 Each layer alone reads x for its x A^T and its gradient of A, and autograd sums the gradients of x in passes over them.
 Together they read x once for both, the products add up the gradient of x, and one product adds its low-rank terms.
@@ -11,6 +11,7 @@ The first layer that is called computes the outputs of all; the others return th
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def joint_update(x: Tensor, layers: Sequence[LoraTerms], known: KnownResults | N
 
 
 class _LowRankFactors(torch.autograd.Function):
-    """Compute x A^T and s B of each layer, keep what the backward reads, and have the backward of the outputs.
+    """Compute s x A^T of each layer, keep what the backward reads, and have the backward of the outputs.
 
     It returns a handle per layer, which has an output's shape and no memory. Since all is kept before the outputs are
     computed, a checkpointed layer that runs again stops here if it ends with these layers: torch stops as soon as it
@@ -63,19 +64,20 @@ class _LowRankFactors(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(layers)
         ranks = [a.shape[0] for a in adapters[:count]]
-        narrow_a = torch.cat([a.to(x.dtype) for a in adapters[:count]])  # (sum of R, E)
-        scaled_b = [(one.scale * b).to(x.dtype) for one, b in zip(layers, adapters[count:], strict=True)]
-        low = x.flatten(0, -2) @ narrow_a.t()  # (N, sum of R)
-        factors += zip(torch.split(low, ranks, 1), scaled_b, strict=True)
+        scales = [one.scale for one in layers]
+        narrow_a, *narrow_b = _narrowed(adapters[:count], adapters[count:], x.dtype)
+        low = x.new_empty(math.prod(x.shape[:-1]), sum(ranks))
+        _scaled_products(low, x.flatten(0, -2), narrow_a, ranks, scales)
+        factors += zip(low.split(ranks, 1), narrow_b, strict=True)
         weights = [one.weight for one in layers]
         kept = [weight if isinstance(weight, Tensor) else None for weight in weights]
-        ctx.save_for_backward(x, narrow_a, low, *scaled_b, *kept)
+        ctx.save_for_backward(x, narrow_a, low, *narrow_b, *kept)
         ctx.packed = [None if isinstance(weight, Tensor) else weight for weight in weights]
-        ctx.scales = [one.scale for one in layers]
+        ctx.scales = scales
         ctx.ranks = ranks
         ctx.dtypes = [a.dtype for a in adapters]
         ctx.set_materialize_grads(False)
-        return tuple(x.new_empty(()).expand(*x.shape[:-1], len(b)) for b in scaled_b)
+        return tuple(x.new_empty(()).expand(*x.shape[:-1], len(b)) for b in narrow_b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -85,16 +87,16 @@ class _LowRankFactors(torch.autograd.Function):
         weights = [packed if kept is None else kept for kept, packed in zip(rest[count:], ctx.packed, strict=True)]
         needs_dx, _, _, *needs = ctx.needs_input_grad
         d_bs: list[Tensor | None] = [None] * count
-        d_lows = []
+        d_low = torch.empty_like(low)
+        d_parts = d_low.split(ranks, 1)
         for i, (dy, b, part) in enumerate(zip(gradients, rest[:count], low.split(ranks, 1), strict=True)):
             if dy is None:  # the loss does not depend on this output
-                d_lows.append(low.new_zeros(len(low), ranks[i]))
+                d_parts[i].zero_()
                 continue
             d_rows = dy.flatten(0, -2)
-            d_lows.append(d_rows @ b)
+            _scaled_product(d_parts[i], d_rows, b, ctx.scales[i])
             if needs[count + i]:
-                d_bs[i] = (d_rows.t() @ part).to(ctx.dtypes[count + i]).mul_(ctx.scales[i])
-        d_low = torch.cat(d_lows, 1)  # (N, sum of R)
+                d_bs[i] = (d_rows.t() @ part).to(ctx.dtypes[count + i])
         dx = None
         if needs_dx:
             dx = d_low @ narrow_a
@@ -104,14 +106,37 @@ class _LowRankFactors(torch.autograd.Function):
             dx = dx.view(x.shape)
         d_as: Sequence[Tensor | None] = [None] * count
         if any(needs[:count]):
-            d_as = (d_low.t() @ x.flatten(0, -2)).split(ranks)
+            d_as = (d_low.t() @ x.flatten(0, -2)).to(ctx.dtypes[0]).split(ranks)
         d_as = [d_a.to(dtype) if d_a is not None and need else None
                 for d_a, dtype, need in zip(d_as, ctx.dtypes[:count], needs[:count], strict=True)]  # fmt: skip
         return dx, None, None, *d_as, *d_bs
 
 
+def _narrowed(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return [A_1; A_2; ...] and each B in a dtype. One launch casts all: a step of adapters is full of small ones."""
+    memory = a[0].new_empty(sum(one.numel() for one in (*a, *b)), dtype=dtype)
+    parts = memory.split([one.numel() for one in (*a, *b)])
+    torch._foreach_copy_([part.view(one.shape) for part, one in zip(parts, (*a, *b), strict=True)], [*a, *b])
+    joint_a = memory[: sum(one.numel() for one in a)].view(-1, a[0].shape[1])
+    return [joint_a, *(part.view(one.shape) for part, one in zip(parts[len(a) :], b, strict=True))]
+
+
+def _scaled_products(low: Tensor, x: Tensor, a: Tensor, ranks: Sequence[int], scales: Sequence[float]) -> None:
+    """Write [s_1 x A_1^T, s_2 x A_2^T, ...] to low (N, sum of R): x (N, E), a (sum of R, E)."""
+    if len(set(scales)) == 1:
+        _scaled_product(low, x, a.t(), scales[0])
+        return
+    for part, one, scale in zip(low.split(ranks, 1), a.split(ranks), scales, strict=True):
+        _scaled_product(part, x, one.t(), scale)
+
+
+def _scaled_product(out: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
+    """Write scale * x y to out, rounded once."""
+    out.addmm_(x, y, beta=0, alpha=scale)  # beta 0: what `out` holds is not read
+
+
 class _Outputs(torch.autograd.Function):
-    """Compute x W^T + bias + low (s B)^T of each layer. Its backward hands the gradients to the handles."""
+    """Compute x W^T + bias + (s low) B^T of each layer. Its backward hands the gradients to the handles."""
 
     @staticmethod
     def forward(

@@ -49,11 +49,14 @@ def passes(model: nn.Module, count: int = 2) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-def test_layers_that_share_their_input_have_the_gradients_of_each_alone(family, checkpointed, sizes):
+@pytest.mark.parametrize("family, scale_of_k", [("llama", 2.0), ("qwen2", 0.3), ("gemma2", 2.0)])
+def test_layers_that_share_their_input_have_the_gradients_of_each_alone(family, scale_of_k, checkpointed, sizes):
     found = []
     for joint in (False, True):
         model = adapted(family, joint=joint)
+        for name, module in model.named_modules():
+            if name.endswith("k_proj"):
+                module.scaling["default"] = scale_of_k
         if checkpointed:
             checkpoint_layers(model.get_base_model(), True)
         found.append(passes(model))
