@@ -47,9 +47,18 @@ SCORE_TASKS = ("classification", "reward")
 Made = tuple[Any, str]  # a trainer, and what a reader must know about its settings
 
 
-def main(side: str, recipe: str, measure: Callable[[Job, str], dict[str, Any]] | None = None) -> int:
+def resolve(recipe: str) -> Job:
+    return plan_for(load_recipe(Path(recipe)))
+
+
+def main(
+    side: str,
+    recipe: str,
+    measure: Callable[[Job, str], dict[str, Any]] | None = None,
+    resolve: Callable[[str], Job] = resolve,
+) -> int:
     """Train a recipe with a side, and print steps and a report, or the reason of a failure."""
-    job = plan_for(load_recipe(Path(recipe)))
+    job = resolve(recipe)
     try:
         point = (measure or measure_trainer)(job, side)
     except Exception as error:

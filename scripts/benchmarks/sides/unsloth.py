@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import unsloth  # isort: skip  # before the others: it changes transformers, PEFT and TRL when it is imported
 
+import pickle
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +22,25 @@ from benchmarks.sides import trainers
 from benchmarks.sides.trainers import Setup
 from ligertune.training.setup import Job
 
+RESOLVE = """
+import pickle, sys
+from benchmarks.sides.trainers import resolve
+with open(sys.argv[2], "wb") as file:
+    pickle.dump(resolve(sys.argv[1]), file)
+"""
 NAMED = ("unsloth", "transformers", "trl", "peft", "bitsandbytes", "xformers")
 
 
 def main(side: str, recipe: str) -> int:
-    return trainers.main(side, recipe, measure)
+    return trainers.main(side, recipe, measure, resolve_apart)
+
+
+def resolve_apart(recipe: str) -> Job:
+    """Resolve the recipe in another process, without unsloth: its masks fail the check of packed rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job"
+        subprocess.run([sys.executable, "-c", RESOLVE, recipe, str(path)], check=True)
+        return pickle.loads(path.read_bytes())
 
 
 def measure(job: Job, side: str) -> dict[str, Any]:
