@@ -31,7 +31,7 @@ from ligertune.planning.memory.activation_policy import (
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
-from ligertune.planning.memory.model_shape import ModalityFacts
+from ligertune.planning.memory.model_shape import ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.optimization import (
     Cadence,
@@ -259,6 +259,23 @@ def _tiled(
     return memory, memory.tiled(TILE) if may and memory is not None else None, tile
 
 
+def _cublas_bytes(recipe: Recipe, machine: Machine) -> int:
+    """Return the bytes of cuBLAS's workspaces. A CUDA graph is recorded on a stream of its own, which has others."""
+    streams = 2 if recipe.train.cuda_graphs is True else 1
+    return streams * CUBLAS_WORKSPACE if machine.device == "cuda" else 0
+
+
+def _adapter_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Return the bytes of one layer's adapters in the compute dtype, and of their new gradients in float32.
+
+    Those of a mixture count with its experts.
+    """
+    if shape.layer is None or shape.layer.experts is not None:
+        return 0
+    elements = sum(kind.elements * number for kind, number in shape.parameters if kind.adapter and kind.inside)
+    return elements // shape.num_hidden_layers * (itemsize + 4)
+
+
 def estimate_memory(
     recipe: Recipe, inputs: PlanInputs, states: StateBytes, *, shards: int = 1
 ) -> MemoryEstimate | None:
@@ -292,7 +309,7 @@ def estimate_memory(
         layers=shape.num_hidden_layers,
         itemsize=itemsize,
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
-        workspace=dequantised + (CUBLAS_WORKSPACE if inputs.machine.device == "cuda" else 0),
+        workspace=dequantised + _adapter_bytes(shape, itemsize) + _cublas_bytes(recipe, inputs.machine),
         optim_in_backward=recipe.train.optim_in_backward,
         tower=shape.tower,
         image_share=data.image_share,

@@ -11,6 +11,7 @@ from ligertune.hardware import Machine, choose_processes
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_shape
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
 from ligertune.planning.memory.states import StateBytes, states_of
 from ligertune.planning.parallelism import (
     DeviceNeed,
@@ -142,14 +143,30 @@ def test_cpu_offload_removes_the_states_from_the_device(quickstart, tmp_path):
 
 
 def test_offloaded_gates_are_in_the_plan(quickstart, tmp_path):
+    shared = ("model.dtype=bfloat16", "train.cuda_graphs=false")
     usual, offloads = (
-        plan_of(quickstart, tmp_path, f"train.gradient_checkpointing={kind}", "model.dtype=bfloat16")
+        plan_of(quickstart, tmp_path, f"train.gradient_checkpointing={kind}", *shared)
         for kind in ("true", "offload_gate")
     )
     assert [any("pinned host memory" in note for note in plan.notes) for plan in (usual, offloads)] == [False, True]
     # One gate is on the device while it is used, and a second one while it is prefetched.
     gate = usual.batching.micro_batch_size * usual.row_length * WIDTH * 2
     assert gate <= offloads.peak.total - usual.peak.total <= 2 * gate
+
+
+def test_the_workspaces_of_recorded_steps_are_in_the_plan(quickstart, tmp_path):
+    """A recording runs on another stream, for which cuBLAS has workspaces of its own."""
+    usual, recorded = (plan_of(quickstart, tmp_path, f"train.cuda_graphs={on}").peak for on in ("false", "true"))
+    assert recorded.phase.working - usual.phase.working == CUBLAS_WORKSPACE
+
+
+def test_a_layers_adapters_and_their_new_gradients_are_in_the_plan(quickstart, tmp_path):
+    small, large = (
+        plan_of(quickstart, tmp_path, "method.type=lora", "model.dtype=bfloat16", f"method.lora_r={rank}")
+        for rank in (8, 16)
+    )
+    of_layer = (large.n_trainable - small.n_trainable) // small.memory.layers
+    assert large.memory.workspace - small.memory.workspace == of_layer * (2 + 4)
 
 
 @pytest.mark.parametrize("change", ["method.type=qlora", "model.dtype=float16", "parallel.strategy=deepspeed_zero3"])
