@@ -20,7 +20,7 @@ class _RaiseInBackward(torch.autograd.Function):
     def backward(ctx: object, *grads: torch.Tensor | None) -> None:
         raise RuntimeError(
             "The gradients of ligertune_kernels' ops cannot be differentiated again (create_graph=True). "
-            "Use the op's reference instead, such as rms_norm_reference, or float64, which always runs the reference."
+            "Use the op's reference instead, such as rms_norm_reference, or a model that is not patched."
         )
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import torch
 from ligertune_kernels import LinearLora, linear_cross_entropy
-from ligertune_kernels.autograd import autocast_dtype
+from ligertune_kernels.autograd import autocast_dtype, no_double_backward
 from ligertune_kernels.ops.moe.dequantize_nf4 import SCALE_BLOCK, TABLES, Nf4, dequantize_nf4, dequantize_nf4_into
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer as AdaptedLayer
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from ligertune.any_types import AnyModule
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
-from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, known_of, siblings_of
+from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, known_of, rows_of, siblings_of
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
@@ -156,26 +156,27 @@ class _LowRankUpdate(torch.autograd.Function):
         scale: float,
         base: Tensor,
     ) -> Tensor:  # (..., F)
-        rows = x.flatten(0, -2)
+        rows = rows_of(x)
         narrow_a = a.to(x.dtype)
         scaled_b = (scale * b).to(x.dtype)
         low = rows @ narrow_a.t()  # (N, R)
-        y = torch.addmm(base.flatten(0, -2), low, scaled_b.t())
+        y = torch.addmm(rows_of(base), low, scaled_b.t())
         ctx.save_for_backward(x, narrow_a, scaled_b, low)
         ctx.scale = scale
         ctx.adapter_dtypes = (a.dtype, b.dtype)
         return y.view(*x.shape[:-1], len(b))
 
     @staticmethod
+    @no_double_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow_a, scaled_b, low = ctx.saved_tensors
         needs_dx, needs_da, needs_db, _, needs_base = ctx.needs_input_grad
-        d_rows = dy.flatten(0, -2)
+        d_rows = rows_of(dy)
         dx = da = db = None
         if needs_dx or needs_da:
             d_low = d_rows @ scaled_b  # (N, R)
             dx = (d_low @ narrow_a).view(x.shape) if needs_dx else None
-            da = (d_low.t() @ x.flatten(0, -2)).to(ctx.adapter_dtypes[0]) if needs_da else None
+            da = (d_low.t() @ rows_of(x)).to(ctx.adapter_dtypes[0]) if needs_da else None
         if needs_db:
             db = (d_rows.t() @ low).to(ctx.adapter_dtypes[1]).mul_(ctx.scale)
         return dx, da, db, None, dy if needs_base else None
@@ -273,7 +274,8 @@ def _is_plain(layer: LoraLayer, x: Tensor, packed: FourBitWeight | None) -> bool
 
 def _has_hooks(layer: LoraLayer) -> bool:
     name = layer.active_adapters[0]
-    return any(has_own_hooks(part) for part in (layer.lora_A[name], layer.lora_B[name], layer.base_layer))
+    parts = (layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.base_layer)
+    return nn.modules.module._has_any_global_hook() or any(map(has_own_hooks, parts))
 
 
 def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) -> bool:

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.known_results import KnownResults, known_results
 from torch import Tensor, nn
+
+from ligertune.any_types import AnyModule
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -67,7 +70,7 @@ class _LowRankFactors(torch.autograd.Function):
         scales = [one.scale for one in layers]
         narrow_a, *narrow_b = _narrowed(adapters[:count], adapters[count:], x.dtype)
         low = x.new_empty(math.prod(x.shape[:-1]), sum(ranks))
-        _scaled_products(low, x.flatten(0, -2), narrow_a, ranks, scales)
+        _scaled_products(low, rows_of(x), narrow_a, ranks, scales)
         factors += zip(low.split(ranks, 1), narrow_b, strict=True)
         weights = [one.weight for one in layers]
         kept = [weight if isinstance(weight, Tensor) else None for weight in weights]
@@ -80,6 +83,7 @@ class _LowRankFactors(torch.autograd.Function):
         return tuple(x.new_empty(()).expand(*x.shape[:-1], len(b)) for b in narrow_b)
 
     @staticmethod
+    @no_double_backward
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         count = len(gradients)
         ranks = ctx.ranks
@@ -93,7 +97,7 @@ class _LowRankFactors(torch.autograd.Function):
             if dy is None:  # the loss does not depend on this output
                 d_parts[i].zero_()
                 continue
-            d_rows = dy.flatten(0, -2)
+            d_rows = rows_of(dy)
             _scaled_product(d_parts[i], d_rows, b, ctx.scales[i])
             if needs[count + i]:
                 d_bs[i] = (d_rows.t() @ part).to(ctx.dtypes[count + i])
@@ -102,14 +106,19 @@ class _LowRankFactors(torch.autograd.Function):
             dx = d_low @ narrow_a
             for dy, weight in zip(gradients, weights, strict=True):
                 if dy is not None:
-                    dx.addmm_(dy.flatten(0, -2), dense(weight))
+                    dx.addmm_(rows_of(dy), dense(weight))
             dx = dx.view(x.shape)
         d_as: Sequence[Tensor | None] = [None] * count
         if any(needs[:count]):
-            d_as = (d_low.t() @ x.flatten(0, -2)).to(ctx.dtypes[0]).split(ranks)
+            d_as = (d_low.t() @ rows_of(x)).to(ctx.dtypes[0]).split(ranks)
         d_as = [d_a.to(dtype) if d_a is not None and need else None
                 for d_a, dtype, need in zip(d_as, ctx.dtypes[:count], needs[:count], strict=True)]  # fmt: skip
         return dx, None, None, *d_as, *d_bs
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return x (..., E) as (N, E)."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _narrowed(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -148,11 +157,11 @@ class _Outputs(torch.autograd.Function):
         *handles: Tensor,
     ) -> tuple[Tensor, ...]:
         def computed() -> tuple[Tensor, ...]:
-            rows = x.flatten(0, -2)
+            rows = rows_of(x)
             outputs = []
             for one, (low, b) in zip(layers, factors, strict=True):
                 y = x.new_empty(*x.shape[:-1], len(b))  # no view: kernels may overwrite it
-                _write_output(y.flatten(0, -2), rows, dense(one.weight), one.bias, low, b)
+                _write_output(rows_of(y), rows, dense(one.weight), one.bias, low, b)
                 outputs.append(y)
             return tuple(outputs)
 
@@ -183,6 +192,30 @@ def dense(weight: Tensor | PackedWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """The output of a layer that has not been called yet, and what it was computed from."""
+
+    output: Tensor
+    terms: LoraTerms
+    state: tuple[Any, ...]
+
+    def still_holds(self, layer: AnyModule, x: Tensor) -> bool:
+        """Return whether the layer would compute this output from x now."""
+        return self.state == _state_of(layer, x, self.terms)
+
+
+def _state_of(layer: AnyModule, x: Tensor, terms: LoraTerms) -> tuple[Any, ...]:
+    """Return what may change between the calls of two siblings with one tensor.
+
+    An adapter is switched off, a tensor is written over, a no_grad block ends. It is cheap: it runs in each call.
+    """
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    versions = (None if tensor.is_inference() else tensor._version for tensor in (x, terms.a, terms.b))
+    adapters = layer.disable_adapters, layer.merged, tuple(layer.active_adapters), layer.training
+    return (*modes, *adapters, *versions)
+
+
 class Siblings:
     """LoRA layers of one module that share their input.
 
@@ -193,7 +226,7 @@ class Siblings:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._input: Tensor | None = None
-        self._waiting: dict[int, Tensor] = {}  # outputs that are computed, by the position of their layer
+        self._waiting: dict[int, _Waiting] = {}  # outputs that are computed, by the position of their layer
 
     def output(
         self, layer: nn.Module, x: Tensor, terms_of: Callable[[nn.Module, Tensor], LoraTerms | None]
@@ -201,23 +234,28 @@ class Siblings:
         """Return the layer's output, and compute those of its siblings. None: the layer computes it alone."""
         place = next(i for i, one in enumerate(self._layers) if one() is layer)
         if self._input is x and place in self._waiting:
-            y = self._waiting.pop(place)
+            waiting = self._waiting.pop(place)
             if not self._waiting:
                 self._input = None
-            return y
+            if waiting.still_holds(layer, x):
+                return waiting.output
         # drop the unused outputs of an earlier input
         self._input = None
         self._waiting = {}
+        siblings = []
         terms = []
-        for one in self._layers:
-            sibling = one()
+        for reference in self._layers:
+            sibling = reference()
             found = None if sibling is None else terms_of(sibling, x)
-            if found is None:
+            if sibling is None or found is None:
                 return None
+            siblings.append(sibling)
             terms.append(found)
         outputs = joint_update(x, terms)
         self._input = x
-        self._waiting = {i: y for i, y in enumerate(outputs) if i != place}
+        for i, (y, one, sibling) in enumerate(zip(outputs, terms, siblings, strict=True)):
+            if i != place:
+                self._waiting[i] = _Waiting(y, one, _state_of(sibling, x, one))
         return outputs[place]
 
 

@@ -64,7 +64,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(5,), (1, 1), (2, 7), (2, 3, 4), (0, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (1, 1), (2, 7), (2, 3, 4), (0, 5)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_output_and_gradients_equal_pefts(bias, shape, device, calls):
     usual, fused = pair(bias=bias, device=device)
@@ -131,8 +131,9 @@ class Gathering(nn.Module):
             or module.set_adapter(["default", "second"])
         ),
         lambda module: module.lora_A["default"].register_forward_hook(lambda *_: None),
+        lambda module: module.lora_dropout["default"].register_forward_hook(lambda *_: None),
     ],
-    ids=["wrapped", "off", "merged", "two adapters", "hook"],
+    ids=["wrapped", "off", "merged", "two adapters", "hook", "hook of dropout"],
 )
 def test_pefts_own_code_runs_where_it_does_more(change, calls):
     usual, fused = pair()
@@ -142,6 +143,31 @@ def test_pefts_own_code_runs_where_it_does_more(change, calls):
     with torch.no_grad():
         assert torch.equal(fused(x), usual(x))
     assert len(calls) == 2
+
+
+def test_a_global_hook_sees_the_layers_inside():
+    usual, fused = pair()
+    x, seen = torch.randn(6, E, dtype=torch.float64), []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        usual(x)
+        expected = seen.copy()
+        seen.clear()
+        fused(x)
+    finally:
+        hook.remove()
+    assert seen == expected and "Identity" in seen
+
+
+@pytest.mark.parametrize("trained_base", [False, True])
+def test_gradients_refuse_to_be_differentiated_again(trained_base):
+    """A penalty on gradients would lose what passes through x A^T, which the backward keeps as a number."""
+    _, fused = pair()
+    fused.base_layer.requires_grad_(trained_base)
+    x = torch.randn(6, E, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(fused(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        dx.square().sum().backward()
 
 
 def test_the_bias_of_an_adapter_is_added():

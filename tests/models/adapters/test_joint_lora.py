@@ -137,3 +137,35 @@ def test_a_copy_of_a_model_computes_alone():
     for module in copied.modules():
         assert joint_lora.siblings_of(module) is None
     assert fuse_adapters(copied) == 0
+
+
+def switch_off(block: nn.Module, x: torch.Tensor) -> None:
+    block.k_proj.enable_adapters(False)
+
+
+def write_over_the_input(block: nn.Module, x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def step(block: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        block.k_proj.lora_A["default"].weight.add_(1)
+
+
+@pytest.mark.parametrize("change", [switch_off, write_over_the_input, step])
+def test_an_output_is_computed_again_after_a_change(change):
+    """The siblings get the same tensor, but something has changed since the first one computed all outputs."""
+    block = next(module for module in adapted(joint=True).modules() if hasattr(module, "q_proj"))
+    alone = copy.deepcopy(block)
+    x = torch.randn(2, 3, block.q_proj.base_layer.in_features, dtype=torch.float64)
+    with torch.no_grad():
+        block.q_proj(x)
+        before = block.k_proj(x)
+        block.q_proj(x)
+    change(block, x)
+    if change is not write_over_the_input:
+        change(alone, x)
+    found = block.k_proj(x)
+    assert found.requires_grad == (change is not switch_off)  # the outputs of no_grad are not used
+    torch.testing.assert_close(found, alone.k_proj(x))
+    assert not torch.allclose(found, before)
