@@ -25,7 +25,7 @@ from ligertune.activations.random_state import is_recording
 
 BLOCK = 32 << 20  # bytes: torch rounds pinned memory up to a power of two, so blocks waste at most one block per tensor
 ROOM = 0.97  # share of the time of the layers that copies may take
-WRITTEN_OVER = "a tensor of {shape} that the backward needs was written over before its copy to the host had begun"
+WRITTEN_OVER = "a tensor that the backward needs was written over before its copy to the host had begun"
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]  # begin and end
 
@@ -136,6 +136,13 @@ class OffloadedTensors:
     def on_device(self) -> bool:
         return self._tensors is not None
 
+    @property
+    def written_over(self) -> bool:
+        """Return whether a tensor on the device is no longer what was stored."""
+        if self._tensors is None:
+            return False
+        return any(tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True))
+
     def take(self, *, prefetches: bool = True) -> list[Tensor]:
         """Return the tensors on their device, and prefetch those stored before them. May be called again."""
         tensors = self.prefetch()
@@ -149,9 +156,8 @@ class OffloadedTensors:
     def offload(self) -> None:
         """Start the copy to the host of tensors that are on the device."""
         assert self._tensors is not None
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
-            if tensor._version != version:
-                raise RuntimeError(WRITTEN_OVER.format(shape=tuple(tensor.shape)))
+        if self.written_over:
+            raise RuntimeError(WRITTEN_OVER)
         sources = self._tensors = [tensor.contiguous() for tensor in self._tensors]
         if not self._blocks:
             self._blocks = [self._offloader.blocks(source.nbytes) for source in sources]

@@ -28,6 +28,7 @@ class CheckpointedLayer:
         self._gates: list[OffloadedTensors | None] = []
         self._result_offloader = results
         self._made: list[Result] = []  # by the running first run, or left to read for the second one
+        self._versions: list[int] = []  # of the first tensor of each, when it was made
         self._results: OffloadedTensors | None = None  # the first tensor of each result
         self._small: list[Result] = []  # the other tensors of each result
         self._again = False
@@ -39,10 +40,13 @@ class CheckpointedLayer:
         self._again = again
         self._next = 0
         self._made = []
+        self._versions = []
         try:
             with knowing(self):
                 yield
             if not again:
+                # What the layer has written over, such as by `mul_`, is computed again.
+                self._gates = [gate if gate is not None and not gate.written_over else None for gate in self._gates]
                 self._store_results()
         finally:
             self._made = []
@@ -68,6 +72,7 @@ class CheckpointedLayer:
         if not self._again:
             made = compute()
             self._made.append(tuple(tensor.detach() for tensor in made))
+            self._versions.append(made[0]._version)
             return made
         if self._results is not None:
             large = self._results.take(prefetches=len(self._small) == 1)  # `attended` does otherwise
@@ -90,7 +95,7 @@ class CheckpointedLayer:
             out.register_hook(lambda gradient: offloader.prefetch_last())
 
     def _store_results(self) -> None:
-        if not self._made:
+        if not self._made or self._versions != [made[0]._version for made in self._made]:
             return
         assert self._result_offloader is not None  # or there are none
         self._results = self._result_offloader.store_if_fast(*(made[0] for made in self._made))

@@ -103,6 +103,22 @@ def test_a_second_backward_of_one_graph(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_layer_writes_over_is_computed_again(kind, method, device):
+    found = []
+    for k in (True, kind):
+        model = checkpointed(k, device=device)
+        torch.manual_seed(0)  # of the adapters
+        model = adapted(model, method).to(device)
+        for name, module in model.named_modules():
+            if name.endswith(("o_proj", "gate_proj")):
+                module.register_forward_hook(lambda module, inputs, output: output.mul_(0.5))
+        found.append(gradients(model, device))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kind", "first"),
     [(True, 1), ("offload", 0), ("offload", 4), ("offload_gate", 1), ("offload_gate", 6), ("offload_both", 4)],

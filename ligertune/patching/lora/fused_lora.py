@@ -160,11 +160,12 @@ class _LowRankUpdate(torch.autograd.Function):
         narrow_a = a.to(x.dtype)
         scaled_b = (scale * b).to(x.dtype)
         low = rows @ narrow_a.t()  # (N, R)
-        y = torch.addmm(rows_of(base), low, scaled_b.t())
+        y = x.new_empty(*x.shape[:-1], len(b))  # no view: its reader may write over it
+        torch.addmm(rows_of(base), low, scaled_b.t(), out=rows_of(y))
         ctx.save_for_backward(x, narrow_a, scaled_b, low)
         ctx.scale = scale
         ctx.adapter_dtypes = (a.dtype, b.dtype)
-        return y.view(*x.shape[:-1], len(b))
+        return y
 
     @staticmethod
     @no_double_backward
