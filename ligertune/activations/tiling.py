@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
 from ligertune.models.shape import base_of, text_layers
-from ligertune.patching.lora.joint_lora import leave_siblings
+from ligertune.patching.lora.joint_lora import leave_siblings, rows_of
 from ligertune.patching.mlps.kernel_mlps import KernelMLP
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.norms.kernel_norms import KernelNorm
@@ -67,8 +67,8 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,), needs_dx = ctx.saved.saved_tensors, ctx.saved.needs_input_grad[0]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
-        rows = _rows_of(x)
-        d_rows = _rows_of(dy)
+        rows = rows_of(x)
+        d_rows = rows_of(dy)
         gradients: list[Tensor | None] = [None] * len(ctx.parameters)
         for start in range(0, len(rows), ctx.tile):
             tile = slice(start, start + ctx.tile)
@@ -77,7 +77,7 @@ class _Tiled(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 found = list(torch.autograd.grad(ctx.layer(given), wanted, d_rows[tile][None], allow_unused=True))
             if dx is not None:
-                _rows_of(dx)[tile] = found.pop(0)[0]
+                rows_of(dx)[tile] = found.pop(0)[0]
             gradients = [_sum(*pair) for pair in zip(gradients, found, strict=True)]
             del found, given  # or they would exist next to those of the next tile
         sums = zip(gradients, ctx.parameters, strict=True)
@@ -93,14 +93,9 @@ def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return total.add_(gradient)
 
 
-def _rows_of(x: Tensor) -> Tensor:
-    """(..., E) -> (N, E)."""
-    return x.reshape(-1, x.shape[-1])
-
-
 def _each_tile(layer: Layer, x: Tensor, tile: int) -> Tensor:
     """Return layer(x) (..., F) in one buffer, to which each tile is copied."""
-    rows = _rows_of(x)
+    rows = rows_of(x)
     first = layer(rows[:tile][None])[0]
     out = first.new_empty(len(rows), first.shape[-1])
     out[:tile] = first

@@ -260,7 +260,7 @@ def _tiled(
 
 
 def _cublas_bytes(recipe: Recipe, machine: Machine) -> int:
-    """Return the bytes of cuBLAS's workspaces. A CUDA graph is recorded on a stream of its own, which has others."""
+    """Return the bytes of cuBLAS's workspaces: each stream has its own, and CUDA graphs are recorded on a second one."""
     streams = 2 if recipe.train.cuda_graphs is True else 1
     return streams * CUBLAS_WORKSPACE if machine.device == "cuda" else 0
 

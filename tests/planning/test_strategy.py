@@ -155,7 +155,7 @@ def test_offloaded_gates_are_in_the_plan(quickstart, tmp_path):
 
 
 def test_the_workspaces_of_recorded_steps_are_in_the_plan(quickstart, tmp_path):
-    """A recording runs on another stream, for which cuBLAS has workspaces of its own."""
+    """CUDA graphs are recorded on a second stream, and cuBLAS allocates workspaces for each stream."""
     usual, recorded = (plan_of(quickstart, tmp_path, f"train.cuda_graphs={on}").peak for on in ("false", "true"))
     assert recorded.phase.working - usual.phase.working == CUBLAS_WORKSPACE
 

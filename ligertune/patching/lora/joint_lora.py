@@ -122,7 +122,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def _narrowed(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return [A_1; A_2; ...] and each B in a dtype. One launch casts all: a step of adapters is full of small ones."""
+    """Return [A_1; A_2; ...] and each B in a dtype, cast in one launch."""
     memory = a[0].new_empty(sum(one.numel() for one in (*a, *b)), dtype=dtype)
     parts = memory.split([one.numel() for one in (*a, *b)])
     torch._foreach_copy_([part.view(one.shape) for part, one in zip(parts, (*a, *b), strict=True)], [*a, *b])
@@ -208,7 +208,7 @@ class _Waiting:
 def _state_of(layer: AnyModule, x: Tensor, terms: LoraTerms) -> tuple[Any, ...]:
     """Return what may change between the calls of two siblings with one tensor.
 
-    An adapter is switched off, a tensor is written over, a no_grad block ends. It is cheap: it runs in each call.
+    An adapter is switched off, a tensor is written over, a no_grad block ends.
     """
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     versions = (None if tensor.is_inference() else tensor._version for tensor in (x, terms.a, terms.b))
