@@ -260,7 +260,7 @@ def _tiled(
 
 
 def _cublas_bytes(recipe: Recipe, machine: Machine) -> int:
-    """Return the bytes of cuBLAS's workspaces: each stream has its own, and CUDA graphs are recorded on a second one."""
+    """Return the bytes of cuBLAS's workspaces: each stream has its own, and CUDA graphs are recorded on a second."""
     streams = 2 if recipe.train.cuda_graphs is True else 1
     return streams * CUBLAS_WORKSPACE if machine.device == "cuda" else 0
 
