@@ -56,6 +56,8 @@ class StopRequest:
         self._from_hold = from_hold
         self._installed = False
         self._doing = ""
+        # Reentrant: a signal can interrupt the handler of another.
+        self._answering = threading.RLock()
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
@@ -100,13 +102,14 @@ class StopRequest:
                 return
 
     def _answer_all(self) -> bytes:
-        """Answer the signals that wait in the socket. The main thread and `_watch` share them."""
+        """Answer the signals that wait in the socket, or wait until the other thread has: both call this."""
         numbers = b""
-        with contextlib.suppress(BlockingIOError):  # the other one was faster
-            numbers = self._read.recv(64)
-        for number in numbers:
-            if number in SIGNALS:  # Python's own handlers of other signals write theirs, too
-                self._answer(number)
+        with self._answering:
+            with contextlib.suppress(BlockingIOError):  # the other one was faster
+                numbers = self._read.recv(64)
+            for number in numbers:
+                if number in SIGNALS:  # Python's own handlers of other signals write theirs, too
+                    self._answer(number)
         return numbers
 
     def _answer(self, number: int) -> None:
