@@ -31,7 +31,8 @@ from ligertune.patching.fused_loss import (
     refuse_loss,
 )
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
-from ligertune.patching.mixers.recognise_mixers import is_mixer, recognise_mixer
+from ligertune.patching.mixers.mixer_functions import OPS as MIXER_OPS
+from ligertune.patching.mixers.recognise_mixers import op_of, recognise_mixer
 from ligertune.patching.mlps.deferred_activation import KernelProduct, ProductSpec, RecomputedProduct
 from ligertune.patching.mlps.kernel_mlps import KernelExpertGate, KernelMLP, RecomputedMLP
 from ligertune.patching.mlps.recognise_mlps import GatedSpec, is_mlp, recognise_mlp
@@ -107,6 +108,10 @@ class LayerKind:
         return isinstance(module, self.mixin) or (self.part is not None and isinstance(module, self.part.mixin))
 
 
+def _mixer_kind(op: str) -> LayerKind:
+    return LayerKind("mixer", op, lambda module: op_of(module) == op, recognise_mixer, KernelMixer)
+
+
 LAYER_KINDS = (
     LayerKind("rope", "apply_rope", is_rotary, recognise_rope, KernelRope),
     LayerKind("norm", "rms_norm", is_norm, recognise_norm, KernelNorm, RecomputedNorm),
@@ -129,7 +134,7 @@ LAYER_KINDS = (
         KernelExperts,
         part=LayerPart(GatedSpec, KernelExpertGate, KernelExpertGate),
     ),
-    LayerKind("mixer", "gated_delta_rule", is_mixer, recognise_mixer, KernelMixer),
+    *map(_mixer_kind, MIXER_OPS),
 )
 
 

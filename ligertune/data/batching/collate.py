@@ -73,7 +73,8 @@ def collate_packed(
     The first label of a document is ignored, because the last token of the previous one would be trained to predict it.
     Padding to the multiple is an untrained document at the end. Attention needs no mask and no synchronisation with the
     device: `cu_seq_lens_*` are (documents + 1,) int32, `max_length_*` and `document_lengths` Python numbers, and
-    `document_places` (2, T) int32 the begin and end of each token's document.
+    `document_places` (2, T) int32 the begin and end of each token's document. `seq_idx` (1, T) int32 numbers the
+    documents: some mixers of transformers give their convolution nothing else.
 
     With `static_shapes` T and `max_length_*` are fixed, the padding is split into documents of at most that length, and
     `cu_seq_lens_*` ends in empty documents. Both are larger where a batch needs more.
@@ -101,6 +102,7 @@ def collate_packed(
         "max_length_k": longest,
         "document_lengths": tuple(lengths),
         "document_places": torch.from_numpy(places.astype(np.int32)),
+        "seq_idx": torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))[None],
     }
 
 

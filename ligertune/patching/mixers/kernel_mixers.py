@@ -1,6 +1,7 @@
 """Mixers of hybrid models: their own forward, with our convolution and recurrence.
 
-Documents of a packed row come with the collator's `document_places`, which transformers' models pass on to both.
+Documents of a packed row come with the collator's `document_places`, which transformers' models pass on to both. A
+model that does not is an error: its documents would flow into each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 from ligertune_kernels.ops.recurrence import package_functions
 from torch import nn
 
-from ligertune.patching.mixers.recognise_mixers import INPUTS, MixerSpec, Role, torch_function
+from ligertune.attention.packed_documents import ROWS
+from ligertune.patching.mixers.mixer_functions import FUNCTIONS, MixerFunction, torch_function
+from ligertune.patching.mixers.recognise_mixers import MixerSpec
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, rebuild_function
 
 
@@ -23,21 +26,22 @@ class KernelMixer(ModulePatch):
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: MixerSpec) -> dict[str, Any]:
         namespace = decorator_chain(original.forward)[-1].__globals__
-        ours = {name: _replacement(namespace[name], role) for name, role in spec.functions}
+        ours = {name: _replacement(torch_function(namespace[name]), FUNCTIONS[role]) for name, role in spec.functions}
         return {"forward": rebuild_function(original.forward, ours)}
 
 
-def _replacement(original: Callable[..., Any], role: Role) -> Callable[..., Any]:
+def _replacement(original: Callable[..., Any], role: MixerFunction) -> Callable[..., Any]:
     """Return our function, with the arguments that `original` names; it gets what attention gets, too."""
-    function: Callable[..., Any] = getattr(package_functions, role)
-    names = tuple(inspect.signature(torch_function(original)).parameters)
-    inputs = names[: INPUTS[role]]
-    options = {*names[INPUTS[role] :], *package_functions.DOCUMENTS}
+    names = tuple(inspect.signature(original).parameters)
+    inputs = names[: role.inputs]
+    options = {*names[role.inputs :], *package_functions.DOCUMENTS}
 
-    @functools.wraps(function)
+    @functools.wraps(role.ours)
     def compute(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         chosen = {name: value for name, value in given.items() if name in options}
-        return function(*(given[name] for name in inputs), **chosen)
+        if ROWS.packed and all(chosen.get(name) is None for name in package_functions.DOCUMENTS):
+            raise ValueError(f"it tells its {role.ours.__name__} nothing of the documents of a packed row")
+        return role.ours(*(given[name] for name in inputs), **chosen)
 
     return compute

@@ -80,6 +80,7 @@ def test_packed_documents_are_concatenated():
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert (batch["max_length_q"], batch["max_length_k"], batch["document_lengths"]) == (4, 4, (4, 1, 3, 4))
     assert batch["document_places"].tolist() == [[0] * 4 + [4] + [5] * 3 + [8] * 4, [4] * 4 + [5] + [8] * 3 + [12] * 4]
+    assert batch["seq_idx"].tolist() == [[0] * 4 + [1] + [2] * 3 + [3] * 4]
 
 
 def test_padded_rows_are_padded_on_the_right():

@@ -19,7 +19,8 @@ from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 from ligertune.errors import UserError
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
-from ligertune.patching.mixers.recognise_mixers import MixerSpec, is_mixer, recognise_mixer, state_carriers
+from ligertune.patching.mixers.mixer_functions import CONVOLUTION, OPS
+from ligertune.patching.mixers.recognise_mixers import MixerSpec, is_mixer, op_of, recognise_mixer, state_carriers
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch, unpatch
 from ligertune.patching.probe import Refusal
@@ -27,16 +28,28 @@ from ligertune.patching.probe import Refusal
 LENGTHS = (7, 40, 1, 33, 2, 1, 3)
 
 
-def defines_the_rule(model_type: str) -> bool:
+def has_mixers(model_type: str) -> bool:
+    """Return whether the family's file defines a convolution, and no recurrence that kernels do not have."""
+    if model_type in LEFT_ALONE:
+        return False
     folder = Path(transformers.__file__).parent / "models" / model_type.removesuffix("_text")
-    return any("def torch_chunk_gated_delta_rule" in file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
+    code = "".join(file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
+    return "def causal_conv1d_fn" in code and not any(name in code for name in OTHER_RECURRENCES)
 
 
-FAMILIES = sorted(name for kind, name in families() if kind == "causal" and defines_the_rule(name))
+OTHER_RECURRENCES = ("def mamba_selective_scan", "def mamba2_chunk_scan", "def chunk_kimi_delta_attention")
+# families that do not pack, and what their model says
+LEFT_ALONE = {
+    "inkling_text": "it tells its causal_conv1d_fn nothing of the documents of a packed row",
+    "lfm3": "its convolution has 7 taps; kernels have 2 to 4",
+}
+# they keep some weights in float32
+FLOAT32 = ("inkling2_text", "inkling2_loop_text")
+FAMILIES = sorted(name for kind, name in families() if kind == "causal" and has_mixers(name))
 
 
 # the others have the code of one of these
-FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid"}
+FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES])
@@ -58,14 +71,15 @@ def packed_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def test_families_are_found() -> None:
-    assert {"qwen3_next", "qwen3_5_text", "olmo_hybrid"} <= set(FAMILIES)
+    assert set(FAMILIES) >= FAST
 
 
 def test_a_patched_model_computes_the_same(model) -> None:
     plain = copy.deepcopy(model)
-    report = {row.kernel: row for row in patch(model, rope=False, norm=False, mlp=False, loss="torch").rows}
+    report = patch(model, rope=False, norm=False, mlp=False, loss="torch")
     mixers = sum(isinstance(module, KernelMixer) for module in model.modules())
-    assert report["gated_delta_rule"].applied == mixers > 0 and report["gated_delta_rule"].left == 0
+    rows = [row for row in report.rows if row.kernel in OPS]
+    assert sum(row.applied for row in rows) == mixers > 0 and not any(row.left for row in rows)
     ids = torch.randint(3, 100, (2, 90), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :20] = 0  # left padding
@@ -96,6 +110,8 @@ def test_left_padding_does_not_enter_the_state(model) -> None:
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-5), (torch.float64, 1e-6)])
 def test_a_packed_document_equals_itself_alone(dtype, within, model) -> None:
     """In float64, too: only what the model rounds to float32 then differs."""
+    if dtype is torch.float64 and model.config.model_type in FLOAT32:
+        pytest.skip("the family takes no other dtype")
     model.to(dtype)
     patch(model, loss="torch")
     model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
@@ -121,6 +137,8 @@ def test_the_loss_of_one_short_document_has_the_gradients_of_it_alone(model) -> 
 
     In float64: in float32 such a gradient has few terms, and transformers' own is up to 3e-4 from float64.
     """
+    if model.config.model_type in FLOAT32:
+        pytest.skip("the family takes no float64")
     model.double()
     patch(model, loss="torch")
     model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
@@ -144,9 +162,19 @@ def test_the_loss_of_one_short_document_has_the_gradients_of_it_alone(model) -> 
             torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("function", ["causal_conv1d", "gated_delta_rule"])
+def test_a_model_that_tells_its_convolutions_no_documents_refuses_packed_rows() -> None:
+    model = tiny_family("causal", "inkling_text").eval()
+    patch(model, loss="torch")
+    install_packing_checks(model)
+    with pytest.raises(ValueError, match=LEFT_ALONE["inkling_text"]):
+        packed_logits(model)
+
+
+@pytest.mark.parametrize("function", OPS)
 def test_a_leak_is_found_before_training(function, model, monkeypatch) -> None:
     """Each op once without the places of documents, from freshly initialised decays."""
+    if not any(function in (CONVOLUTION, op_of(module)) for module in model.modules() if is_mixer(module)):
+        pytest.skip("the family has no such recurrence")
     original = getattr(package_functions, function)
     monkeypatch.setattr(package_functions, function, lambda *args, documents, **options: original(*args, **options))
     for name, parameter in model.named_parameters():

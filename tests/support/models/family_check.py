@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ligertune.patching.mixers.mixer_functions import OPS as MIXER_OPS
 from ligertune.patching.patch import NONE_FOUND, PatchReport, patch, unpatch
 from support.models.tiny_families import class_name, inputs_of, tiny_family
 
@@ -155,7 +156,7 @@ def layer_states(model: nn.Module, report: PatchReport, *, logits_are_made: bool
 
 
 def _kind_of(kernel: str) -> str:
-    if kernel == "gated_delta_rule":
+    if kernel in MIXER_OPS:
         return "mixer"
     return "norm" if "norm" in kernel else "rope" if "rope" in kernel else "MLP"
 

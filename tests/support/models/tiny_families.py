@@ -105,6 +105,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kosmos-2": {"latent_query_num": IMAGE_TOKENS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _TWO_KINDS,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral4": {"qk_rope_head_dim": 16, "head_dim": 32, "qk_nope_head_dim": 16},

@@ -92,6 +92,7 @@ FAMILIES: dict[str, Family] = {
 _TEXT_ARGUMENTS = (
     "document_lengths",
     "document_places",
+    "seq_idx",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",

@@ -1,0 +1,90 @@
+"""Try out functions of modelling files, to see whether they compute what our convolution and recurrences compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
+from torch import Tensor
+
+from ligertune.patching.probe import Refusal, answer, close, numbers
+
+STRONG = 30.0  # of decays that forget a state within a token
+TOKENS = 70  # of a trial: more than a chunk of 64
+RTOL = 1e-4  # of fp32 results of two ways through a chunk
+ATOL = 1e-5
+BIASES_AND_ACTIVATIONS = ((None, "silu"), (numbers(3, seed=3), "silu"), (None, None))
+
+
+def try_convolution(function: Callable[..., Any]) -> Refusal | None:
+    x = numbers(2, 3, TOKENS)
+    weight = numbers(3, 4, seed=1)
+    for bias, activation in BIASES_AND_ACTIVATIONS:
+        given = answer(functools.partial(function, activation=activation), x, weight, bias)
+        if isinstance(given, Refusal):
+            return given
+        expected = causal_conv1d_reference(x, weight, bias, activation=activation)
+        if not close(given, expected, rtol=RTOL, atol=ATOL):
+            return Refusal("it computes another convolution")
+    return None
+
+
+def try_next_convolution(function: Callable[..., Any]) -> Refusal | None:
+    x = numbers(2, 3, 1)
+    weight = numbers(3, 4, seed=1)
+    for bias, activation in BIASES_AND_ACTIVATIONS:
+        states = [numbers(2, 3, 4, seed=2) for _ in range(2)]
+        given = answer(functools.partial(function, activation=activation), x, states[0], weight, bias)
+        if isinstance(given, Refusal):
+            return given
+        expected = causal_conv1d_step_reference(x, states[1], weight, bias, activation=activation)
+        if not close(given, expected, rtol=RTOL, atol=ATOL) or not torch.equal(*states):
+            return Refusal("it computes another convolution")
+    return None
+
+
+def try_delta_rule(function: Callable[..., Any]) -> Refusal | None:
+    # transformers before 5.24 wants as many key heads as value heads
+    query, key = (numbers(2, TOKENS, 2, 4, seed=seed) for seed in (0, 1))
+    value = numbers(2, TOKENS, 2, 3, seed=2)
+    decay = -numbers(2, TOKENS, 2, seed=3).abs()
+    beta = numbers(2, TOKENS, 2, seed=4).sigmoid()
+    state = numbers(2, 2, 4, 3, seed=5)
+    unit = key / key.norm(dim=-1, keepdim=True)
+    trials = (
+        (key, decay, True, None),
+        (key, decay, True, state),
+        (unit, decay, False, state),
+        (key, STRONG * decay, True, state),
+    )
+    for k, g, l2_norm, initial in trials:
+        options = {"initial_state": initial, "output_final_state": True, "use_qk_l2norm_in_kernel": l2_norm}
+        given = answer(functools.partial(function, g=g, beta=beta, **options), query, k, value)
+        if isinstance(given, Refusal):
+            return given
+        expected = gated_delta_rule_reference(query, k, value, g, beta, l2_norm=l2_norm, initial_state=initial)
+        if not _both_close(given, expected):
+            return Refusal("it computes another recurrence")
+    return _try_shared_keys(function, query, key)
+
+
+def _try_shared_keys(function: Callable[..., Any], query: Tensor, key: Tensor) -> Refusal | None:
+    """Try out two value heads a key head, which a function may refuse: its model then repeats keys."""
+    value = numbers(2, TOKENS, 4, 3, seed=6)
+    decay = -numbers(2, TOKENS, 4, seed=7).abs()
+    beta = numbers(2, TOKENS, 4, seed=8).sigmoid()
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    given = answer(functools.partial(function, g=decay, beta=beta, **options), query, key, value)
+    if isinstance(given, Refusal):
+        return None
+    expected = gated_delta_rule_reference(query, key, value, decay, beta, l2_norm=True)
+    return None if _both_close(given, expected) else Refusal("it shares keys among value heads in another way")
+
+
+def _both_close(given: Any, expected: tuple[Tensor, Tensor]) -> bool:
+    if not isinstance(given, tuple) or len(given) != len(expected):
+        return False
+    return all(close(one, other, rtol=RTOL, atol=ATOL) for one, other in zip(given, expected, strict=True))

@@ -1,0 +1,97 @@
+"""The functions that mixers of hybrid models call, by the names that the packages give them, and ours in their place.
+
+A modelling file has each as a function of its own, which transformers exchanges for that of a package (causal-conv1d,
+flash-linear-attention, mamba-ssm) where it is installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ligertune_kernels.ops.recurrence import package_functions
+from torch import nn
+
+from ligertune.patching.mixers import function_trials
+from ligertune.patching.probe import Refusal
+
+CONVOLUTION = "causal_conv1d"
+EXCHANGE = ("transformers.", "kernels.")  # they wrap functions to exchange them
+CONVOLUTION_OPTIONS = frozenset({"bias", "activation", "seq_idx"})
+RULE_OPTIONS = frozenset({"initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"})
+
+
+@dataclass(frozen=True)
+class MixerFunction:
+    """A function of the packages."""
+
+    op: str  # that computes it
+    pattern: re.Pattern[str]  # of its names in modelling files
+    inputs: int  # its tensors, which a forward may give by position or by name
+    options: frozenset[str]  # its further arguments, which ours takes as those of the files do
+    ours: Callable[..., Any]
+    trial: Callable[[Callable[..., Any]], Refusal | None]  # why another function computes something else, or None
+
+
+# transformers' names are those of the packages with "torch_" before some and without "fused_"
+FUNCTIONS = {
+    "causal_conv1d_fn": MixerFunction(
+        CONVOLUTION,
+        re.compile(r"(torch_)?causal_conv1d_fn"),
+        2,
+        CONVOLUTION_OPTIONS,
+        package_functions.causal_conv1d_fn,
+        function_trials.try_convolution,
+    ),
+    "causal_conv1d_update": MixerFunction(
+        CONVOLUTION,
+        re.compile(r"(torch_)?causal_conv1d_update"),
+        3,
+        CONVOLUTION_OPTIONS,
+        package_functions.causal_conv1d_update,
+        function_trials.try_next_convolution,
+    ),
+    "chunk_gated_delta_rule": MixerFunction(
+        "gated_delta_rule",
+        re.compile(r"(torch_)?chunk_gated_delta_rule"),
+        5,
+        RULE_OPTIONS,
+        package_functions.chunk_gated_delta_rule,
+        function_trials.try_delta_rule,
+    ),
+    "fused_recurrent_gated_delta_rule": MixerFunction(
+        "gated_delta_rule",
+        re.compile(r"(torch_|fused_)?recurrent_gated_delta_rule"),
+        5,
+        RULE_OPTIONS,
+        package_functions.fused_recurrent_gated_delta_rule,
+        function_trials.try_delta_rule,
+    ),
+}
+OPS = tuple(dict.fromkeys(function.op for function in FUNCTIONS.values()))
+
+
+def torch_function(function: Any) -> Callable[..., Any]:
+    """Return a modelling file's own function, behind the module or package's function that it became.
+
+    Wrappers of other code stay: they may change the result.
+    """
+    if isinstance(function, nn.Module):
+        function = function.forward
+    return inspect.unwrap(function, stop=lambda wrapper: not _exchanges(wrapper))
+
+
+def _exchanges(wrapper: Any) -> bool:
+    """Return whether a wrapper comes from the code that exchanges functions; `__module__` names what it wraps."""
+    return getattr(wrapper, "__globals__", {}).get("__name__", "").startswith(EXCHANGE)
+
+
+def why_not_ours(function: Callable[..., Any], role: MixerFunction) -> Refusal | None:
+    """Return why our function cannot take the place of a modelling file's own, or None."""
+    for option in list(inspect.signature(function).parameters.values())[role.inputs :]:
+        if option.kind is not option.VAR_KEYWORD and option.name not in role.options:
+            return Refusal(f"it takes {option.name}, which kernels do not have")
+    return role.trial(function)
