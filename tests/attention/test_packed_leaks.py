@@ -86,7 +86,12 @@ CONTAMINATING = [
     ("MambaConfig", {}, "eager", "see each other"),
     ("GptOssConfig", {**HEADS, **EXPERTS}, "eager", "see each other"),
     ("GptOssConfig", {**HEADS, **EXPERTS}, "per_document", "sinks"),
-    ("Lfm2Config", {**HEADS, "layer_types": ["conv", "full_attention"]}, "per_document", "see each other"),
+    (
+        "Lfm2Config",
+        {**HEADS, "layer_types": ["conv", "full_attention"]},
+        "per_document",
+        "(takes no packed rows|see each other)",
+    ),
     ("Llama4TextConfig", {**HEADS, **EXPERTS, "attention_chunk_size": 8}, "per_document", "own attention pattern"),
     ("StableLmConfig", {"num_attention_heads": 4, "num_key_value_heads": 2}, "per_document", "places of documents"),
 ]
