@@ -36,8 +36,8 @@ from ligertune.files.model_files import (
 )
 from ligertune.models.added_tokens import grow, needed_rows
 from ligertune.models.carried_tensors import find_carried, is_separate
-from ligertune.models.decays import decays_read_as_float32, make_decays_float32
 from ligertune.models.load_tokenizer import read_tokenizer
+from ligertune.models.mixers.decays import decays_read_as_float32, make_decays_float32
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores, is_outside_backbone
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 

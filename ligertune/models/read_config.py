@@ -19,8 +19,9 @@ from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin, check_sizes, 
 if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
 
-ISOLATED_LAYERS = {"full_attention", "sliding_attention"}  # layer types that keep no state across documents
-RECURRENT_LAYERS = {"linear_attention", "conv", "mamba"}  # those of which `carried_state` decides
+ISOLATED_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}  # layer types that keep no state
+LINEAR_LAYERS = {"linear_attention", "conv", "mamba"}  # those without attention
+RECURRENT_LAYERS = LINEAR_LAYERS | {"hybrid", "hybrid_sliding"}  # those of which `carried_state` decides
 # Keys of a configuration whose model may have a recurrence or a convolution: Mamba's, linear attention's, LFM2's.
 STATE_KEYS = re.compile(r"mamba|ssm|conv|state_size|linear_|recurren|rwkv|delta", re.IGNORECASE)
 

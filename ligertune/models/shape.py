@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,25 +12,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ligertune.any_types import AnyModule
 from ligertune.data.modalities.modality import modality_of
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
-from ligertune.models.read_config import RECURRENT_LAYERS, config_value
+from ligertune.models.mixers.layer_parts import ATTENTION_IN, MIXER_OUT, LayerParts, parts_of_layers, with_mixer
+from ligertune.models.read_config import LINEAR_LAYERS, config_value
 from ligertune.models.score_head import embedding_of, lm_head_of, score_head
-from ligertune.patching.mixers.recognise_mixers import is_mixer
 from ligertune.planning.memory.model_shape import (
     DTYPE_BYTES,
     FrozenModelShape,
     HeadShape,
     LayerShape,
-    MixerShape,
     ModelShape,
     ParameterKind,
 )
 from ligertune.planning.memory.states import NF4_BYTES
 
-# Linear layers by the input they save for the backward. Attention itself saves o_proj's input.
-ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa"}
+# Linear layers by the input they save for the backward.
 MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "Wi", "wi", "wi_0", "wi_1"}
 MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
-MIXER_OUT = {"o_proj", "out_proj"}  # also of gated attention
 
 
 def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelShape:
@@ -41,8 +36,10 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
     matmul = _matmul_sizes(model)
     in_front = _layers_without_backward(model)
     layer, other_layers = _layer_shapes(model)
-    types = getattr(config, "layer_types", None) or []
-    linear = [kind in RECURRENT_LAYERS for kind in types]
+    parts = parts_of_layers(text_layers(model) or ())
+    types = getattr(config, "layer_types", None) or [""] * len(parts)
+    without = [not has.attention or kind in LINEAR_LAYERS for has, kind in zip(parts, types, strict=False)]
+    mixing = [has.mixer is not None for has in parts]
     in_front_ids = {id(p) for layer in in_front for p in layer.parameters()}
     return kind(
         family=type(next(module for module in model.modules() if isinstance(module, PreTrainedModel))).__name__,
@@ -63,8 +60,10 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
         in_front=len(in_front),
         n_active=_active_parameters(model),
         other_layers=other_layers,
-        linear_layers=sum(linear),
-        linear_in_front=sum(linear[: len(in_front)]),
+        linear_layers=sum(without),
+        linear_in_front=sum(without[: len(in_front)]),
+        mixers=sum(mixing),
+        mixers_in_front=sum(mixing[: len(in_front)]),
     )
 
 
@@ -217,32 +216,31 @@ def _layers_without_backward(model: PreTrainedModel) -> list[nn.Module]:
 def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, tuple[tuple[LayerShape, int], ...]]:
     """Return the sizes of the last layer, and of each other kind of layers with their number.
 
-    A kind has experts or not, and a mixer or attention. The first is that of the last layer with experts and attention,
-    as far as there are such layers. None: the layers are not understood.
+    A kind has experts or not, attention or not, a mixer or not, an MLP or not. The first is that of the last layer with
+    experts and attention, as far as there are such layers. None: the layers are not understood.
     """
     config = model.config.get_text_config()
     layers = text_layers(model)
-    if layers is None or not config_value(config, "num_attention_heads"):
+    if layers is None:
         return None, ()
-    kinds: dict[tuple[bool, bool], list[nn.Module]] = {}
-    for layer in layers:
-        kind = bool(expert_stacks(layer, config)), _mixer_of(layer) is None
-        kinds.setdefault(kind, []).append(layer)
+    parts = parts_of_layers(layers)
+    if not config_value(config, "num_attention_heads") and any(has.attention for has in parts):
+        return None, ()
+    kinds: dict[tuple[bool, ...], list[tuple[nn.Module, LayerParts]]] = {}
+    for layer, has in zip(layers, parts, strict=True):
+        kind = bool(expert_stacks(layer, config)), has.attention, has.mixer is None, has.mlp
+        kinds.setdefault(kind, []).append((layer, has))
     first, *others = sorted(kinds, reverse=True)
-    shapes = ((_layer_shape(config, kinds[kind][-1]), len(kinds[kind])) for kind in others)
-    return _layer_shape(config, kinds[first][-1]), tuple(shapes)
+    shapes = ((_layer_shape(config, *kinds[kind][-1]), len(kinds[kind])) for kind in others)
+    return _layer_shape(config, *kinds[first][-1]), tuple(shapes)
 
 
-def _mixer_of(layer: nn.Module) -> AnyModule | None:
-    """Return the layer's gated delta rule, if it has one whose heads are known."""
-    return next((module for module in layer.modules() if is_mixer(module) and hasattr(module, "head_k_dim")), None)
-
-
-def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
-    query, key = _attention_widths(config)
+def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) -> LayerShape:
+    query, key = _attention_widths(config) if has.attention else (0, 0)
     experts = read_experts(config, layer)
     hidden = config_value(config, "hidden_size")
-    mlp = config_value(config, "intermediate_size") or 4 * hidden  # null in GPT-2, whose MLP is this wide then
+    # null in GPT-2, whose MLP is this wide then
+    mlp = (config_value(config, "intermediate_size") or 4 * hidden) if has.mlp else 0
     if experts is not None:
         mlp = experts.chosen * experts.mlp + experts.shared
     of_experts = tuple(expert_stacks(layer, config))
@@ -252,7 +250,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
         hidden=hidden,
         query=query,
         key=key,
-        heads=config_value(config, "num_attention_heads"),
+        heads=config_value(config, "num_attention_heads") if has.attention else 0,
         mlp=mlp,
         norms=_norm_inputs(layer, query, key),
         attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
@@ -271,34 +269,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module) -> LayerShape:
             for name, module in layer.named_modules()
         ),
     )
-    return _with_mixer(shape, layer)
-
-
-def _with_mixer(shape: LayerShape, layer: nn.Module) -> LayerShape:
-    """Return the sizes of a layer that has a mixer instead of attention."""
-    mixer = _mixer_of(layer)
-    if mixer is None:
-        return shape
-    inside = [(name, p) for name, p in mixer.named_parameters() if p.requires_grad and p.ndim >= 2]
-    norms = sum(p.numel() for name, p in mixer.named_parameters() if p.ndim == 1 and "norm" in name)
-    return replace(
-        shape,
-        query=0,
-        key=0,
-        heads=0,
-        gated=False,
-        norms=shape.norms - norms,
-        attn_in=any(not {"conv1d", *MIXER_OUT} & set(name.split(".")) for name, _ in inside),
-        mixer=MixerShape(
-            mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, repeats=_repeats_keys(mixer)
-        ),
-    )
-
-
-def _repeats_keys(mixer: AnyModule) -> bool:
-    """Return whether the mixer's own code repeats its keys for the value heads that share them."""
-    code = inspect.unwrap(type(mixer).forward).__code__
-    return mixer.num_v_heads > mixer.num_k_heads and "repeat_interleave" in code.co_names
+    return shape if has.mixer is None else with_mixer(shape, has.mixer)
 
 
 def _attention_widths(config: PreTrainedConfig) -> tuple[int, int]:

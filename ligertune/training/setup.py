@@ -26,9 +26,9 @@ from ligertune.decode.generate import SampleAnswers
 from ligertune.errors import UserError
 from ligertune.features.task import Task
 from ligertune.files.storage import MetricsFile, newest_checkpoint
-from ligertune.models.decays import give_decays_the_dtype_of_weights
 from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
+from ligertune.models.mixers.decays import give_decays_the_dtype_of_weights
 from ligertune.models.save import prompt_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.optimization import total_rows

@@ -5,8 +5,8 @@ import torch
 from support.models.tiny_families import tiny_family
 from transformers import PreTrainedModel
 
-from ligertune.models.decays import give_decays_the_dtype_of_weights
 from ligertune.models.load import build_model
+from ligertune.models.mixers.decays import give_decays_the_dtype_of_weights
 from ligertune.models.read_config import read_config
 from ligertune.planning.options import ModelOptions
 

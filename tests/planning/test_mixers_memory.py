@@ -11,15 +11,16 @@ from ligertune_kernels.ops.recurrence import package_functions
 from support.quickstart_runs import bare_recipe
 
 from ligertune.hardware import Machine
-from ligertune.models.decays import make_decays_float32
+from ligertune.models.mixers.decays import make_decays_float32
 from ligertune.models.shape import read_shape, text_layers
 from ligertune.models.trainable import apply_method
 from ligertune.patching.norms import kernel_norms
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, StepPhase, backward_bytes, layer_bytes
-from ligertune.planning.memory.activation_policy import delta_chunk
+from ligertune.planning.memory.activation_policy import mixer_chunk
 from ligertune.planning.memory.estimate import MemoryEstimate
-from ligertune.planning.memory.model_shape import LayerShape, MixerShape, ModelShape
+from ligertune.planning.memory.mixer_shapes import DeltaRuleShape
+from ligertune.planning.memory.model_shape import LayerShape, ModelShape
 from ligertune.planning.memory.states import states_of
 from ligertune.planning.options import MethodOptions
 
@@ -30,7 +31,7 @@ SIZES = {"vocab_size": 128, "hidden_size": E, "intermediate_size": F, "num_hidde
          "pad_token_id": 0}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
            "shared_expert_intermediate_size": 32}  # fmt: skip
-MIXER = MixerShape(H, X, K, V)
+MIXER = DeltaRuleShape(H, X, K, V)
 CHANNELS = 2 * H * K + X * V
 TOKENS = 256
 
@@ -112,10 +113,22 @@ def test_saved_bytes_of_a_mixer(family, method, kernels_keep):
     assert saved_bytes(mixer) == pytest.approx(adapters + counted_bytes(layer, replace(layer, mixer=None)), rel=0.01)
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_saved_bytes_of_a_convolution(method, kernels_keep):
+    model = hybrid("lfm2", "cpu", method, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)
+    patch(model, lora=False)
+    mixer = text_layers(model)[0].conv
+    shape = read_shape(model)
+    ((layer, number),) = shape.other_layers
+    assert (number, layer.heads, layer.mlp, shape.linear_layers, shape.recurrence) == (2, 0, F, 2, 0)
+    adapters = sum(4 * p.shape[0] for name, p in mixer.named_parameters() if ".lora_A." in name)
+    assert saved_bytes(mixer) == pytest.approx(adapters + counted_bytes(layer, replace(layer, mixer=None)), rel=0.01)
+
+
 def test_saved_bytes_of_transformers_mixer():
     model = hybrid("qwen3_5_text", "cpu")
     ((layer, _),) = read_shape(model).other_layers
-    counted = counted_bytes(layer, replace(layer, mixer=None), delta_chunk=0, fused_norm=False)
+    counted = counted_bytes(layer, replace(layer, mixer=None), mixer_chunk=0, fused_norm=False)
     assert saved_bytes(text_layers(model)[0].linear_attn) == pytest.approx(counted, rel=0.01)
 
 
@@ -131,7 +144,7 @@ def test_queries_and_keys_that_a_model_repeats_are_saved_too():
     ((repeated, _),) = read_shape(model).other_layers
     plain = replace(repeated, mixer=replace(repeated.mixer, repeats=False))
     assert counted_bytes(repeated, plain) == 4 * 2 * X * K
-    assert counted_bytes(repeated, plain, delta_chunk=0) == 0
+    assert counted_bytes(repeated, plain, mixer_chunk=0) == 0
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -209,9 +222,9 @@ def test_a_plan_counts_each_kind_of_layer_and_the_widest_backward():
 def test_chunks_are_those_of_the_machines_tiles(vendor, arch, itemsize, chunk):
     facts = {field.name: None for field in fields(Machine)}
     machine = Machine(**{**facts, "vendor": vendor, "arch": arch})
-    assert delta_chunk(MixerShape(16, 32, 128, 128), itemsize, machine) == chunk
-    wide = MixerShape(16, 32, 512, 128)
-    assert delta_chunk(wide, itemsize, machine) == (64 if vendor == "cpu" else 0)
+    assert mixer_chunk(DeltaRuleShape(16, 32, 128, 128), itemsize, machine) == chunk
+    wide = DeltaRuleShape(16, 32, 512, 128)
+    assert mixer_chunk(wide, itemsize, machine) == (64 if vendor == "cpu" else 0)
 
 
 def test_flops_of_recurrence_and_of_the_layers_with_attention():
@@ -222,5 +235,5 @@ def test_flops_of_recurrence_and_of_the_layers_with_attention():
     shape = shape_of()
     assert shape.flops(tokens=1, squared_lengths=0) == 6 * weights + 3 * 3 * recurrence
     assert shape.flops(tokens=0, squared_lengths=1) == 3 * 2 * 64  # one layer of four heads of 16
-    frozen = replace(shape, in_front=2, linear_in_front=2)
+    frozen = replace(shape, in_front=2, linear_in_front=2, mixers_in_front=2)
     assert shape.flops(tokens=1, squared_lengths=1) - frozen.flops(tokens=1, squared_lengths=1) == 2 * 2 * recurrence

@@ -57,7 +57,7 @@ class MedusaShape(ModelShape):
                 heads.number * per_head * tokens
             )
         per_token = 2 * (self.n_matmul - projection) + heads.number * (per_head - 2 * block)
-        per_token += self.linear_layers * self.recurrence
+        per_token += self.mixers * self.recurrence
         attention_layers = self.num_hidden_layers - self.linear_layers
         return float(per_token * tokens + 2 * attention_layers * self.attention_width * squared_lengths)
 

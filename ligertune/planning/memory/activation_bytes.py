@@ -42,7 +42,6 @@ from ligertune.planning.memory.layer_bytes import (
     experts_backward_bytes,
     float8_bytes,
     float8_saved,
-    mixer_backward_bytes,
     new_gradients,
     saved_by_experts,
     saved_by_mixer,
@@ -73,7 +72,7 @@ class ActivationPolicy:
     float8_mlp: bool = False  # SwiGLU's kernels write float8 operands
     fused_lora: bool = False  # our functions compute the adapters
     tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
-    delta_chunk: int = 64  # tokens per chunk of our gated delta rule; 0: transformers' functions compute it
+    mixer_chunk: int = 64  # tokens per chunk of our recurrence; 0: transformers' functions compute it
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
 
     @property
@@ -148,7 +147,7 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     if layer.experts is not None:
         size += saved_by_experts(layer.experts, layer.hidden, itemsize, fused=policy.fused_experts)
     size += float8_saved(layer, policy.float8, itemsize, fused_mlp=policy.float8_mlp)
-    size += saved_by_mixer(layer, itemsize, fused=policy.delta_chunk > 0, fused_norm=policy.fused_norm)
+    size += saved_by_mixer(layer, itemsize, fused=policy.mixer_chunk > 0, fused_norm=policy.fused_norm)
     if policy.attention == "eager":
         size += layer.heads * row_length * (2 * itemsize + 4)
     return size
@@ -199,7 +198,7 @@ def backward_bytes(
     if layer.mixer is not None:  # its backward begins when that of the MLP has freed what the MLP saved
         without_mlp = replace(layer, mlp=0, mlp_in=False, mlp_out=False, experts=None)
         freed = layer_bytes(layer, policy, itemsize, 1) - layer_bytes(without_mlp, policy, itemsize, 1)
-        mixer = mixer_backward_bytes(layer.mixer, itemsize, chunk=policy.delta_chunk)
+        mixer = layer.mixer.in_backward(itemsize, chunk=policy.mixer_chunk)
         made = new_gradients(layer.experts, itemsize) * expert_gradients
         mlp = max(mlp, tokens * (mixer - freed) + made)
     return outside + mlp + float8_bytes(layer, policy.float8, tokens, fused_mlp=fused)
@@ -233,7 +232,7 @@ def _kept_results(
 
 def attends(layer: LayerShape, policy: ActivationPolicy) -> bool:
     """Return whether our kernels compute the layer's attention."""
-    return layer.mixer is None and policy.attention in ("document_attention", FA4_OR_DOCUMENT_ATTENTION)
+    return layer.heads > 0 and policy.attention in ("document_attention", FA4_OR_DOCUMENT_ATTENTION)
 
 
 def loss_workspace(rows: int, head: HeadShape, itemsize: int, *, needs_dw: bool, free: int | None) -> int:

@@ -16,13 +16,14 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import TILE, ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.layer_bytes import Float8
-from ligertune.planning.memory.model_shape import MixerShape
+from ligertune.planning.memory.mixer_shapes import DeltaRuleShape, MixerShape
 from ligertune.planning.memory.states import Strategy
 from ligertune.planning.plan import Plan
 from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
 GATED_MLPS = {"swiglu", "geglu", "reglu"}
+MIXERS = {"gated_delta_rule", "causal_conv1d"}
 # `layers: auto` is suggested if it checkpoints at most this share of the layers.
 WORTH_SUGGESTING = 0.9
 # `offload` is suggested if it saves at least this share of a step's memory: the estimate is not more exact.
@@ -66,7 +67,7 @@ def choose_policy(
         fused_experts="experts" in applied,
         fused_loss=loss_kernel in applied,
         attention=attn_implementation,
-        delta_chunk=64 if "gated_delta_rule" in applied else 0,
+        mixer_chunk=64 if not MIXERS.isdisjoint(applied) else 0,
         checkpointing=recipe.train.gradient_checkpointing,
         recompute=recipe.kernels.recomputed if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
         float8=_float8_of(recipe) if "float8_linear" in applied else "no",
@@ -75,22 +76,24 @@ def choose_policy(
     )
 
 
-def delta_chunk(mixer: MixerShape, itemsize: int, machine: Machine) -> int:
-    """Return the tokens per chunk of our gated delta rule on the machine; 0: no kernel runs heads of this width."""
+def mixer_chunk(mixer: MixerShape, itemsize: int, machine: Machine) -> int:
+    """Return the tokens per chunk of our recurrence on the machine; 0: no kernel runs heads of this width."""
     if machine.vendor == "cpu":
-        return ActivationPolicy.delta_chunk
+        return ActivationPolicy.mixer_chunk
     # the tiles read vendor, architecture and width of a warp, which is 64 on CDNA (gfx9) alone
     warp_size = 64 if machine.arch.startswith("gfx9") else 32
     chip = Chip(machine.vendor, machine.arch, warp_size, processors=1, l2_bytes=1)
+    if not isinstance(mixer, DeltaRuleShape):
+        return 1  # a convolution has no chunks, and runs everywhere
     tiles = delta_tiles(max(mixer.key_dim, mixer.value_dim), itemsize, chip)
     return 0 if tiles is None else tiles.chunk
 
 
 def on_machine(policy: ActivationPolicy, mixer: MixerShape | None, itemsize: int, machine: Machine) -> ActivationPolicy:
     """Return the policy with the chunks of the machine's kernels."""
-    if mixer is None or not policy.delta_chunk:
+    if mixer is None or not policy.mixer_chunk:
         return policy
-    return replace(policy, delta_chunk=delta_chunk(mixer, itemsize, machine))
+    return replace(policy, mixer_chunk=mixer_chunk(mixer, itemsize, machine))
 
 
 def _float8_of(recipe: Recipe) -> Float8:

@@ -1,4 +1,4 @@
-"""Memory of special layers, by formula: mixtures of experts, gated delta rules, float8 layers, FlashAttention-4.
+"""Memory of special layers, by formula: mixtures of experts, float8 layers, FlashAttention-4.
 
 Experts. N tokens are sent to K experts each, so that S = N·K rows go through an expert. Our op
 (`ligertune_kernels.experts`) saves the layer's input x (N, E), the pre-activations z (S, 2F), the router's weights,
@@ -8,23 +8,17 @@ E).
 
 All buffers have S rows. How the rows are distributed over the experts changes which rows belong to which expert, and
 no size: there is no capacity and no padding, so the worst imbalance needs the same memory as a perfect balance.
-
-Gated delta rules (`MixerShape`). Our convolution and recurrence save their inputs: what the projection of queries, keys
-and values gives, the same convolved, the decay in float32 and beta. The gated norm saves the recurrence's output and
-the gate. transformers' functions save 12 K + 3 V + 5 C + 6 numbers per token and value head in float32, and K V / C for
-the states of chunks of C = 64 tokens (counted in `torch_chunk_gated_delta_rule` of Qwen3.5).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from ligertune.planning.memory.model_shape import ExpertsShape, LayerShape, MixerShape
+from ligertune.planning.memory.model_shape import ExpertsShape, LayerShape
 
 # The attention's name in transformers, which would look for a package if it contained "flash".
 FA4_OR_DOCUMENT_ATTENTION = "fa4_or_document_attention"
 MOST_SUMS = 3 << 29  # bytes; document_attention runs rows whose backward would need more
-TORCH_CHUNK = 64  # tokens per chunk in transformers' gated delta rules
 Float8 = Literal["no", "kernels", "compiled", "eager"]  # ours; torchao's with and without torch.compile
 
 
@@ -79,38 +73,9 @@ def saved_by_mixer(layer: LayerShape, itemsize: int, *, fused: bool, fused_norm:
 
     fused: our kernels compute convolution and recurrence.
     """
-    mixer = layer.mixer
-    if mixer is None:
+    if layer.mixer is None:
         return 0
-    trains = layer.norms_train
-    elements = 2 * mixer.channels + mixer.value_heads
-    if fused:  # transformers' function converts them to float32, and keeps that
-        elements += mixer.repeated
-    # in float32 softplus's input, its output if it is multiplied by a decay that trains, and their product, the decay
-    size = elements * itemsize + 4 * mixer.value_heads * (2 + trains)
-    if not fused:
-        per_head = 12 * mixer.key_dim + 3 * mixer.value_dim + 5 * TORCH_CHUNK + 6
-        size += 4 * mixer.value_heads * (per_head + mixer.key_dim * mixer.value_dim // TORCH_CHUNK)
-    if fused_norm:
-        return size + 2 * mixer.values * itemsize + 4 * mixer.value_heads
-    # in float32 the output, the gate and that activated; the normalised output before and after the weight
-    return size + mixer.values * (3 * 4 + (1 + trains) * itemsize) + 4 * mixer.value_heads
-
-
-def mixer_backward_bytes(mixer: MixerShape, itemsize: int, *, chunk: int) -> int:
-    """Return the bytes per token in a gated delta rule's backward. chunk: tokens per chunk of our kernels; 0: not ours.
-
-    Ours computes again what it needs of the forward (T, v̂ and the states) and has gradients of v̂ and of the states;
-    nothing is freed before it ends. The gradients of the output and of the gate exist at the same time.
-    """
-    gradients = (mixer.channels + 2 * mixer.values) * itemsize
-    if not chunk:  # gradients of what transformers' function saves, each with a copy that a slice of a chunk adds to
-        return gradients + 8 * mixer.value_heads * (2 * mixer.key_dim + mixer.value_dim + TORCH_CHUNK)
-    states = 2 * mixer.key_dim * mixer.value_dim // chunk
-    per_head = 2 * mixer.value_dim + chunk + states
-    # float32: a partial dk, lengths of q and k; sums of decays and their gradients, partial gradients of beta, factors
-    floats = mixer.key_heads * (mixer.key_dim + 2) + 8 * mixer.value_heads
-    return gradients + mixer.value_heads * per_head * itemsize + 4 * floats
+    return layer.mixer.saved(itemsize, fused=fused, fused_norm=fused_norm, trains=layer.norms_train)
 
 
 def flash_4_memory(n_tokens: int, heads: int, key_heads: int, width: int) -> int:
@@ -127,7 +92,7 @@ def float8_copies(layer: LayerShape, float8: Float8) -> int:
         return 0
     mixing = 2 * layer.query + 2 * layer.key + layer.query * layer.gated
     if layer.mixer is not None:
-        mixing = layer.mixer.channels + 2 * layer.mixer.values
+        mixing += layer.mixer.projected + layer.mixer.values
     return 2 * layer.hidden * (mixing + 3 * layer.dense_mlp)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ligertune.planning.memory.mixer_shapes import MixerShape
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -62,41 +64,10 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True)
-class MixerShape:
-    """A gated delta rule, which a layer of linear attention has instead of attention."""
-
-    key_heads: int  # H
-    value_heads: int  # X
-    key_dim: int  # K of one head
-    value_dim: int  # V of one head
-    repeats: bool = False  # the model repeats queries and keys for all value heads, as that of transformers 5.17 does
-
-    @property
-    def repeated(self) -> int:
-        """Elements per token of the repeated queries and keys."""
-        return 2 * self.value_heads * self.key_dim if self.repeats else 0
-
-    @property
-    def values(self) -> int:
-        """Elements per token of the values, as many as of the recurrence's output and of its gate."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Elements per token of the convolution, whose output is queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.values
-
-    @property
-    def flops(self) -> int:
-        """FLOPs per token forward: three products of the state (K, V) of each value head."""
-        return 6 * self.value_heads * self.key_dim * self.value_dim
-
-
-@dataclass(frozen=True)
 class LayerShape:
     """One decoder layer. Sizes are elements per token; the flags name the linear inputs saved for the backward.
 
-    A layer with a mixer has no query, key and heads.
+    query, key and heads are 0 in a layer without attention, as most with a mixer are; mlp in one without an MLP.
     """
 
     hidden: int  # E
@@ -124,7 +95,7 @@ class LayerShape:
     @property
     def gated_out(self) -> int:
         """The saved input of the output projection if it is a product with a gate, not what attention saves anyway."""
-        width = self.query * self.gated if self.mixer is None else self.mixer.values
+        width = self.query * self.gated + (0 if self.mixer is None else self.mixer.values)
         return width * self.attn_out
 
 
@@ -233,16 +204,18 @@ class ModelShape:
     heads: AddedHeadsShape | None = None
     linear_layers: int = 0  # layers without attention
     linear_in_front: int = 0  # of those, how many are among the `in_front`
+    mixers: int = 0  # layers with a mixer, some of which have attention, too
+    mixers_in_front: int = 0
 
     @property
     def mixer(self) -> MixerShape | None:
-        """The gated delta rule of the layers that have one."""
+        """That of the layers that have one."""
         layers = (self.layer, *(layer for layer, _ in self.other_layers))
         return next((layer.mixer for layer in layers if layer is not None and layer.mixer is not None), None)
 
     @property
     def recurrence(self) -> int:
-        """FLOPs per token forward of the recurrence of a layer without attention; 0: it is not understood."""
+        """FLOPs per token forward of the recurrence of a layer with a mixer; 0: it is not understood."""
         return 0 if self.mixer is None else self.mixer.flops
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
@@ -255,15 +228,16 @@ class ModelShape:
         of the square) and twice that backward. Frozen first layers have no backward.
 
         A gated delta rule (Yang, Kautz and Hatamizadeh, arXiv:2412.06464) multiplies the state (K, V) of
-        each of its X heads by k and by q, and adds k v^T: 6 * X * K * V per token forward, and twice that backward. It
-        is counted token by token, without the products that chunks add. Its convolution costs 2 per tap and channel,
-        and is among the weights.
+        each of its X heads by k and by q, and adds k v^T: 6 * X * K * V per token forward, and twice that backward;
+        Mamba 2 multiplies it by C and adds x B^T. They are counted token by token, without the products that chunks
+        add. Their convolution costs 2 per tap and channel, and is among the weights.
         """
         weights = (4 * self.n_matmul - 2 * self.n_matmul_in_front + 2 * self.n_matmul_trainable) * tokens
         linear_passes = 3 * self.linear_layers - 2 * self.linear_in_front
         attention_passes = 3 * self.num_hidden_layers - 2 * self.in_front - linear_passes
         attention = 2 * attention_passes * self.attention_width * squared_lengths
-        return float(weights + attention + linear_passes * self.recurrence * tokens)
+        mixer_passes = 3 * self.mixers - 2 * self.mixers_in_front
+        return float(weights + attention + mixer_passes * self.recurrence * tokens)
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,7 @@ from ligertune.planning.memory.activation_bytes import (
     keeps_gates,
     loss_bytes,
 )
-from ligertune.planning.memory.layer_bytes import (
-    FA4_OR_DOCUMENT_ATTENTION,
-    MOST_SUMS,
-    flash_4_memory,
-    mixer_backward_bytes,
-    saved_by_mixer,
-)
+from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION, MOST_SUMS, flash_4_memory, saved_by_mixer
 from ligertune.planning.memory.model_shape import HeadShape, LayerShape
 
 # Token ids, labels, positions, indices of labelled rows (int64), begin and end of each token's document (int32).
@@ -48,7 +42,7 @@ def saved_by_tiled_layer(layer: LayerShape, policy: ActivationPolicy, itemsize: 
     if not (policy.fused_norm and layer.normed):  # the tiles of the projections and of the MLP do not contain the norm
         elements += (1 + layer.attn_in) * layer.hidden
     elements += layer.gated_out + 2 * layer.gated * layer.query
-    mixer = saved_by_mixer(layer, itemsize, fused=policy.delta_chunk > 0, fused_norm=policy.fused_norm)
+    mixer = saved_by_mixer(layer, itemsize, fused=policy.mixer_chunk > 0, fused_norm=policy.fused_norm)
     return elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden) + mixer
 
 
@@ -66,7 +60,7 @@ def tile_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, token
 
 def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int:
     """Return the bytes of the fp32 sums in attention's backward, which H100 and H200 have."""
-    if layer.mixer is not None:
+    if not layer.heads:
         return 0
     width = layer.query // layer.heads
     shape = tokens, layer.heads, layer.key // width, width
@@ -77,9 +71,8 @@ def _sums_bytes(layer: LayerShape, policy: ActivationPolicy, tokens: int) -> int
 
 def _projected(layer: LayerShape) -> int:
     """Return the elements per token of q, k, v and attention's output, or their gradients; a mixer has also a gate."""
-    if layer.mixer is not None:
-        return layer.mixer.channels + 2 * layer.mixer.values
-    return 2 * layer.query + 2 * layer.key
+    mixing = 0 if layer.mixer is None else layer.mixer.projected + layer.mixer.values
+    return 2 * layer.query + 2 * layer.key + mixing
 
 
 def _tiled_backward(layer: LayerShape, policy: ActivationPolicy, itemsize: int, tokens: int) -> int:
@@ -90,7 +83,7 @@ def _tiled_backward(layer: LayerShape, policy: ActivationPolicy, itemsize: int, 
     # The norm's output is freed with the MLP, if it was saved; the block's input is as large as the block's gradient.
     normed = 0 if policy.fused_norm and layer.normed else hidden
     if layer.mixer is not None:
-        mixer = tokens * mixer_backward_bytes(layer.mixer, itemsize, chunk=policy.delta_chunk)
+        mixer = tokens * layer.mixer.in_backward(itemsize, chunk=policy.mixer_chunk)
         return max(mlp, saved - normed + mixer)
     projections = tokens * _projected(layer) * itemsize
     attention = saved - normed + projections + 4 * tokens * layer.heads + _sums_bytes(layer, policy, tokens)

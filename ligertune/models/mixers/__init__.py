@@ -1,0 +1,1 @@
+"""Mixers of hybrid models: their sizes, and the parameters of their decays."""
