@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from ligertune_kernels.launcher import tl, triton
 from ligertune_kernels.ops.recurrence.chunks import (
-    decay_between,
-    decay_between_transposed,
     decay_to_state,
     load_chunk,
     load_starts,
     load_tile,
     store_chunk,
     store_tile,
-    visible_tokens,
 )
 from ligertune_kernels.ops.recurrence.ssd.kernels import (
     LINEAR_ABOVE,
     N_FACTORS,
     load_raw_steps,
     load_skips,
+    seen_decays,
+    seen_decays_transposed,
     time_steps,
 )
 
@@ -37,6 +36,16 @@ def load_transposed(ptr, SIZE: tl.constexpr):
     """Load the transpose of a contiguous matrix (SIZE, SIZE)."""
     places = tl.arange(0, SIZE)
     return tl.load(ptr + places[:, None] + places[None, :] * SIZE)
+
+
+@triton.jit
+def sum_of_tiles(ptrs, stride, SIZE: tl.constexpr, N_TILES: tl.constexpr):
+    """Load numbers of N_TILES rows and add them in order."""
+    total = tl.zeros([SIZE], tl.float32)
+    for _ in range(0, N_TILES):
+        total += tl.load(ptrs)
+        ptrs += stride
+    return total
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
@@ -64,8 +73,9 @@ def input_gradients_kernel(
     group = head // GROUP
     first = chunk * CHUNK
     rows = tl.arange(0, CHUNK)
-    exists = first + rows < n_tokens
-    starts = load_starts(starts_ptr, first + rows, n_tokens, HAS_DOCUMENTS)
+    tokens = first + rows
+    exists = tokens < n_tokens
+    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
     at_chunk = (batch * n_chunks + chunk) * HEADS + head
     factors_ptr += at_chunk * N_FACTORS * CHUNK + rows
     steps = tl.load(factors_ptr)
@@ -74,7 +84,7 @@ def input_gradients_kernel(
 
     at_products = products_ptr + ((batch * n_chunks + chunk) * (HEADS // GROUP) + group) * CHUNK * CHUNK
     products = load_transposed(at_products, CHUNK)
-    weights = products.to(tl.float32) * decay_between_transposed(logs, starts, CHUNK) * steps[:, None]
+    weights = products.to(tl.float32) * seen_decays_transposed(logs, starts, tokens, HAS_DOCUMENTS) * steps[:, None]
     weights = weights.to(products.dtype)
     x_row_ptr = x_ptr + batch * x_batch_stride + head * x_head_stride
     b_row_ptr = b_ptr + batch * b_batch_stride + group * b_group_stride
@@ -112,59 +122,62 @@ def product_gradients_kernel(
     factors_ptr,  # (B, T / CHUNK, H, 4, CHUNK) fp32
     starts_ptr,  # (T,) int32
     d_products_ptr,  # (B, T / CHUNK, G, PARTS, CHUNK, CHUNK)
-    d_numbers_ptr,  # (B, T / CHUNK, H, 2, CHUNK) fp32: parts of the gradients of G and of dt', from the chunk alone
+    rows_ptr,  # (B, T / CHUNK, H, 2, CHUNK) fp32: Σ_j dt_j F_ij without F_ii, and F_ii
+    cols_ptr,  # (CHUNK / ROWS, B, T / CHUNK, H, CHUNK) fp32: Σ_i F_ij without F_jj, of the rows of a program
     x_batch_stride, x_token_stride, x_head_stride,
     n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_COLS: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_COLS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Write d(C_i·B_j) = Σ over heads D_ij dt_j dy_i·x_j.
+    """Write rows of d(C_i·B_j) = Σ over heads D_ij dt_j dy_i·x_j.
 
     With F_ij = D_ij (C_i·B_j) (dy_i·x_j), dt_j gets Σ_i F_ij, and G_i - G_j gets dt_j F_ij. The difference of a token
     and itself is left out: it is 0 whatever G is, and would cancel.
     """
     PART: tl.constexpr = (GROUP + PARTS - 1) // PARTS
-    at_part = tl.program_id(0) % (HEADS // GROUP * PARTS)
-    chunk = tl.program_id(0) // (HEADS // GROUP * PARTS)
-    group = (at_part // PARTS).to(tl.int64)
-    first_member = at_part % PARTS * PART
-    batch = tl.program_id(1).to(tl.int64)
-    first = chunk * CHUNK
-    rows = tl.arange(0, CHUNK)
-    at_group = (batch * n_chunks + chunk) * (HEADS // GROUP) + group
-    stride = HEADS * HEAD_DIM
+    GROUPS: tl.constexpr = HEADS // GROUP
     N_STEPS: tl.constexpr = (HEAD_DIM + HEAD_COLS - 1) // HEAD_COLS
-    sums = tl.zeros([CHUNK, CHUNK], tl.float32)
-    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)  # dy_i·x_j
+    chunk = tl.program_id(0) // (GROUPS * PARTS)
+    group = (tl.program_id(0) // PARTS % GROUPS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    first_row = tl.program_id(1) * ROWS
+    batch = tl.program_id(2).to(tl.int64)
+    first = chunk * CHUNK
+    rows = first_row + tl.arange(0, ROWS)
+    cols = tl.arange(0, CHUNK)
+    at_group = (batch * n_chunks + chunk) * GROUPS + group
+    at_tile = tl.program_id(1).to(tl.int64) * tl.num_programs(2) * n_chunks * HEADS
+    stride = HEADS * HEAD_DIM
+    is_same = rows[:, None] == cols[None, :]
+    sums = tl.zeros([ROWS, CHUNK], tl.float32)
+    pairs = tl.zeros([ROWS, CHUNK], tl.float32)  # dy_i·x_j
     # one loop over heads and their columns, so that what the next needs is loaded ahead
-    for step in range(0, tl.minimum(PART, GROUP - first_member) * N_STEPS):
+    for step in range(0, tl.minimum(PART, GROUP - part * PART) * N_STEPS):
         col = step % N_STEPS * HEAD_COLS
-        head = group * GROUP + first_member + step // N_STEPS
+        head = group * GROUP + part * PART + step // N_STEPS
         x_row_ptr = x_ptr + batch * x_batch_stride + head * x_head_stride
         at_out = (batch * n_tokens * HEADS + head) * HEAD_DIM
-        dy = load_chunk(dy_ptr + at_out, first, n_tokens, stride, col, HEAD_DIM, CHUNK, HEAD_COLS)
+        dy = load_chunk(dy_ptr + at_out, first + first_row, n_tokens, stride, col, HEAD_DIM, ROWS, HEAD_COLS)
         x = load_chunk(x_row_ptr, first, n_tokens, x_token_stride, col, HEAD_DIM, CHUNK, HEAD_COLS)
         pairs = tl.dot(dy, tl.trans(x), pairs, input_precision=DOT)
         if step % N_STEPS == N_STEPS - 1:
             at_chunk = (batch * n_chunks + chunk) * HEADS + head
-            steps = tl.load(factors_ptr + at_chunk * N_FACTORS * CHUNK + rows)
-            logs = tl.load(factors_ptr + (at_chunk * N_FACTORS + 1) * CHUNK + rows)
-            starts = load_starts(starts_ptr, first + rows, n_tokens, HAS_DOCUMENTS)
-            pairs *= decay_between(logs, starts, CHUNK)
+            head_factors_ptr = factors_ptr + at_chunk * N_FACTORS * CHUNK
+            steps = tl.load(head_factors_ptr + cols)
+            logs = tl.load(head_factors_ptr + CHUNK + cols)
+            row_logs = tl.load(head_factors_ptr + CHUNK + rows)
+            row_starts = load_starts(starts_ptr, first + rows, n_tokens, HAS_DOCUMENTS)
+            pairs *= seen_decays(row_logs, row_starts, first + rows, logs, first + cols, HAS_DOCUMENTS)
             sums += pairs * steps[None, :]
-            products = load_tile(products_ptr + at_group * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            products = load_tile(products_ptr + at_group * CHUNK * CHUNK, first_row, 0, CHUNK, CHUNK, ROWS, CHUNK)
             pairs *= products.to(tl.float32)
-            is_same = rows[:, None] == rows[None, :]
-            own = tl.sum(tl.where(is_same, pairs, 0.0), 0)
+            tl.store(rows_ptr + (at_chunk * 2 + 1) * CHUNK + rows, tl.sum(tl.where(is_same, pairs, 0.0), 1))
             pairs = tl.where(is_same, 0.0, pairs)
-            later = tl.sum(pairs, 0)
-            d_logs = tl.sum(pairs * steps[None, :], 1) - steps * later
-            at_numbers = d_numbers_ptr + at_chunk * 2 * CHUNK + rows
-            tl.store(at_numbers, d_logs)
-            tl.store(at_numbers + CHUNK, own + later)
-            pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
-    at_sums = d_products_ptr + (at_group * PARTS + at_part % PARTS) * CHUNK * CHUNK
-    store_tile(at_sums, sums, True, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK, KEEP_ALL=True)
+            tl.store(cols_ptr + (at_tile + at_chunk) * CHUNK + cols, tl.sum(pairs, 0))
+            tl.store(rows_ptr + at_chunk * 2 * CHUNK + rows, tl.sum(pairs * steps[None, :], 1))
+            pairs = tl.zeros([ROWS, CHUNK], tl.float32)
+    at_sums = d_products_ptr + (at_group * PARTS + part) * CHUNK * CHUNK
+    store_tile(at_sums, sums, True, first_row, 0, CHUNK, CHUNK, ROWS, CHUNK, KEEP_ALL=True)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
@@ -254,7 +267,8 @@ def step_gradients_kernel(
     starts_ptr,  # (T,) int32
     factors_ptr,  # (B, T / CHUNK, H, 4, CHUNK) fp32
     kept_ptr,  # (B, T / CHUNK, H) fp32
-    d_numbers_ptr,  # (B, T / CHUNK, H, 2, CHUNK) fp32
+    rows_ptr,  # (B, T / CHUNK, H, 2, CHUNK) fp32
+    cols_ptr,  # (ROW_TILES, B, T / CHUNK, H, CHUNK) fp32
     reads_ptr, writes_ptr,  # (KEY_TILES, B, T / CHUNK, H, CHUNK) fp32
     carried_ptr,  # (KEY_TILES, B, T / CHUNK, H) fp32
     d_dt_ptr,  # (B, T, H)
@@ -263,7 +277,7 @@ def step_gradients_kernel(
     n_tokens, n_chunks,
     HEADS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     FLOORED: tl.constexpr, CAPPED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, KEY_TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROW_TILES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write ddt, and the chunk's parts of dA and of dt_bias' gradient.
 
@@ -280,36 +294,40 @@ def step_gradients_kernel(
     exists = tokens < n_tokens
     starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
     at_chunk = (batch * n_chunks + chunk) * HEADS + head
-    factors_ptr += at_chunk * N_FACTORS * CHUNK + rows
-    steps = tl.load(factors_ptr)
-    logs = tl.load(factors_ptr + CHUNK)
-    d_logs = tl.load(d_numbers_ptr + at_chunk * 2 * CHUNK + rows)
-    d_steps = tl.load(d_numbers_ptr + (at_chunk * 2 + 1) * CHUNK + rows)
-    written = tl.zeros([CHUNK], tl.float32)
-    carried = 0.0
-    for tile in range(0, KEY_TILES):
-        at_sum = batches.to(tl.int64) * n_chunks * HEADS * tile + at_chunk
-        d_logs += tl.load(reads_ptr + at_sum * CHUNK + rows)
-        written += tl.load(writes_ptr + at_sum * CHUNK + rows)
-        carried += tl.load(carried_ptr + at_sum)
-
-    last = tl.minimum(first + CHUNK, n_tokens) - 1
-    last_log = tl.sum(tl.where(tokens == last, logs, 0.0))
-    to_state, _ = decay_to_state(logs, starts, last_log, starts_ptr, first, last, HAS_DOCUMENTS)
-    written *= to_state
-    d_steps += written
-    written *= steps
-    earlier = visible_tokens(starts, CHUNK, STRICT=True)  # [token, earlier token]
-    d_decays = tl.sum(tl.where(visible_tokens(starts, CHUNK), d_logs[:, None], 0.0), 0)
-    d_decays += tl.sum(tl.where(earlier, written[None, :], 0.0), 1)
+    tile_stride = batches.to(tl.int64) * n_chunks * HEADS
+    reads_ptr += at_chunk * CHUNK
+    writes_ptr += at_chunk * CHUNK
+    factors_ptr += at_chunk * N_FACTORS * CHUNK
+    rows_ptr += at_chunk * 2 * CHUNK
+    cols_ptr += at_chunk * CHUNK
+    d_decays = tl.zeros([CHUNK], tl.float32)
+    # a few tokens at a time, whose masks take few registers
+    for block in range(0, CHUNK, BLOCK):
+        others = block + tl.arange(0, BLOCK)
+        read = sum_of_tiles(reads_ptr + others, tile_stride * CHUNK, BLOCK, KEY_TILES)
+        read += tl.load(rows_ptr + others)
+        read -= tl.load(factors_ptr + others) * sum_of_tiles(cols_ptr + others, tile_stride * CHUNK, BLOCK, ROW_TILES)
+        written = sum_of_tiles(writes_ptr + others, tile_stride * CHUNK, BLOCK, KEY_TILES)
+        written *= tl.load(factors_ptr + 2 * CHUNK + others)
+        reached = tl.where(rows[:, None] <= others[None, :], read[None, :], written[None, :])
+        if HAS_DOCUMENTS:
+            others_starts = load_starts(starts_ptr, first + others, n_tokens, HAS_DOCUMENTS)
+            reached = tl.where(starts[:, None] == others_starts[None, :], reached, 0.0)
+        d_decays += tl.sum(reached, 1)
     # the state before the chunk goes through tokens of one document alone, or of none
-    d_decays += tl.load(kept_ptr + at_chunk) * carried
-    a = tl.load(a_ptr + head).to(tl.float32)
-    d_steps += d_decays * a
+    for tile in range(0, KEY_TILES):
+        d_decays += tl.load(kept_ptr + at_chunk) * tl.load(carried_ptr + tile_stride * tile + at_chunk)
 
-    raw = load_raw_steps(
-        dt_ptr, dt_bias_ptr, batch, head, tokens, n_tokens, dt_batch_stride, dt_token_stride, dt_head_stride, HAS_BIAS
-    )
+    steps = tl.load(factors_ptr + rows)
+    logs = tl.load(factors_ptr + CHUNK + rows)
+    last = tl.minimum(first + CHUNK, n_tokens) - 1
+    last_log = tl.load(factors_ptr + CHUNK + last - first)
+    to_state, _ = decay_to_state(logs, starts, last_log, starts_ptr, first, last, HAS_DOCUMENTS)
+    d_steps = tl.load(rows_ptr + CHUNK + rows) + sum_of_tiles(cols_ptr + rows, tile_stride * CHUNK, CHUNK, ROW_TILES)
+    d_steps += d_decays * tl.load(a_ptr + head).to(tl.float32)
+    d_steps += to_state * sum_of_tiles(writes_ptr + rows, tile_stride * CHUNK, CHUNK, KEY_TILES)
+    dt_row_ptr = dt_ptr + batch * dt_batch_stride + head * dt_head_stride
+    raw = load_raw_steps(dt_row_ptr, dt_bias_ptr + head, tokens, n_tokens, dt_token_stride, HAS_BIAS)
     unlimited = time_steps(raw, SOFTPLUS, False, False, LOW, HIGH)
     d_raw = tl.where(exists, d_steps, 0.0)
     if FLOORED:
@@ -318,7 +336,7 @@ def step_gradients_kernel(
         d_raw = tl.where(unlimited <= HIGH, d_raw, 0.0)
     if SOFTPLUS:
         d_raw *= tl.where(raw > LINEAR_ABOVE, 1.0, tl.sigmoid(raw))
-    d_dt_ptrs = d_dt_ptr + (batch * n_tokens * HEADS + head) + tokens.to(tl.int64) * HEADS
-    tl.store(d_dt_ptrs, d_raw.to(d_dt_ptr.dtype.element_ty), mask=exists)
+    d_dt_ptr += (batch * n_tokens * HEADS + head) + tokens.to(tl.int64) * HEADS
+    tl.store(d_dt_ptr, d_raw.to(d_dt_ptr.dtype.element_ty), mask=exists)
     tl.store(partial_ptr + at_chunk, tl.sum(tl.where(exists, steps * d_decays, 0.0)))
-    tl.store(partial_ptr + batches.to(tl.int64) * n_chunks * HEADS + at_chunk, tl.sum(d_raw))
+    tl.store(partial_ptr + tile_stride + at_chunk, tl.sum(d_raw))

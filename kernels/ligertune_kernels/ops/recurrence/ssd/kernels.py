@@ -21,7 +21,6 @@ from __future__ import annotations
 from ligertune_kernels.jit.device_functions import silu, silu_grad
 from ligertune_kernels.launcher import tl, triton
 from ligertune_kernels.ops.recurrence.chunks import (
-    decay_between,
     decay_from_state,
     decay_to_state,
     load_chunk,
@@ -32,7 +31,6 @@ from ligertune_kernels.ops.recurrence.chunks import (
     part_of_row,
     store_chunk,
     store_tile,
-    visible_tokens,
 )
 
 N_FACTORS = tl.constexpr(4)  # of a token: dt', G, w, m
@@ -68,15 +66,31 @@ def time_steps(
 
 
 @triton.jit
-def load_raw_steps(
-    dt_ptr, dt_bias_ptr, batch, head, tokens, n_tokens, batch_stride, token_stride, head_stride, HAS_BIAS: tl.constexpr
-):
-    """Load dt + dt_bias of a head."""
-    ptr = dt_ptr + batch * batch_stride + head * head_stride
-    raw = load_numbers(ptr, tokens, n_tokens, token_stride).to(tl.float32)
+def load_raw_steps(dt_ptr, dt_bias_ptr, tokens, n_tokens, token_stride, HAS_BIAS: tl.constexpr):
+    """Load dt + dt_bias of a head, whose numbers the pointers point to."""
+    raw = load_numbers(dt_ptr, tokens, n_tokens, token_stride).to(tl.float32)
     if HAS_BIAS:
-        raw += tl.load(dt_bias_ptr + head).to(tl.float32)
+        raw += tl.load(dt_bias_ptr).to(tl.float32)
     return raw
+
+
+@triton.jit
+def seen_decays(row_logs, row_starts, row_tokens, logs, tokens, HAS_DOCUMENTS: tl.constexpr):
+    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0: those from its document's start to itself."""
+    seen = row_tokens[:, None] >= tokens[None, :]
+    if HAS_DOCUMENTS:  # one number of a row: starts of columns, too, would take registers
+        seen = seen & (row_starts[:, None] <= tokens[None, :])
+    # masked before exp: differences of later tokens are positive and may overflow
+    return tl.exp(tl.where(seen, row_logs[:, None] - logs[None, :], float("-inf")))
+
+
+@triton.jit
+def seen_decays_transposed(logs, starts, tokens, HAS_DOCUMENTS: tl.constexpr):
+    """Return D_ij with j, the token that is seen, on the first axis."""
+    seen = tokens[:, None] <= tokens[None, :]
+    if HAS_DOCUMENTS:
+        seen = seen & (tokens[:, None] >= starts[None, :])
+    return tl.exp(tl.where(seen, logs[None, :] - logs[:, None], float("-inf")))
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
@@ -93,7 +107,7 @@ def prepare_kernel(
     n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, FLOORED: tl.constexpr, CAPPED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    CHUNK: tl.constexpr, STATE_DIM: tl.constexpr, STATE_COLS: tl.constexpr, DOT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STATE_DIM: tl.constexpr, STATE_COLS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Write what a chunk computes without the state."""
     chunk = tl.program_id(0) // HEADS
@@ -115,13 +129,22 @@ def prepare_kernel(
         store_tile(at_products, products, True, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK, KEEP_ALL=True)
 
     starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    raw = load_raw_steps(
-        dt_ptr, dt_bias_ptr, batch, head, tokens, n_tokens, dt_batch_stride, dt_token_stride, dt_head_stride, HAS_BIAS
-    )
+    dt_row_ptr = dt_ptr + batch * dt_batch_stride + head * dt_head_stride
+    raw = load_raw_steps(dt_row_ptr, dt_bias_ptr + head, tokens, n_tokens, dt_token_stride, HAS_BIAS)
     steps = tl.where(tokens < n_tokens, time_steps(raw, SOFTPLUS, FLOORED, CAPPED, LOW, HIGH), 0.0)
-    decays = tl.maximum(steps * tl.load(a_ptr + head).to(tl.float32), -LARGEST_DECAY)
-    # sums over the document alone: those over the chunk would round by the decays of other documents
-    logs = tl.sum(tl.where(visible_tokens(starts, CHUNK), decays[None, :], 0.0), 1)
+    a = tl.load(a_ptr + head).to(tl.float32)
+    logs = tl.zeros([CHUNK], tl.float32)
+    # a few tokens at a time, whose masks take few registers
+    for block in range(0, CHUNK, BLOCK):
+        earlier = first + block + tl.arange(0, BLOCK)
+        some = load_raw_steps(dt_row_ptr, dt_bias_ptr + head, earlier, n_tokens, dt_token_stride, HAS_BIAS)
+        decays = tl.maximum(time_steps(some, SOFTPLUS, FLOORED, CAPPED, LOW, HIGH) * a, -LARGEST_DECAY)
+        decays = tl.where(earlier < n_tokens, decays, 0.0)
+        # sums over the document alone: those over the chunk would round by the decays of other documents
+        seen = tokens[:, None] >= earlier[None, :]
+        if HAS_DOCUMENTS:
+            seen = seen & (starts[:, None] <= earlier[None, :])
+        logs += tl.sum(tl.where(seen, decays[None, :], 0.0), 1)
     last = tl.minimum(first + CHUNK, n_tokens) - 1
     last_log = tl.sum(tl.where(tokens == last, logs, 0.0))
     to_state, kept = decay_to_state(logs, starts, last_log, starts_ptr, first, last, HAS_DOCUMENTS)
@@ -238,8 +261,9 @@ def outputs_kernel(
     group = head // GROUP
     first = chunk * CHUNK
     rows = tl.arange(0, CHUNK)
-    exists = first + rows < n_tokens
-    starts = load_starts(starts_ptr, first + rows, n_tokens, HAS_DOCUMENTS)
+    tokens = first + rows
+    exists = tokens < n_tokens
+    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
     at_chunk = (batch * n_chunks + chunk) * HEADS + head
     factors_ptr += at_chunk * N_FACTORS * CHUNK + rows
     steps = tl.load(factors_ptr)
@@ -248,7 +272,7 @@ def outputs_kernel(
 
     at_products = products_ptr + ((batch * n_chunks + chunk) * (HEADS // GROUP) + group) * CHUNK * CHUNK
     products = load_tile(at_products, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    weights = products.to(tl.float32) * decay_between(logs, starts, CHUNK) * steps[None, :]
+    weights = products.to(tl.float32) * seen_decays(logs, starts, tokens, logs, tokens, HAS_DOCUMENTS) * steps[None, :]
     weights = weights.to(products.dtype)
     x_row_ptr = x_ptr + batch * x_batch_stride + head * x_head_stride
     c_row_ptr = c_ptr + batch * c_batch_stride + group * c_group_stride

@@ -173,8 +173,8 @@ class _Launches(NamedTuple):
     chunk: int  # tokens
     parts: int  # of a group's heads
     scan_tiles: int  # of a state
-    key_cols: int
     key_tiles: int  # of N
+    row_tiles: int  # of the products of a chunk
     prepare: Launcher
     scan: Launcher
     scan_back: Launcher
@@ -218,23 +218,26 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
     shared = group | documents | both
     outputs = shared | skip | {"HAS_Z": shape.has_z}
     in_parts = {"PARTS": parts}
-    to_steps = documents | shape.steps.constants()
+    row_tiles = chosen.chunk // chosen.product_rows
+    in_rows = {"ROWS": chosen.product_rows}
+    counts = {"KEY_TILES": key_tiles, "ROW_TILES": row_tiles}
+    to_steps = documents | shape.steps.constants() | {"BLOCK": min(tiles.SUM_TOKENS, chosen.chunk)}
     return _Launches(
         chunk=chosen.chunk,
         parts=parts,
         scan_tiles=-(-shape.state_dim // scan.state_cols) * -(-shape.head_dim // scan.head_cols),
-        key_cols=keys.state_cols,
         key_tiles=key_tiles,
+        row_tiles=row_tiles,
         prepare=launch(kernels.prepare_kernel, chosen.prepare, group, state, to_steps),
         scan=launch(kernels.scan_kernel, chosen.scan, shared, ends),
         scan_back=launch(kernels.scan_kernel, chosen.scan, shared, ends_back),
         outputs=launch(kernels.outputs_kernel, chosen.outputs, outputs, {"BACK": False}),
         outputs_back=launch(kernels.outputs_kernel, chosen.outputs, outputs, {"BACK": True}),
         inputs=launch(gradients.input_gradients_kernel, chosen.inputs, shared, skip),
-        products=launch(gradients.product_gradients_kernel, chosen.products, group, documents, width, in_parts),
+        products=launch(gradients.product_gradients_kernel, chosen.products, group, documents, width, in_parts, in_rows),
         reads=launch(gradients.key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": False}),
         writes=launch(gradients.key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": True}),
-        steps=launch(gradients.step_gradients_kernel, chosen.steps, to_steps, {"KEY_TILES": key_tiles}),
+        steps=launch(gradients.step_gradients_kernel, chosen.steps, to_steps, counts),
     )
 
 
@@ -350,10 +353,11 @@ def _key_gradients(
     parts = launches.parts
     programs = n_chunks * groups * parts
     d_products = x.x.new_empty((batch, n_chunks, groups, parts, chunk, chunk))
-    d_numbers = made.factors.new_empty((batch, n_chunks, heads, 2, chunk))
+    rows = made.factors.new_empty((batch, n_chunks, heads, 2, chunk))
+    cols = made.factors.new_empty((launches.row_tiles, batch, n_chunks, heads, chunk))
     launches.products(
-        (programs, batch, 1),
-        (x.x, dy, made.products, made.factors, x.starts, d_products, d_numbers),
+        (programs, launches.row_tiles, batch),
+        (x.x, dy, made.products, made.factors, x.starts, d_products, rows, cols),
         x.strides("x"), n_tokens, n_chunks,
     )  # fmt: skip
     partial = (parts, batch, n_tokens, groups, state_dim)
@@ -375,7 +379,7 @@ def _key_gradients(
         x.strides("B", "C", "x"), n_tokens, n_chunks,
     )  # fmt: skip
     db, dc = (t[0] if parts == 1 else t.sum(0).to(x.B.dtype) for t in (db, dc))
-    return db, dc, (d_numbers, reads, writes, carried)
+    return db, dc, (rows, cols, reads, writes, carried)
 
 
 class _Ssd(torch.autograd.Function):

@@ -13,6 +13,7 @@ from ligertune_kernels.ops.recurrence.tiles import Chips, delta_options, padded,
 REFERENCE_CHUNK = 64  # tokens of a chunk of the reference
 PART = 1024  # tokens of a packed row in which a program of the scan looks for documents of its own
 PART_HEADS = 16  # of a group whose gradients a program adds: more programs, and more partial sums in memory
+SUM_TOKENS = 16  # whose numbers of a chunk are added at once to those of tokens: masks of more take registers
 MAX_WIDTH = 256  # of a head and of a state
 STEP_WIDTH = 16  # rows of the state in a program of the step: 256 columns of them are 32 registers of a thread
 
@@ -41,6 +42,7 @@ class SsdTiles(NamedTuple):
     chips: tuple[Chips, ...]
     itemsize: int
     chunk: int  # tokens
+    product_rows: int  # of a chunk's products, whose gradients a program computes
     prepare: SsdTile
     scan: SsdTile
     outputs: SsdTile
@@ -55,45 +57,44 @@ class SsdTiles(NamedTuple):
 # with 64 x 64 numbers, 128 heads of Nemotron-H make 256 programs.
 SSD_TILES = (
     SsdTiles(
-        ("hopper",), itemsize=2, chunk=128,
+        ("hopper",), itemsize=2, chunk=128, product_rows=64,
         prepare=SsdTile(64, 64, 8), scan=SsdTile(64, 64, 4, 3), outputs=SsdTile(64, 64, 8, 2),
         inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 8, 3),
-        steps=SsdTile(16, 16, 8),
     ),
     SsdTiles(
-        ("nvidia",), itemsize=2, chunk=64,
+        ("nvidia",), itemsize=2, chunk=64, product_rows=64,
         prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4, 2), outputs=SsdTile(64, 64, 4, 2),
         inputs=SsdTile(64, 64, 4, 2), products=SsdTile(64, 64, 4, 2), keys=SsdTile(64, 64, 4, 2),
     ),
     SsdTiles(
-        ("cdna",), itemsize=2, chunk=64,
+        ("cdna",), itemsize=2, chunk=64, product_rows=64,
         prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4), outputs=SsdTile(64, 64, 4),
         inputs=SsdTile(64, 64, 4), products=SsdTile(64, 64, 4), keys=SsdTile(64, 64, 4),
     ),
     SsdTiles(
-        ("rdna",), itemsize=2, chunk=32,
+        ("rdna",), itemsize=2, chunk=32, product_rows=32,
         prepare=SsdTile(32, 32, 4), scan=SsdTile(32, 32, 4), outputs=SsdTile(32, 32, 4),
         inputs=SsdTile(32, 32, 4), products=SsdTile(32, 32, 4), keys=SsdTile(32, 32, 4),
     ),
     # float32 without matrix units: both factors of a product are in registers
     SsdTiles(
-        ("hopper", "nvidia", "rdna"), itemsize=4, chunk=32,
+        ("hopper", "nvidia", "rdna"), itemsize=4, chunk=32, product_rows=32,
         prepare=SsdTile(16, 16, 4), scan=SsdTile(16, 16, 4), outputs=SsdTile(16, 16, 4),
         inputs=SsdTile(16, 16, 4), products=SsdTile(16, 16, 4), keys=SsdTile(16, 16, 4),
     ),
     SsdTiles(
-        ("cdna",), itemsize=4, chunk=32,
+        ("cdna",), itemsize=4, chunk=32, product_rows=32,
         prepare=SsdTile(32, 32, 4), scan=SsdTile(32, 32, 4), outputs=SsdTile(32, 32, 4),
         inputs=SsdTile(32, 32, 4), products=SsdTile(32, 32, 4), keys=SsdTile(32, 32, 4),
     ),
     # two columns' tiles in narrow heads, so that tests reach the loops over them
     SsdTiles(
-        ("interpreter",), itemsize=2, chunk=64,
+        ("interpreter",), itemsize=2, chunk=64, product_rows=64,
         prepare=SsdTile(32, 32, 4), scan=SsdTile(32, 32, 4), outputs=SsdTile(32, 32, 4),
         inputs=SsdTile(32, 32, 4), products=SsdTile(32, 32, 4), keys=SsdTile(32, 32, 4),
     ),
     SsdTiles(
-        ("interpreter",), itemsize=4, chunk=32,
+        ("interpreter",), itemsize=4, chunk=32, product_rows=32,
         prepare=SsdTile(16, 16, 4), scan=SsdTile(16, 16, 4), outputs=SsdTile(16, 16, 4),
         inputs=SsdTile(16, 16, 4), products=SsdTile(16, 16, 4), keys=SsdTile(16, 16, 4),
     ),
