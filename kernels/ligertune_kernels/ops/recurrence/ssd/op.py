@@ -35,7 +35,6 @@ Source: Dao and Gu, arXiv:2405.21060.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,12 +42,13 @@ from torch.nn import functional as F
 
 from ligertune_kernels.autograd import no_double_backward, without_autocast
 from ligertune_kernels.chips import Chip
-from ligertune_kernels.launcher import Launcher, cached, chip_of
+from ligertune_kernels.launcher import chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence.gated_delta_rule import autocast
 from ligertune_kernels.ops.recurrence.input_checks import check_limits, check_ssd, check_tensors
-from ligertune_kernels.ops.recurrence.ssd import gradients, kernels, tiles
-from ligertune_kernels.ops.recurrence.ssd.tiles import PART, REFERENCE_CHUNK, SsdTile
+from ligertune_kernels.ops.recurrence.ssd import tiles
+from ligertune_kernels.ops.recurrence.ssd.launches import SsdLaunches, SsdShape, StepOptions, ssd_launches
+from ligertune_kernels.ops.recurrence.ssd.tiles import PART, REFERENCE_CHUNK
 
 NO_LIMIT = (0.0, float("inf"))
 
@@ -116,9 +116,7 @@ def steps_reference(
     return steps.clamp(*map(float, dt_limit))
 
 
-def gated_reference(
-    y: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None, z: torch.Tensor | None
-) -> torch.Tensor:
+def gated_reference(y: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None, z: torch.Tensor | None) -> torch.Tensor:
     """Return (y + D x) silu(z) of tensors (..., H, P), in y's dtype."""
     if D is not None:
         y = y + D.to(y.dtype).view(D.shape[0], -1) * x
@@ -130,115 +128,6 @@ def _in_chunks(t: torch.Tensor, missing: int) -> torch.Tensor:
     if missing:
         t = torch.cat((t, t.new_zeros(t.shape[0], missing, *t.shape[2:])), 1)
     return t.unflatten(1, (-1, REFERENCE_CHUNK)).movedim(3, 1)
-
-
-class StepOptions(NamedTuple):
-    """The function from dt to dt', as constants of the kernels."""
-
-    has_bias: bool
-    softplus: bool
-    limits: tuple[float, float]
-
-    def constants(self) -> dict[str, bool | float]:
-        """Return the constants. Where a limit is infinite, no kernel reads it."""
-        low, high = (float(limit) for limit in self.limits)
-        is_floored = low > float("-inf")
-        is_capped = high < float("inf")
-        return {
-            "HAS_BIAS": self.has_bias, "SOFTPLUS": self.softplus, "FLOORED": is_floored, "CAPPED": is_capped,
-            "LOW": low if is_floored else 0.0, "HIGH": high if is_capped else 0.0,
-        }  # fmt: skip
-
-
-class _Shape(NamedTuple):
-    """Key of the launches."""
-
-    heads: int
-    group: int  # heads of a group
-    head_dim: int
-    state_dim: int
-    dtype: torch.dtype
-    steps: StepOptions
-    has_d: bool
-    d_columns: bool  # D is (H, P)
-    has_z: bool
-    has_documents: bool = False
-    has_initial: bool = False
-    has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
-
-
-class _Launches(NamedTuple):
-    """The launches of all kernels."""
-
-    chunk: int  # tokens
-    parts: int  # of a group's heads
-    scan_tiles: int  # of a state
-    key_tiles: int  # of N
-    row_tiles: int  # of the products of a chunk
-    prepare: Launcher
-    scan: Launcher
-    scan_back: Launcher
-    outputs: Launcher
-    outputs_back: Launcher
-    inputs: Launcher
-    products: Launcher
-    reads: Launcher
-    writes: Launcher
-    steps: Launcher
-
-
-@cached
-def _launches(shape: _Shape, chip: Chip) -> _Launches:
-    chosen = tiles.ssd_tiles(shape.state_dim, shape.head_dim, shape.dtype.itemsize, chip)
-    parts = -(-shape.group // tiles.PART_HEADS)
-    head = {"HEADS": shape.heads, "CHUNK": chosen.chunk}
-    group = {"GROUP": shape.group, "DOT": "ieee"}
-    documents = {"HAS_DOCUMENTS": shape.has_documents}
-    skip = {"HAS_D": shape.has_d, "D_COLUMNS": shape.d_columns}
-    state = {"STATE_DIM": shape.state_dim}
-    width = {"HEAD_DIM": shape.head_dim}
-    both = state | width
-    keys = chosen.keys.fitted(shape.state_dim, shape.head_dim, chip)
-    scan = chosen.scan.fitted(shape.state_dim, shape.head_dim, chip)
-    key_tiles = -(-shape.state_dim // keys.state_cols)
-
-    def launch(kernel: Callable, tile: SsdTile, *constants: dict[str, int | bool | float | str]) -> Launcher:
-        tile = tile.fitted(shape.state_dim, shape.head_dim, chip)
-        joined = dict(head)
-        for some in (*constants, tile.constants(chip)):
-            joined |= some
-        if "STATE_DIM" in joined:
-            joined["STATE_COLS"] = tile.state_cols
-        if "HEAD_DIM" in joined:
-            joined["HEAD_COLS"] = tile.head_cols
-        return Launcher(kernel, joined)
-
-    ends = {"HAS_BEGIN": shape.has_initial, "HAS_END": shape.has_final, "BACK": False}
-    ends_back = {"HAS_BEGIN": shape.has_final, "HAS_END": shape.has_initial, "BACK": True}
-    shared = group | documents | both
-    outputs = shared | skip | {"HAS_Z": shape.has_z}
-    in_parts = {"PARTS": parts}
-    row_tiles = chosen.chunk // chosen.product_rows
-    in_rows = {"ROWS": chosen.product_rows}
-    counts = {"KEY_TILES": key_tiles, "ROW_TILES": row_tiles}
-    to_steps = documents | shape.steps.constants() | {"BLOCK": min(tiles.SUM_TOKENS, chosen.chunk)}
-    return _Launches(
-        chunk=chosen.chunk,
-        parts=parts,
-        scan_tiles=-(-shape.state_dim // scan.state_cols) * -(-shape.head_dim // scan.head_cols),
-        key_tiles=key_tiles,
-        row_tiles=row_tiles,
-        prepare=launch(kernels.prepare_kernel, chosen.prepare, group, state, to_steps),
-        scan=launch(kernels.scan_kernel, chosen.scan, shared, ends),
-        scan_back=launch(kernels.scan_kernel, chosen.scan, shared, ends_back),
-        outputs=launch(kernels.outputs_kernel, chosen.outputs, outputs, {"BACK": False}),
-        outputs_back=launch(kernels.outputs_kernel, chosen.outputs, outputs, {"BACK": True}),
-        inputs=launch(gradients.input_gradients_kernel, chosen.inputs, shared, skip),
-        products=launch(gradients.product_gradients_kernel, chosen.products, group, documents, width, in_parts, in_rows),
-        reads=launch(gradients.key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": False}),
-        writes=launch(gradients.key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": True}),
-        steps=launch(gradients.step_gradients_kernel, chosen.steps, to_steps, counts),
-    )
 
 
 class _Inputs(NamedTuple):
@@ -275,16 +164,16 @@ class _Prepared(NamedTuple):
     states: torch.Tensor  # (B, chunks, H, N, P): before each chunk
 
 
-def _scan_grid(shape: _Shape, launches: _Launches, batch: int, n_tokens: int) -> tuple[tuple[int, int, int], int]:
+def _scan_grid(shape: SsdShape, launches: SsdLaunches, batch: int, n_tokens: int) -> tuple[tuple[int, int, int], int]:
     """Return the grid of a scan, and the tokens of a part of a row, in which a program looks for its documents."""
     part = min(PART, n_tokens) if shape.has_documents else n_tokens
     return (launches.scan_tiles, shape.heads, batch * -(-n_tokens // part)), part
 
 
-def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
+def _prepare(x: _Inputs, shape: SsdShape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
     batch, n_tokens, heads, head_dim = x.x.shape
     groups, state_dim = x.B.shape[2:]
-    launches = _launches(shape, chip)
+    launches = ssd_launches(shape, chip)
     chunk = launches.chunk
     n_chunks = -(-n_tokens // chunk)
     products = x.x.new_empty((batch, n_chunks, groups, chunk, chunk))
@@ -306,10 +195,10 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
 
 
 def _outputs(
-    x: _Inputs, made: _Prepared, shape: _Shape, chip: Chip, d_out: torch.Tensor | None = None
+    x: _Inputs, made: _Prepared, shape: SsdShape, chip: Chip, d_out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the outputs and None; given the outputs' gradient, dy and dz."""
-    launches = _launches(shape, chip)
+    launches = ssd_launches(shape, chip)
     batch, n_tokens, heads, _ = x.x.shape
     n_chunks = made.states.shape[1]
     out = x.x.new_empty(x.x.shape)
@@ -325,10 +214,10 @@ def _outputs(
 
 
 def _scan_back(
-    x: _Inputs, made: _Prepared, shape: _Shape, chip: Chip, dy: torch.Tensor, d_final: torch.Tensor
+    x: _Inputs, made: _Prepared, shape: SsdShape, chip: Chip, dy: torch.Tensor, d_final: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return dS after each chunk, and the gradient of the initial state."""
-    launches = _launches(shape, chip)
+    launches = ssd_launches(shape, chip)
     batch, n_tokens = x.x.shape[:2]
     d_states = torch.empty_like(made.states)
     d_initial = made.kept.new_empty(x.initial_state.shape if shape.has_initial else (0,))
@@ -343,10 +232,10 @@ def _scan_back(
 
 
 def _key_gradients(
-    x: _Inputs, made: _Prepared, shape: _Shape, chip: Chip, dy: torch.Tensor, d_states: torch.Tensor
+    x: _Inputs, made: _Prepared, shape: SsdShape, chip: Chip, dy: torch.Tensor, d_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return dB, dC, and what step_gradients_kernel reads."""
-    launches = _launches(shape, chip)
+    launches = ssd_launches(shape, chip)
     batch, n_tokens, heads, _ = x.x.shape
     groups, state_dim = x.B.shape[2:]
     _, n_chunks, _, _, chunk = made.factors.shape
@@ -403,7 +292,7 @@ class _Ssd(torch.autograd.Function):
         x = _Inputs.of(*inputs)
         shape = ctx.shape
         chip = chip_of(x.x.device)
-        launches = _launches(shape, chip)
+        launches = ssd_launches(shape, chip)
         batch, n_tokens, heads, _ = x.x.shape
         d_out = d_out.contiguous()
         # without a gradient of the final state, the kernel that computes this state again need not store it
@@ -541,11 +430,11 @@ def _zero(*tensors: torch.Tensor | None) -> torch.Tensor:
 
 def _shape(
     x: torch.Tensor, B: torch.Tensor, D: torch.Tensor | None, z: torch.Tensor | None, steps: StepOptions
-) -> _Shape:
+) -> SsdShape:
     heads, head_dim = x.shape[2:]
     groups, state_dim = B.shape[2:]
     d_columns = D is not None and D.ndim == 2
-    return _Shape(
+    return SsdShape(
         heads, heads // groups, head_dim, state_dim, x.dtype, steps, D is not None, d_columns, z is not None
     )
 

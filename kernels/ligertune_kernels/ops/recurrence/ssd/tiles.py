@@ -15,7 +15,7 @@ PART = 1024  # tokens of a packed row in which a program of the scan looks for d
 PART_HEADS = 16  # of a group whose gradients a program adds: more programs, and more partial sums in memory
 SUM_TOKENS = 16  # whose numbers of a chunk are added at once to those of tokens: masks of more take registers
 MAX_WIDTH = 256  # of a head and of a state
-STEP_WIDTH = 16  # rows of the state in a program of the step: 256 columns of them are 32 registers of a thread
+STEP_ROWS = 16  # of the state in a program of the step: 256 columns of them are 32 registers of a thread
 
 
 class SsdTile(NamedTuple):
@@ -64,7 +64,7 @@ SSD_TILES = (
     SsdTiles(
         ("nvidia",), itemsize=2, chunk=64, product_rows=64,
         prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4, 2), outputs=SsdTile(64, 64, 4, 2),
-        inputs=SsdTile(64, 64, 4, 2), products=SsdTile(64, 64, 4, 2), keys=SsdTile(64, 64, 4, 2),
+        inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 4, 2),
     ),
     SsdTiles(
         ("cdna",), itemsize=2, chunk=64, product_rows=64,
