@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from ligertune_kernels import Documents
 from torch import Tensor
+from torch.nn import functional
 
 
 def delta_rule_loop(
@@ -45,6 +47,46 @@ def delta_rule_loop(
         state = torch.stack(rows, 1)
         q = query[:, t].repeat_interleave(value_heads // heads, 1)
         out.append((q[:, :, None] @ state)[:, :, 0] / key_dim**0.5)
+    return torch.stack(out, 1), state
+
+
+def ssd_loop(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs (B, T, H, P) and the last state (B, H, P, N) of state space duality, one token at a time.
+
+    lengths: of packed documents, each of which starts from zeros.
+    """
+    batch, n_tokens, heads, head_dim = x.shape
+    groups, state_dim = B.shape[2:]
+    zeros = x.new_zeros(batch, heads, head_dim, state_dim)
+    state = zeros if initial_state is None else initial_state
+    begins = set() if lengths is None else set(torch.tensor((0, *lengths)).cumsum(0).tolist())
+    out = []
+    for t in range(n_tokens):
+        if t in begins:
+            state = zeros
+        step = dt[:, t] if dt_bias is None else dt[:, t] + dt_bias
+        step = functional.softplus(step) if dt_softplus else step
+        step = step.clamp(*dt_limit)[:, :, None]  # (B, H, 1)
+        b, c = (rows[:, t].repeat_interleave(heads // groups, 1) for rows in (B, C))
+        state = (step * A[:, None]).exp()[..., None] * state + (step * x[:, t])[..., None] * b[:, :, None]
+        y = (state @ c[..., None])[..., 0]
+        if D is not None:
+            y = y + x[:, t] * (D[:, None] if D.ndim == 1 else D)
+        out.append(y if z is None else y * functional.silu(z[:, t]))
     return torch.stack(out, 1), state
 
 
