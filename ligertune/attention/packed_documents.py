@@ -37,6 +37,7 @@ class _RowState(threading.local):
     """State of the running forward. `packing_checks` sets it."""
 
     packed = False  # its rows are packed
+    documents: dict[str, Any] = {}  # entries of the batch that name the documents, for mixers
     documents_known = False  # nothing is gained by searching its position_ids for documents
     attended = False  # per_document has separated documents since this was last set to False
 

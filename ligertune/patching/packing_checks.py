@@ -23,10 +23,15 @@ from ligertune.attention.packed_documents import FUNCTIONS, ROWS
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, names_in, patch_module, rebuild_function
 from ligertune.untraced_inputs import reveal
 
+DOCUMENTS = ("document_places", "seq_idx")  # of the row, for mixers
+
 
 def install_packing_checks(model: PreTrainedModel) -> None:
     """Let `model` refuse packed rows in every call in which documents would attend to each other."""
     model.register_forward_pre_hook(_check_packed, with_kwargs=True)
+    base = model.base_model
+    if base is not model and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values()):
+        base.register_forward_pre_hook(_add_documents, with_kwargs=True)
     # always: after a forward that raised, the next call would count as packed
     model.register_forward_hook(_reset, always_call=True)
 
@@ -108,10 +113,20 @@ def _check_packed(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     counts_positions = len(args) <= 1 and kwargs.get("position_ids") is None
     ROWS.documents_known = model.config._attn_implementation in FUNCTIONS if packed else counts_positions
     ROWS.packed = packed
+    ROWS.documents = {name: kwargs[name] for name in DOCUMENTS if name in kwargs} if packed else {}
+
+
+def _add_documents(
+    base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give a base model the documents of the row if the model around it does not, as that of Mamba 2."""
+    missing = ROWS.documents.keys() - kwargs.keys()
+    return (args, kwargs | {name: ROWS.documents[name] for name in missing}) if missing else None
 
 
 def _reset(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     ROWS.packed = ROWS.documents_known = False
+    ROWS.documents = {}
 
 
 def _check_positions(

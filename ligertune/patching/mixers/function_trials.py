@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
+from ligertune_kernels.ops.recurrence.ssd.decode import ssd_step_reference
+from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, ssd_reference
 from torch import Tensor
 
 from ligertune.patching.probe import Refusal, answer, close, numbers
@@ -88,3 +90,51 @@ def _both_close(given: Any, expected: tuple[Tensor, Tensor]) -> bool:
     if not isinstance(given, tuple) or len(given) != len(expected):
         return False
     return all(close(one, other, rtol=RTOL, atol=ATOL) for one, other in zip(given, expected, strict=True))
+
+
+def try_ssd(function: Callable[..., Any]) -> Refusal | None:
+    x = numbers(2, TOKENS, 4, 3)
+    dt = numbers(2, TOKENS, 4, seed=1)
+    A = -numbers(4, seed=2).abs()
+    B, C = (numbers(2, TOKENS, 2, 5, seed=seed) for seed in (3, 4))
+    D, dt_bias = numbers(4, seed=5), numbers(4, seed=6)
+    state = numbers(2, 4, 3, 5, seed=7)
+    trials = (
+        (A, NO_LIMIT, None, 16),
+        (A, NO_LIMIT, state, 256),
+        (A, (0.5, 1.0), state, 16),
+        (STRONG * A, NO_LIMIT, state, 16),
+    )
+    for decay, limit, initial, chunk in trials:
+        options = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": limit}
+        chunks = functools.partial(function, initial_states=initial, return_final_states=True, **options)
+        given = answer(chunks, x, dt, decay, B, C, chunk)
+        if isinstance(given, Refusal):
+            return given
+        if not _both_close(given, ssd_reference(x, dt, decay, B, C, initial_state=initial, **options)):
+            return Refusal("it computes another recurrence")
+    return None
+
+
+def try_ssd_step(function: Callable[..., Any]) -> Refusal | None:
+    x, dt, A = numbers(2, 4, 3), numbers(2, 4, seed=1), -numbers(4, seed=2).abs()
+    B, C = (numbers(2, 2, 5, seed=seed) for seed in (3, 4))
+    D, dt_bias = numbers(4, seed=5), numbers(4, seed=6)
+    states = [numbers(2, 4, 3, 5, seed=7) for _ in range(2)]
+    expanded = dt[..., None].expand(2, 4, 3), A[:, None, None].expand(4, 3, 5)
+    of_columns = {"D": D[:, None].expand(4, 3), "dt_bias": dt_bias[:, None].expand(4, 3), "dt_softplus": True}
+    given = answer(functools.partial(function, **of_columns), states[0], x, *expanded, B, C)
+    if isinstance(given, Refusal):
+        return given
+    expected = ssd_step_reference(states[1], x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True)
+    same = close(given, expected, rtol=RTOL, atol=ATOL) and close(states[0], states[1], rtol=RTOL, atol=ATOL)
+    return None if same else Refusal("it computes another recurrence")
+
+
+def try_nothing(function: Callable[..., Any]) -> Refusal | None:
+    """Try out a function that stands for one of a package alone, and returns None for the mixer to go on."""
+    x, of_heads = numbers(1, 2, 30), numbers(2)
+    given = answer(function, x, numbers(18, 4), None, of_heads, -of_heads.abs(), of_heads, 16)
+    if isinstance(given, Refusal):
+        return given
+    return None if given is None else Refusal("it computes something, which kernels do in steps")

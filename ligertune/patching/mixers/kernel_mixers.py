@@ -32,16 +32,19 @@ class KernelMixer(ModulePatch):
 
 def _replacement(original: Callable[..., Any], role: MixerFunction) -> Callable[..., Any]:
     """Return our function, with the arguments that `original` names; it gets what attention gets, too."""
+    ours = role.ours
+    if ours is None:
+        return original
     names = tuple(inspect.signature(original).parameters)
     inputs = names[: role.inputs]
     options = {*names[role.inputs :], *package_functions.DOCUMENTS}
 
-    @functools.wraps(role.ours)
+    @functools.wraps(ours)
     def compute(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         chosen = {name: value for name, value in given.items() if name in options}
         if ROWS.packed and all(chosen.get(name) is None for name in package_functions.DOCUMENTS):
-            raise ValueError(f"it tells its {role.ours.__name__} nothing of the documents of a packed row")
-        return role.ours(*(given[name] for name in inputs), **chosen)
+            raise ValueError(f"it tells its {ours.__name__} nothing of the documents of a packed row")
+        return ours(*(given[name] for name in inputs), **chosen)
 
     return compute

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ligertune_kernels.ops.recurrence import package_functions
+from ligertune_kernels.ops.recurrence.ssd import mamba_functions
 from torch import nn
 
 from ligertune.patching.mixers import function_trials
@@ -21,6 +22,9 @@ from ligertune.patching.probe import Refusal
 CONVOLUTION = "causal_conv1d"
 EXCHANGE = ("transformers.", "kernels.")  # they wrap functions to exchange them
 CONVOLUTION_OPTIONS = frozenset({"bias", "activation", "seq_idx"})
+SCAN_OPTIONS = frozenset(
+    {"D", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states", "z", "seq_idx", "cu_seqlens"}
+)
 RULE_OPTIONS = frozenset({"initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"})
 
 
@@ -32,7 +36,7 @@ class MixerFunction:
     pattern: re.Pattern[str]  # of its names in modelling files
     inputs: int  # its tensors, which a forward may give by position or by name
     options: frozenset[str]  # its further arguments, which ours takes as those of the files do
-    ours: Callable[..., Any]
+    ours: Callable[..., Any] | None  # None: the file's own, which computes nothing
     trial: Callable[[Callable[..., Any]], Refusal | None]  # why another function computes something else, or None
 
 
@@ -69,6 +73,31 @@ FUNCTIONS = {
         RULE_OPTIONS,
         package_functions.fused_recurrent_gated_delta_rule,
         function_trials.try_delta_rule,
+    ),
+    "mamba_chunk_scan_combined": MixerFunction(
+        "ssd",
+        re.compile(r"mamba2_chunk_scan|mamba_chunk_scan_combined"),
+        6,
+        SCAN_OPTIONS,
+        mamba_functions.mamba_chunk_scan_combined,
+        function_trials.try_ssd,
+    ),
+    "selective_state_update": MixerFunction(
+        "ssd",
+        re.compile(r"(mamba2_)?selective_state_update"),
+        6,
+        frozenset({"D", "z", "dt_bias", "dt_softplus"}),
+        mamba_functions.selective_state_update,
+        function_trials.try_ssd_step,
+    ),
+    # the whole mixer in one: it would go past adapters of the output projection, and past hooks
+    "mamba_split_conv1d_scan_combined": MixerFunction(
+        "ssd",
+        re.compile(r"(mamba2|mamba)_split_conv1d_scan_combined"),
+        7,
+        frozenset(inspect.signature(mamba_functions.mamba_split_conv1d_scan_combined).parameters),
+        None,
+        function_trials.try_nothing,
     ),
 }
 OPS = tuple(dict.fromkeys(function.op for function in FUNCTIONS.values()))

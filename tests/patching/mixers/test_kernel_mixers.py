@@ -10,9 +10,10 @@ import torch
 import transformers
 from ligertune_kernels import causal_conv1d_step_reference
 from ligertune_kernels.ops.recurrence import package_functions
+from ligertune_kernels.ops.recurrence.ssd import mamba_functions
 from support.models.tiny_families import families, tiny_family
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ligertune.attention.document_isolation import check_document_isolation, document_leak
 from ligertune.data.batching.collate import collate_packed
@@ -37,19 +38,20 @@ def has_mixers(model_type: str) -> bool:
     return "def causal_conv1d_fn" in code and not any(name in code for name in OTHER_RECURRENCES)
 
 
-OTHER_RECURRENCES = ("def mamba_selective_scan", "def mamba2_chunk_scan", "def chunk_kimi_delta_attention")
-# families that do not pack, and what their model says
+OTHER_RECURRENCES = ("def mamba_selective_scan", "def chunk_kimi_delta_attention")
+# families that do not pack, and what says so
 LEFT_ALONE = {
     "inkling_text": "it tells its causal_conv1d_fn nothing of the documents of a packed row",
-    "lfm3": "its convolution has 7 taps; kernels have 2 to 4",
+    "inkling2_text": "this model does not pass the places of documents to its attention",
+    "inkling2_loop_text": "this model does not pass the places of documents to its attention",
+    "lfm3": "can't keep packed sequences apart",  # the convolution has 7 taps
 }
-# they keep some weights in float32
-FLOAT32 = ("inkling2_text", "inkling2_loop_text")
+FLOAT32 = ("nemotron_h",)  # experts in torch, which take no float64
 FAMILIES = sorted(name for kind, name in families() if kind == "causal" and has_mixers(name))
 
 
 # the others have the code of one of these
-FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2"}
+FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES])
@@ -62,6 +64,11 @@ def documents(model: PreTrainedModel) -> list[Example]:
     generator = torch.Generator().manual_seed(0)
     rows = (torch.randint(3, 100, (length,), generator=generator).numpy() for length in LENGTHS)
     return [Example(ids, ids, "") for ids in rows]
+
+
+def attend_in_documents(model: PreTrainedModel) -> None:
+    """Qwen4's sparse attention takes eager attention alone."""
+    model.set_attn_implementation("eager" if model.config.model_type.startswith("qwen4") else "per_document")
 
 
 def packed_logits(model: PreTrainedModel) -> torch.Tensor:
@@ -111,10 +118,10 @@ def test_left_padding_does_not_enter_the_state(model) -> None:
 def test_a_packed_document_equals_itself_alone(dtype, within, model) -> None:
     """In float64, too: only what the model rounds to float32 then differs."""
     if dtype is torch.float64 and model.config.model_type in FLOAT32:
-        pytest.skip("the family takes no other dtype")
+        pytest.skip("the family takes no float64")
     model.to(dtype)
     patch(model, loss="torch")
-    model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
+    attend_in_documents(model)
     install_packing_checks(model)
     rows = [torch.tensor(example.input_ids)[None] for example in documents(model)]
     generator = torch.Generator().manual_seed(5)
@@ -141,7 +148,7 @@ def test_the_loss_of_one_short_document_has_the_gradients_of_it_alone(model) -> 
         pytest.skip("the family takes no float64")
     model.double()
     patch(model, loss="torch")
-    model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
+    attend_in_documents(model)
     install_packing_checks(model)
     packed = packed_logits(model)
     grads = torch.randn(packed.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
@@ -159,14 +166,18 @@ def test_the_loss_of_one_short_document_has_the_gradients_of_it_alone(model) -> 
             if theirs is None or not theirs.any():
                 assert ours is None or not ours.any()
                 continue
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5 * float(theirs.abs().max()))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=max(1e-12, 5e-5 * float(theirs.abs().max())))
 
 
-def test_a_model_that_tells_its_convolutions_no_documents_refuses_packed_rows() -> None:
-    model = tiny_family("causal", "inkling_text").eval()
+@pytest.mark.parametrize("model_type", LEFT_ALONE)
+def test_a_model_whose_layers_get_no_documents_refuses_packed_rows(model_type) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have the family")
+    model = tiny_family("causal", model_type).eval()
     patch(model, loss="torch")
+    attend_in_documents(model)
     install_packing_checks(model)
-    with pytest.raises(ValueError, match=LEFT_ALONE["inkling_text"]):
+    with pytest.raises((ValueError, UserError), match=LEFT_ALONE[model_type]):
         packed_logits(model)
 
 
@@ -175,14 +186,15 @@ def test_a_leak_is_found_before_training(function, model, monkeypatch) -> None:
     """Each op once without the places of documents, from freshly initialised decays."""
     if not any(function in (CONVOLUTION, op_of(module)) for module in model.modules() if is_mixer(module)):
         pytest.skip("the family has no such recurrence")
-    original = getattr(package_functions, function)
-    monkeypatch.setattr(package_functions, function, lambda *args, documents, **options: original(*args, **options))
+    module = mamba_functions if function == "ssd" else package_functions
+    original = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *args, documents, **options: original(*args, **options))
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             nn.init.constant_(parameter, math.log(16))
     before = {name: t.clone() for name, t in model.state_dict().items()}
     patch(model, loss="torch")
-    model.set_attn_implementation("eager")  # Qwen4's sparse attention takes no other
+    attend_in_documents(model)
     install_packing_checks(model)
     with pytest.raises(UserError, match="documents of a packed row see each other"):
         check_document_isolation(model, multiple_of=1)
