@@ -31,6 +31,8 @@ SIZES = {
     "gated_delta_rule": ((2, 131),),
     "causal_conv1d_step": ((3,),),
     "gated_delta_rule_step": ((3,),),
+    "ssd": ((2, 131),),
+    "ssd_step": ((3,),),
     "swiglu": ((67, 1001),),
     "geglu": ((67, 1001),),
     "reglu": ((67, 1001),),

@@ -24,7 +24,7 @@ EXPORTS = (
     "gated_delta_rule_with_states gated_rms_norm geglu group_norm int2_int8_matmul jsd kl_div labelled_rows "
     "layer_norm linear_cross_entropy linear_jsd linear_log_probs linear_token_statistics log_probs_memory "
     "multi_head_linear_cross_entropy nf4_bytes pack_int2 quantize_float8 quantize_nf4 reglu rms_norm "
-    "runs_triton schedule_of swiglu swiglu_float8 swiglu_float8_backward unpack_int2"
+    "runs_triton schedule_of ssd ssd_step ssd_with_states swiglu swiglu_float8 swiglu_float8_backward unpack_int2"
 )
 
 

@@ -14,6 +14,11 @@ from .ops.recurrence.package_functions import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
 )
+from .ops.recurrence.ssd.mamba_functions import (
+    mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+    selective_state_update,
+)
 from .table import OPS
 
 for _op in OPS:
@@ -28,5 +33,8 @@ __all__ = [
     "flash_attn_varlen_func",
     "fused_recurrent_gated_delta_rule",
     "layers",
+    "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
+    "selective_state_update",
     *(name for op in OPS for name in op.exports),
 ]

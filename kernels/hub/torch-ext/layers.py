@@ -18,6 +18,7 @@ from .ops.mlp.gated_mlp import geglu, swiglu
 from .ops.norms.gated_rms_norm import gated_rms_norm
 from .ops.norms.rms_norm import rms_norm
 from .ops.recurrence import package_functions
+from .ops.recurrence.ssd import mamba_functions
 
 
 class RMSNorm(nn.Module):
@@ -165,4 +166,16 @@ chunk_gated_delta_rule = _function_layer(
 )
 fused_recurrent_gated_delta_rule = _function_layer(
     package_functions.fused_recurrent_gated_delta_rule, f"query key value g beta {_RULE}"
+)
+mamba_chunk_scan_combined = _function_layer(
+    mamba_functions.mamba_chunk_scan_combined,
+    "x dt A B C chunk_size D dt_bias initial_states dt_softplus dt_limit return_final_states",
+)
+mamba_split_conv1d_scan_combined = _function_layer(
+    mamba_functions.mamba_split_conv1d_scan_combined,
+    "zxbcdt conv1d_weight conv1d_bias dt_bias A D chunk_size initial_states dt_limit return_final_states activation "
+    "rmsnorm_weight rmsnorm_eps outproj_weight outproj_bias headdim ngroups norm_before_gate",
+)
+selective_state_update = _function_layer(
+    mamba_functions.selective_state_update, "state x dt A B C D dt_bias dt_softplus z"
 )

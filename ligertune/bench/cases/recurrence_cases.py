@@ -1,4 +1,4 @@
-"""Benchmarks of the gated delta rule and its convolution, in the shapes of Qwen3.5's mixers, and of their steps."""
+"""Benchmarks of recurrences and of their steps: Qwen3.5's gated delta rule and convolution, Nemotron-H's Mamba 2."""
 
 from __future__ import annotations
 
@@ -161,4 +161,95 @@ CAUSAL_CONV1D_STEP = OpBenchmark(
     providers=(function("ours", _our_conv_step, overwrites=True), function("eager", _eager_conv_step, overwrites=True)),
     modes=("forward",),
 )
-RECURRENCES = (CAUSAL_CONV1D, GATED_DELTA_RULE, CAUSAL_CONV1D_STEP, GATED_DELTA_RULE_STEP)
+
+# those of Nemotron-H-8B
+SSD_HEADS = 128
+SSD_GROUPS = 8
+SSD_HEAD_DIM = 64
+SSD_STATE_DIM = 128
+
+
+def _ssd_inputs(case: Case, device: torch.device) -> Tensors:
+    """Return x (B, T, H, P), dt (B, T, H), A (H,), B and C (B, T, G, N), D and dt_bias (H,); a step has no T."""
+    heads = (*case.sizes, SSD_HEADS)
+    groups = (*case.sizes, SSD_GROUPS, SSD_STATE_DIM)
+    x = torch.randn(*heads, SSD_HEAD_DIM, dtype=case.dtype, device=device)
+    dt = torch.randn(heads, dtype=case.dtype, device=device)
+    b, c = (torch.randn(groups, dtype=case.dtype, device=device) for _ in range(2))
+    a = -1.0 - 15.0 * torch.rand(SSD_HEADS, device=device)  # A and the bias as models begin
+    skip = torch.ones(SSD_HEADS, device=device)
+    return x, dt, a, b, c, skip, torch.full((SSD_HEADS,), -5.0, device=device)
+
+
+def _ssd_leaves(case: Case, device: torch.device) -> Tensors:
+    return tuple(t.requires_grad_() for t in _ssd_inputs(case, device))
+
+
+def _ssd_work(case: Case) -> Work:
+    """Return the work of two products of a state and a vector per token and head, and twice that backward."""
+    tokens = case.sizes[0] * case.sizes[1]
+    values = tokens * SSD_HEADS * SSD_HEAD_DIM * case.dtype.itemsize
+    keys = tokens * SSD_GROUPS * SSD_STATE_DIM * case.dtype.itemsize
+    product = 2.0 * tokens * SSD_HEADS * SSD_HEAD_DIM * SSD_STATE_DIM
+    return Work((2.0 * values + 2.0 * keys, 3.0 * values + 4.0 * keys), (2 * product, 4 * product))
+
+
+def _our_ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, bias: Tensor) -> Tensor:
+    return kernels.ssd(x, dt, a, b, c, skip, None, bias, dt_softplus=True)
+
+
+def _eager_ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, bias: Tensor) -> Tensor:
+    return kernels.ssd_reference(x, dt, a, b, c, skip, None, bias, dt_softplus=True)[0]
+
+
+SSD = OpBenchmark(
+    op="ssd",
+    dims=("B", "T"),
+    sizes=ROWS,
+    cpu_sizes=CPU_ROWS,
+    args=("x", "dt", "A", "B", "C", "D", "dt_bias"),
+    inputs=_ssd_leaves,
+    work=_ssd_work,
+    reference=lambda case, args: _eager_ssd,
+    # torch.compile unrolls the reference's loop over chunks, which takes minutes
+    providers=(function("ours", _our_ssd), function("eager", _eager_ssd)),
+)
+
+
+def _ssd_step_inputs(case: Case, device: torch.device) -> Tensors:
+    """Return the states (B, H, P, N), and the tensors of one token."""
+    state = torch.randn(case.sizes[0], SSD_HEADS, SSD_HEAD_DIM, SSD_STATE_DIM, device=device)
+    return state, *_ssd_inputs(case, device)
+
+
+def _ssd_step_work(case: Case) -> Work:
+    state = case.sizes[0] * SSD_HEADS * SSD_HEAD_DIM * SSD_STATE_DIM
+    return Work((2.0 * state * 4, 0.0))  # fp32 states, read and written
+
+
+def _our_ssd_step(
+    state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, bias: Tensor
+) -> Tensor:
+    return kernels.ssd_step(state, x, dt, a, b, c, skip, None, bias, dt_softplus=True)
+
+
+def _eager_ssd_step(
+    state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, bias: Tensor
+) -> Tensor:
+    return kernels.ssd_step_reference(state, x, dt, a, b, c, skip, None, bias, dt_softplus=True)
+
+
+SSD_STEP = OpBenchmark(
+    op="ssd_step",
+    dims=("B",),
+    sizes=BATCHES,
+    cpu_sizes=CPU_BATCHES,
+    args=("state", "x", "dt", "A", "B", "C", "D", "dt_bias"),
+    inputs=_ssd_step_inputs,
+    work=_ssd_step_work,
+    reference=lambda case, args: _eager_ssd_step,
+    # the states move on
+    providers=(function("ours", _our_ssd_step, overwrites=True), function("eager", _eager_ssd_step, overwrites=True)),
+    modes=("forward",),
+)
+RECURRENCES = (CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, CAUSAL_CONV1D_STEP, GATED_DELTA_RULE_STEP, SSD_STEP)

@@ -224,6 +224,45 @@ def _gated_delta_rule_step() -> list[Case]:
     return [Case(call, (), BF16, backward=False)]
 
 
+def _ssd() -> list[Case]:
+    """Heads of Nemotron-H, as its convolution leaves them; states in and out; widths of Falcon-H1; padded widths."""
+
+    def case(head_dim: int, state_dim: int, dtype: torch.dtype, *, packed: bool = True) -> Case:
+        heads, groups = 16, 2 if packed else 1
+        sizes = (heads * head_dim, groups * state_dim, groups * state_dim)
+        places = meta(ROWS, dtype=torch.int32)
+
+        def call(joined: torch.Tensor, dt: torch.Tensor, z: torch.Tensor) -> object:
+            x, b, c = joined.split(sizes, -1)
+            x = x.unflatten(-1, (heads, head_dim))
+            b, c = (t.unflatten(-1, (groups, state_dim)) for t in (b, c))
+            of_heads = [meta(heads, dtype=FP32).requires_grad_() for _ in range(2)]
+            given = (x, dt, of_heads[0], b, c)
+            if packed:
+                documents = kernels.Documents(places, places)
+                return kernels.ssd(*given, of_heads[0], None, of_heads[1], dt_softplus=True, documents=documents)
+            state = meta(1, heads, head_dim, state_dim, dtype=FP32).requires_grad_()
+            skip = meta(heads, head_dim, dtype=FP32).requires_grad_()
+            return kernels.ssd_with_states(*given, skip, z, dt_limit=(0.01, 0.1), initial_state=state)
+
+        return Case(call, ((1, ROWS, sum(sizes)), (1, ROWS, heads), (1, ROWS, heads, head_dim)), dtype)
+
+    more = on_the_first(case(64, 128, FP16, packed=False), case(64, 128, FP32))
+    others = later(
+        case(128, 256, BF16), case(64, 128, BF16, packed=False), case(128, 256, BF16, packed=False),
+        case(256, 256, FP32, packed=False), case(80, 96, FP16), case(16, 16, BF16),
+    )  # fmt: skip
+    return [case(64, 128, BF16), *more, *others]
+
+
+def _ssd_step() -> list[Case]:
+    state, x, dt = meta(8, 128, 64, 128, dtype=FP32), meta(8, 128, 64), meta(8, 128)
+    b, c = meta(8, 8, 128), meta(8, 8, 128)
+    a, skip, bias = (meta(128, dtype=FP32) for _ in range(3))
+    call = partial(kernels.ssd_step, state, x, dt, a, b, c, skip, x, bias, dt_softplus=True)
+    return [Case(call, (), BF16, backward=False)]
+
+
 def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
     """The most common form of an op in each dtype; other activations on the first chips only."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
@@ -454,6 +493,8 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "causal_conv1d_step": _causal_conv1d_step,
     "gated_delta_rule": _gated_delta_rule,
     "gated_delta_rule_step": _gated_delta_rule_step,
+    "ssd": _ssd,
+    "ssd_step": _ssd_step,
     "swiglu": lambda: _gated(kernels.swiglu, partial(kernels.swiglu, alpha=1.702, limit=7.0, up_offset=1.0, scale=0.5)),
     "reglu": lambda: _gated(kernels.reglu, partial(kernels.reglu, squared=True)),
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),

@@ -107,7 +107,7 @@ def causal_conv1d_fn(
     options["seq_idx"] = seq_idx
     check_options("causal_conv1d_fn", options, CONVOLUTION)
     documents = documents_of_options("causal_conv1d_fn", x, 3, options)
-    return causal_conv1d(x, weight, bias, activation=_activation(activation), documents=documents)
+    return causal_conv1d(x, weight, bias, activation=activation_of_name(activation), documents=documents)
 
 
 def causal_conv1d_update(
@@ -122,7 +122,7 @@ def causal_conv1d_update(
     check_options("causal_conv1d_update", options, NEXT_CONVOLUTION)
     is_one_token = isinstance(x, torch.Tensor) and x.ndim == 2
     tokens = x[..., None] if is_one_token else x
-    y = decode.causal_conv1d_step(tokens, conv_state, weight, bias, activation=_activation(activation))
+    y = decode.causal_conv1d_step(tokens, conv_state, weight, bias, activation=activation_of_name(activation))
     return y[..., 0] if is_one_token else y
 
 
@@ -187,7 +187,7 @@ def _scaled(out: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> to
     return out if scale is None else out * (scale * key.shape[-1] ** 0.5)
 
 
-def _activation(name: str | None) -> Activation | None:
+def activation_of_name(name: str | None) -> Activation | None:
     if name not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation is {name!r}; expected silu, swish or None")
     return ACTIVATIONS[name]

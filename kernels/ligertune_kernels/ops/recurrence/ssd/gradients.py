@@ -282,7 +282,7 @@ def step_gradients_kernel(
     """Write ddt, and the chunk's parts of dA and of dt_bias' gradient.
 
     A token's decay dt' A reaches all that is read over it: where a token from it on reads, the state that earlier
-    tokens wrote to, and the state before the chunk. None of these sums cancels.
+    tokens wrote to, and the state before the chunk. Only the differences within the chunk cancel.
     """
     chunk = tl.program_id(0) // HEADS
     head = (tl.program_id(0) % HEADS).to(tl.int64)

@@ -11,19 +11,21 @@ is a TypeError.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.norms.gated_rms_norm import gated_rms_norm
+from ligertune_kernels.ops.recurrence.causal_conv1d import causal_conv1d
 from ligertune_kernels.ops.recurrence.input_checks import check_given, check_tensors
 from ligertune_kernels.ops.recurrence.package_functions import (
     DOCUMENTS,
     NEEDS_DOCUMENTS,
     PASSED_ON,
     OptionNames,
-    causal_conv1d_fn,
+    activation_of_name,
     check_options,
     documents_of_options,
 )
@@ -33,6 +35,27 @@ from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, ssd, ssd_with_stat
 # of mamba-ssm 2
 SCAN = OptionNames(PASSED_ON.union(DOCUMENTS, NEEDS_DOCUMENTS), frozenset({"return_varlen_states"}))
 STATE_UPDATE = OptionNames(PASSED_ON, frozenset({"state_batch_indices"}).union(DOCUMENTS))
+
+
+class ScanStates(NamedTuple):
+    """The states that a call of a function gives and asks for."""
+
+    function: str
+    initial: torch.Tensor | None  # (B, H, P, N)
+    returns_final: bool
+
+    def scan(
+        self, tensors: tuple[torch.Tensor | None, ...], documents: Documents | None, steps: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute ssd of its tensors; raise ValueError for states of packed documents."""
+        if self.initial is None and not self.returns_final:
+            return ssd(*tensors, documents=documents, **steps), None
+        if documents is not None:
+            raise ValueError(
+                f"{self.function}: packed documents start from zeros and leave no state; leave out initial_states and "
+                "return_final_states, or pass use_cache=False to the model"
+            )
+        return ssd_with_states(*tensors, initial_state=self.initial, **steps)
 
 
 def mamba_chunk_scan_combined(
@@ -61,15 +84,9 @@ def mamba_chunk_scan_combined(
     options |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
     check_options("mamba_chunk_scan_combined", options, SCAN)
     documents = documents_of_options("mamba_chunk_scan_combined", x, 4, options)
+    states = ScanStates("mamba_chunk_scan_combined", initial_states, return_final_states)
     steps = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    if initial_states is None and not return_final_states:
-        return ssd(x, dt, A, B, C, D, z, dt_bias, documents=documents, **steps)
-    if documents is not None:
-        raise ValueError(
-            "mamba_chunk_scan_combined: packed documents start from zeros and leave no state; leave out initial_states "
-            "and return_final_states, or pass use_cache=False to the model"
-        )
-    out, state = ssd_with_states(x, dt, A, B, C, D, z, dt_bias, initial_state=initial_states, **steps)
+    out, state = states.scan((x, dt, A, B, C, D, z, dt_bias), documents, steps)
     return (out, state) if return_final_states else out
 
 
@@ -163,19 +180,20 @@ def mamba_split_conv1d_scan_combined(
     check_options(name, options, SCAN)
     if any(t is None for t in (zxbcdt, conv1d_weight, dt_bias, A, D)):
         check_given(name, zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, dt_bias=dt_bias, A=A, D=D)
-    check_tensors(name, zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, A=A, D=D)
+    check_tensors(name, zxbcdt=zxbcdt, D=D)
     inner, state_cols = _widths(name, zxbcdt, D, headdim, ngroups)
+    documents = documents_of_options(name, zxbcdt[..., None], 4, options)
     heads = D.shape[0]
     z, xbc, dt = zxbcdt.split((inner, inner + 2 * state_cols, heads), -1)
-    passed = {key: value for key, value in options.items() if key in DOCUMENTS}
-    xbc = causal_conv1d_fn(xbc.transpose(1, 2), conv1d_weight, conv1d_bias, activation=activation, **passed)
+    xbc = causal_conv1d(
+        xbc.transpose(1, 2), conv1d_weight, conv1d_bias, activation=activation_of_name(activation), documents=documents
+    )
     x, B, C = xbc.transpose(1, 2).split((inner, state_cols, state_cols), -1)
-    found = mamba_chunk_scan_combined(
-        x.unflatten(-1, (heads, -1)), dt, A, B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1)), chunk_size,
-        D, z.unflatten(-1, (heads, -1)) if rmsnorm_weight is None else None, dt_bias, initial_states,
-        dt_softplus=True, dt_limit=dt_limit, return_final_states=return_final_states, **options,
-    )  # fmt: skip
-    out, state = found if return_final_states else (found, None)
+    gate = z.unflatten(-1, (heads, -1)) if rmsnorm_weight is None else None
+    B, C = (t.unflatten(-1, (ngroups, -1)) for t in (B, C))
+    tensors = (x.unflatten(-1, (heads, -1)), dt, A, B, C, D, gate, dt_bias)
+    states = ScanStates(name, initial_states, return_final_states)
+    out, state = states.scan(tensors, documents, {"dt_softplus": True, "dt_limit": dt_limit})
     out = out.flatten(-2)
     if rmsnorm_weight is not None:
         out = gated_rms_norm(
