@@ -125,7 +125,8 @@ def padded(width: int, chip: Chip) -> int:
     return max(least, triton.next_power_of_2(width))
 
 
-def _chips(chip: Chip) -> Chips:
+def chips_of(chip: Chip) -> Chips:
+    """Return the group of the table that the chip belongs to."""
     if chip.vendor == "amd":
         return "cdna" if chip.warp_size == 64 else "rdna"
     if WARPGROUPS.holds(chip):
@@ -135,7 +136,7 @@ def _chips(chip: Chip) -> Chips:
 
 def delta_tiles(width: int, itemsize: int, chip: Chip) -> DeltaTiles | None:
     """Return the launches for heads of at most this width, None where no tile fits the chip."""
-    chips = _chips(chip)
+    chips = chips_of(chip)
     fitting = (t for t in DELTA_TILES if chips in t.chips and width <= t.width and itemsize == t.itemsize)
     return next(fitting, None)
 
@@ -144,7 +145,7 @@ def delta_options(chip: Chip) -> dict[str, int]:
     """Return options of the compiler."""
     # Matrix instructions of 32 x 32 leave a product of chunks to one of the warps, the others compute it, too; their
     # rows need a mask each, which spill scalar registers.
-    return {"matrix_instr_nonkdim": 16} if _chips(chip) == "cdna" else {}
+    return {"matrix_instr_nonkdim": 16} if chips_of(chip) == "cdna" else {}
 
 
 def runs_delta_kernels(query: torch.Tensor, width: int) -> bool:
