@@ -15,6 +15,7 @@ import ligertune_kernels as kernels
 import torch
 from ligertune_kernels.launcher import chip_of
 from ligertune_kernels.ops.losses.labelled_rows import find_rows
+from torch import Tensor
 
 from support.kernels.pretend_gpu import TARGETS, Compiled, compile_for
 
@@ -222,6 +223,30 @@ def _gated_delta_rule_step() -> list[Case]:
     state = meta(8, 32, 128, 128, dtype=FP32)
     call = partial(kernels.gated_delta_rule_step, *(meta(*shape) for shape in shapes), initial_state=state)
     return [Case(call, (), BF16, backward=False)]
+
+
+def _kda() -> list[Case]:
+    """One value head per key head, as in Kimi Linear, and two; each width of the table of tiles; states in and out."""
+
+    def case(width: int, dtype: torch.dtype, *, packed: bool = True, group: int = 1) -> Case:
+        places = meta(ROWS, dtype=torch.int32)
+
+        def call(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> object:
+            given = (query, key, value, decay.float(), beta)
+            if packed:
+                return kernels.kda(*given, l2_norm=True, documents=kernels.Documents(places, places))
+            state = meta(1, 4, width, width, dtype=FP32).requires_grad_()
+            return kernels.kda_with_states(*given, initial_state=state)
+
+        heads = ((1, ROWS, 4 // group, width),) * 2
+        return Case(call, (*heads, (1, ROWS, 4, width), (1, ROWS, 4, width), (1, ROWS, 4)), dtype)
+
+    more = on_the_first(case(64, FP16, packed=False, group=2), case(128, FP32))
+    return [
+        case(128, BF16),
+        *more,
+        *later(case(256, BF16), case(128, BF16, packed=False), case(256, FP32), case(96, FP16)),
+    ]
 
 
 def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
@@ -454,6 +479,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "causal_conv1d_step": _causal_conv1d_step,
     "gated_delta_rule": _gated_delta_rule,
     "gated_delta_rule_step": _gated_delta_rule_step,
+    "kda": _kda,
     "swiglu": lambda: _gated(kernels.swiglu, partial(kernels.swiglu, alpha=1.702, limit=7.0, up_offset=1.0, scale=0.5)),
     "reglu": lambda: _gated(kernels.reglu, partial(kernels.reglu, squared=True)),
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),

@@ -44,13 +44,20 @@ def split_decays(decays, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _sum_decays(matrix, high, low, SPLIT: tl.constexpr):
-    """Return products of a matrix of truth values (CHUNK, CHUNK) and decays (CHUNK, COLS), fp32."""
-    ones = tl.where(matrix, 1.0, 0.0).to(high.dtype)
+def _between(lows, highs, CHUNK: tl.constexpr):
+    """Return which tokens [of the second axis] lie between two places of each token, both included."""
+    tokens = tl.arange(0, CHUNK)[None, :]
+    return (tokens >= lows[:, None]) & (tokens <= highs[:, None])
+
+
+@triton.jit
+def _decays_between(lows, highs, high, low, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
+    """Return exp of the sum of the decays (CHUNK, COLS) between two places of each token, fp32."""
+    ones = tl.where(_between(lows, highs, CHUNK), 1.0, 0.0).to(high.dtype)
     sums = tl.dot(ones, high, input_precision="ieee")
     if SPLIT:
         sums = tl.dot(ones, low, sums, input_precision="ieee")
-    return sums
+    return tl.exp(sums)
 
 
 @triton.jit
@@ -58,34 +65,34 @@ def level_factors(high, low, level, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
     """Return the factors of all tokens (CHUNK, COLS) in the pairs of a level."""
     tokens = tl.arange(0, CHUNK)
     block = tokens >> level
-    same_block = block[:, None] == block[None, :]
-    is_before = tokens[None, :] <= tokens[:, None]
     is_row = (block & 1) == 1
-    return tl.exp(_sum_decays(same_block & (is_before == is_row[:, None]), high, low, SPLIT))
+    lows = tl.where(is_row, block << level, tokens + 1)
+    highs = tl.where(is_row, tokens, ((block + 1) << level) - 1)
+    return _decays_between(lows, highs, high, low, CHUNK, SPLIT)
 
 
 @triton.jit
-def level_pairs(level, CHUNK: tl.constexpr):
-    """Return the pairs (row, column) of a level."""
+def level_pairs(first_seen, level, CHUNK: tl.constexpr):
+    """Return the pairs (row, column) of a level within documents. first_seen: of each row, its place in the chunk."""
     block = tl.arange(0, CHUNK) >> level
-    is_row = (block & 1) == 1
-    return (block[:, None] == block[None, :] + 1) & is_row[:, None]
+    lows = tl.maximum((block - 1) << level, first_seen)
+    return _between(tl.where((block & 1) == 1, lows, CHUNK), (block << level) - 1, CHUNK)
 
 
 @triton.jit
 def factors_from_state(high, low, starts, first, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
     """Return the factors of the state before the chunk for each token; 0 for documents that begin in the chunk."""
     tokens = tl.arange(0, CHUNK)
-    sums = _sum_decays(tokens[None, :] <= tokens[:, None], high, low, SPLIT)
-    return tl.where((starts < tl.maximum(first, 1))[:, None], tl.exp(sums), 0.0)
+    factors = _decays_between(tokens * 0, tokens, high, low, CHUNK, SPLIT)
+    return tl.where((starts < tl.maximum(first, 1))[:, None], factors, 0.0)
 
 
 @triton.jit
 def factors_to_state(high, low, starts, last_start, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
     """Return the factors of the tokens in the state after the chunk; 0 for documents that end in the chunk."""
     tokens = tl.arange(0, CHUNK)
-    sums = _sum_decays(tokens[None, :] > tokens[:, None], high, low, SPLIT)
-    return tl.where((starts == last_start)[:, None], tl.exp(sums), 0.0)
+    factors = _decays_between(tokens + 1, tokens * 0 + CHUNK, high, low, CHUNK, SPLIT)
+    return tl.where((starts == last_start)[:, None], factors, 0.0)
 
 
 @triton.jit

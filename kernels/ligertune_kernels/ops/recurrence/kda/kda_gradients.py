@@ -3,8 +3,11 @@
     local       chunk, value head                  dv̂ from the outputs of the same chunk
     scan        part of a row, value head          dS after each chunk, and dv̂
     values      chunk, value head                  dv, y over dv̂, gradients of the weights and of A, the part of dbeta of v
-    channels    chunk, value head, key channels    gradients of unit queries and keys, dg, the part of dbeta of k
+    readers     chunk, value head, key channels    gradients of unit queries and of unit keys that read, dbeta of k
+    decays      chunk, value head, key channels    gradients of unit keys, dg
     keys        tokens, key head                   dq, dk, dbeta: sums over value heads, and through the lengths
+
+`readers` and `decays` are two kernels because one of both would spill registers.
 """
 
 from __future__ import annotations
@@ -180,57 +183,124 @@ def kda_value_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def kda_channel_gradients_kernel(
-    q_ptr, k_ptr,  # (B, T, H, K)
+def kda_reader_gradients_kernel(
+    k_ptr,  # (B, T, H, K)
     decay_ptr,  # (B, T, X, K)
     d_out_ptr,  # (B, T, X, V)
     beta_ptr,  # (B, T, X)
-    q_norm_ptr, k_norm_ptr,  # (B, T, H) fp32
+    k_norm_ptr,  # (B, T, H) fp32
     starts_ptr,  # (T,) int32
-    corrected_ptr, y_ptr,  # (B, T / CHUNK, X, V, CHUNK): v̂, y
-    states_ptr, d_states_ptr,  # (B, T / CHUNK, X, V, K)
+    y_ptr,  # (B, T / CHUNK, X, V, CHUNK)
+    states_ptr,  # (B, T / CHUNK, X, V, K)
     d_products_ptr, d_weights_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
-    dq_ptr, dk_ptr,  # (B, T, X, K) fp32: of unit vectors
-    d_decay_ptr,  # (B, T, X, K)
+    dq_ptr, dk_ptr,  # (B, T, X, K) fp32: of unit vectors that read
     d_beta_ptr,  # (B, T, X, PARTS) fp32: all but the first
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    g_batch_stride, g_token_stride, g_head_stride,
+    k_batch_stride, k_token_stride, k_head_stride, g_batch_stride, g_token_stride, g_head_stride,
     n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLS: tl.constexpr,
-    VALUES: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
-    DOT: tl.constexpr,
+    VALUES: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of some channels, first those by way of the states, then those within the chunk by levels."""
+    """Differentiate what queries and keys read of the state and, by levels, of earlier keys: dq, β z and k·z."""
     chunk = tl.program_id(0) // (PARTS - 1)
     part = tl.program_id(0) % (PARTS - 1)
+    col = part * COLS
     value_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     head = value_head // GROUP
     value_heads = HEADS * GROUP
     first = chunk * CHUNK
-    col = part * COLS
     rows = tl.arange(0, CHUNK)
     tokens = first + rows
     exists = tokens < n_tokens
     at_heads = batch * n_tokens * value_heads + value_head
     at_chunk = (batch * n_chunks + chunk) * value_heads + value_head
+    stride = value_heads * VALUE_DIM
     dq = tl.zeros([CHUNK, COLS], tl.float32)
-    dk_reads = tl.zeros([CHUNK, COLS], tl.float32)  # of keys that read, without the factor beta
-    dk_read = tl.zeros([CHUNK, COLS], tl.float32)  # of keys that are read
+    z = tl.zeros([CHUNK, COLS], tl.float32)
+    for v_col in range(0, VALUE_DIM, VALUES):
+        d_out = load_chunk(d_out_ptr + at_heads * VALUE_DIM, first, n_tokens, stride, v_col, VALUE_DIM, CHUNK, VALUES)
+        y = load_tile(y_ptr + at_chunk * VALUE_DIM * CHUNK, v_col, 0, VALUE_DIM, CHUNK, VALUES, CHUNK)
+        at_state = states_ptr + at_chunk * KEY_DIM * VALUE_DIM
+        state = load_tile(at_state, v_col, col, VALUE_DIM, KEY_DIM, VALUES, COLS)
+        dq = tl.dot(d_out, state, dq, input_precision=DOT)
+        z = tl.dot(tl.trans(y), state, z, input_precision=DOT)
+
+    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+    decay_row_ptr = decay_ptr + batch * g_batch_stride + value_head * g_head_stride
+    decays = load_chunk(decay_row_ptr, first, n_tokens, g_token_stride, col, KEY_DIM, CHUNK, COLS)
+    high, low = split_decays(decays, SPLIT)
+    from_state = factors_from_state(high, low, starts, first, CHUNK, SPLIT)
+    dq *= from_state * SCALE
+    z *= -from_state
+    k_norm = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
+    k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
+    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+    k *= k_norm[:, None]
+    at_tile = at_chunk * CHUNK * CHUNK
+    d_all_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_all_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    first_seen = starts - first
+    for level in range(LEVELS):
+        factors = level_factors(high, low, level, CHUNK, SPLIT)
+        pairs = level_pairs(first_seen, level, CHUNK)
+        k_decayed = (k * factors).to(d_all_weights.dtype)
+        d_weights = tl.where(pairs, d_all_weights, 0.0).to(d_all_weights.dtype)
+        dq += factors * tl.dot(d_weights, k_decayed, input_precision=DOT)
+        d_products = tl.where(pairs, d_all_products, 0.0).to(d_all_products.dtype)
+        z += factors * tl.dot(d_products, k_decayed, input_precision=DOT)
+
+    at_tokens = at_heads + tokens.to(tl.int64) * value_heads
+    tl.store(d_beta_ptr + at_tokens * PARTS + 1 + part, tl.sum(k * z, 1), mask=exists)
+    beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
+    key_stride = value_heads * KEY_DIM
+    store_chunk(dk_ptr + at_heads * KEY_DIM, z * beta[:, None], first, exists, key_stride, col, KEY_DIM, CHUNK, COLS)
+    # a query reads its own key without a decay
+    d_own = load_numbers(d_weights_ptr + at_tile, rows, CHUNK, CHUNK + 1).to(tl.float32)
+    dq += d_own[:, None] * k
+    store_chunk(dq_ptr + at_heads * KEY_DIM, dq, first, exists, key_stride, col, KEY_DIM, CHUNK, COLS)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
+def kda_decay_gradients_kernel(
+    q_ptr, k_ptr,  # (B, T, H, K)
+    decay_ptr,  # (B, T, X, K)
+    beta_ptr,  # (B, T, X)
+    q_norm_ptr, k_norm_ptr,  # (B, T, H) fp32
+    starts_ptr,  # (T,) int32
+    corrected_ptr,  # (B, T / CHUNK, X, V, CHUNK): v̂
+    states_ptr, d_states_ptr,  # (B, T / CHUNK, X, V, K)
+    d_products_ptr, d_weights_ptr,  # (B, T / CHUNK, X, CHUNK, CHUNK)
+    dq_ptr,  # (B, T, X, K) fp32: of unit queries
+    dk_ptr,  # (B, T, X, K) fp32: in, of unit keys that read; out, of unit keys
+    d_decay_ptr,  # (B, T, X, K)
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
+    g_batch_stride, g_token_stride, g_head_stride,
+    n_tokens, n_chunks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLS: tl.constexpr,
+    VALUES: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Differentiate where the state and, by levels, later tokens read a key: write dk, and dg, which needs dq, too."""
+    chunk = tl.program_id(0) // (PARTS - 1)
+    col = tl.program_id(0) % (PARTS - 1) * COLS
+    value_head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    head = value_head // GROUP
+    value_heads = HEADS * GROUP
+    first = chunk * CHUNK
+    rows = tl.arange(0, CHUNK)
+    tokens = first + rows
+    at_heads = batch * n_tokens * value_heads + value_head
+    at_chunk = (batch * n_chunks + chunk) * value_heads + value_head
+    x = tl.zeros([CHUNK, COLS], tl.float32)
     d_last = tl.zeros([COLS], tl.float32)  # S·dS
     for v_col in range(0, VALUE_DIM, VALUES):
-        stride = value_heads * VALUE_DIM
-        d_out = load_chunk(d_out_ptr + at_heads * VALUE_DIM, first, n_tokens, stride, v_col, VALUE_DIM, CHUNK, VALUES)
-        at_values = at_chunk * VALUE_DIM * CHUNK
-        corrected = load_tile(corrected_ptr + at_values, v_col, 0, VALUE_DIM, CHUNK, VALUES, CHUNK)
-        y = load_tile(y_ptr + at_values, v_col, 0, VALUE_DIM, CHUNK, VALUES, CHUNK)
+        corrected = load_tile(corrected_ptr + at_chunk * VALUE_DIM * CHUNK, v_col, 0, VALUE_DIM, CHUNK, VALUES, CHUNK)
         at_state = at_chunk * KEY_DIM * VALUE_DIM
         state = load_tile(states_ptr + at_state, v_col, col, VALUE_DIM, KEY_DIM, VALUES, COLS)
         d_state = load_tile(d_states_ptr + at_state, v_col, col, VALUE_DIM, KEY_DIM, VALUES, COLS)
-        dq = tl.dot(d_out, state, dq, input_precision=DOT)
-        dk_reads = tl.dot(tl.trans(y), state, dk_reads, input_precision=DOT)
-        dk_read = tl.dot(tl.trans(corrected), d_state, dk_read, input_precision=DOT)
+        x = tl.dot(tl.trans(corrected), d_state, x, input_precision=DOT)
         d_last += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 0)
 
     starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
@@ -246,48 +316,42 @@ def kda_channel_gradients_kernel(
     k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
     q *= q_norm[:, None]
     k *= k_norm[:, None]
-    from_state = factors_from_state(high, low, starts, first, CHUNK, SPLIT)
-    dq *= from_state * SCALE
-    dk_reads *= -from_state
-    dk_read *= factors_to_state(high, low, starts, last_start, CHUNK, SPLIT)
-    d_last = d_last * factors_of_state(decays, last_start, first) + tl.sum(k * dk_read, 0)
+    x *= factors_to_state(high, low, starts, last_start, CHUNK, SPLIT)
+    d_last = d_last * factors_of_state(decays, last_start, first) + tl.sum(k * x, 0)
 
     at_tile = at_chunk * CHUNK * CHUNK
-    same_document = starts[:, None] == starts[None, :]
     beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
-    dtype = d_out_ptr.dtype.element_ty
+    d_all_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_all_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_all_products = (d_all_products.to(tl.float32) * beta[:, None]).to(d_all_weights.dtype)
+    first_seen = starts - first
     for level in range(LEVELS):
         factors = level_factors(high, low, level, CHUNK, SPLIT)
-        pairs = level_pairs(level, CHUNK) & same_document
-        q_decayed = (q * factors).to(dtype)
-        k_decayed = (k * factors).to(dtype)
-        d_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        d_weights = tl.where(pairs, d_weights, 0.0).to(dtype)
-        d_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        d_products = tl.where(pairs, d_products, 0.0).to(dtype)
-        dq += factors * tl.dot(d_weights, k_decayed, input_precision=DOT)
-        dk_reads += factors * tl.dot(d_products, k_decayed, input_precision=DOT)
-        d_products = (d_products.to(tl.float32) * beta[:, None]).to(dtype)
+        pairs = level_pairs(first_seen, level, CHUNK)
+        q_decayed = (q * factors).to(d_all_weights.dtype)
+        d_weights = tl.where(pairs, d_all_weights, 0.0).to(d_all_weights.dtype)
         from_later = tl.dot(tl.trans(d_weights), q_decayed, input_precision=DOT)
+        k_decayed = (k * factors).to(d_all_weights.dtype)
+        d_products = tl.where(pairs, d_all_products, 0.0).to(d_all_weights.dtype)
         from_later = tl.dot(tl.trans(d_products), k_decayed, from_later, input_precision=DOT)
-        dk_read += factors * from_later
+        x += factors * from_later
 
-    at_tokens = at_heads + tokens.to(tl.int64) * value_heads
-    tl.store(d_beta_ptr + at_tokens * PARTS + 1 + part, tl.sum(k * dk_reads, 1), mask=exists)
-    dk_reads *= beta[:, None]
+    # a query reads its own key without a decay
+    d_own = load_numbers(d_weights_ptr + at_tile, rows, CHUNK, CHUNK + 1).to(tl.float32)
+    x += d_own[:, None] * q
+    exists = tokens < n_tokens
+    stride = value_heads * KEY_DIM
+    dq_row_ptr = dq_ptr + at_heads * KEY_DIM
+    dk_row_ptr = dk_ptr + at_heads * KEY_DIM
+    dk_reads = load_chunk(dk_row_ptr, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
+    dq = load_chunk(dq_row_ptr, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
     # a decay is in the factor of each pair of a token before it, and itself or a token after it
-    d_logs = q * dq + k * (dk_reads - dk_read)
-    seen = tl.where(visible_tokens_transposed(starts, CHUNK), 1.0, 0.0)
-    d_decay = tl.dot(seen, d_logs, input_precision=PRECISION)
+    d_logs = q * dq + k * (dk_reads - x)
+    store_chunk(dk_row_ptr, dk_reads + x, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
+    later = tl.where(visible_tokens_transposed(starts, CHUNK), 1.0, 0.0)
+    d_decay = tl.dot(later, d_logs, input_precision=PRECISION)
     d_decay += tl.where((starts == last_start)[:, None], d_last[None, :], 0.0)
-    stride_of_keys = value_heads * KEY_DIM
-    at_keys = at_heads * KEY_DIM
-    store_chunk(d_decay_ptr + at_keys, d_decay, first, exists, stride_of_keys, col, KEY_DIM, CHUNK, COLS)
-    # a token reads itself without a decay
-    d_own = load_numbers(d_weights_ptr + at_tile, rows, CHUNK, CHUNK + 1).to(tl.float32)[:, None]
-    store_chunk(dq_ptr + at_keys, dq + d_own * k, first, exists, stride_of_keys, col, KEY_DIM, CHUNK, COLS)
-    dk = dk_reads + dk_read + d_own * q
-    store_chunk(dk_ptr + at_keys, dk, first, exists, stride_of_keys, col, KEY_DIM, CHUNK, COLS)
+    store_chunk(d_decay_ptr + at_heads * KEY_DIM, d_decay, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from ligertune_kernels.ops.recurrence.chunks import (
     part_of_row,
     store_chunk,
     store_tile,
-    visible_tokens,
 )
 from ligertune_kernels.ops.recurrence.delta_kernels import NORM_EPS, unit_triangular_inverse
 from ligertune_kernels.ops.recurrence.kda.decay_levels import (
@@ -68,6 +67,7 @@ def kda_products_kernel(
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     decay_row_ptr = decay_ptr + batch * g_batch_stride + value_head * g_head_stride
+    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
     weights = tl.zeros([CHUNK, CHUNK], tl.float32)
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     own = tl.zeros([CHUNK], tl.float32)  # q_i·k_i
@@ -84,7 +84,7 @@ def kda_products_kernel(
             k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
         for level in range(LEVELS):
             factors = level_factors(high, low, level, CHUNK, SPLIT)
-            pairs = level_pairs(level, CHUNK)
+            pairs = level_pairs(starts - first, level, CHUNK)
             q_decayed = (q.to(tl.float32) * factors).to(q.dtype)
             k_decayed = (k.to(tl.float32) * factors).to(k.dtype)
             weights += tl.where(pairs, tl.dot(q_decayed, tl.trans(k_decayed), input_precision=DOT), 0.0)
@@ -100,14 +100,12 @@ def kda_products_kernel(
             at_norms = batch * n_tokens * HEADS + head + tokens.to(tl.int64) * HEADS
             tl.store(q_norm_ptr + at_norms, q_norm, mask=tokens < n_tokens)
             tl.store(k_norm_ptr + at_norms, k_scale, mask=tokens < n_tokens)
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    seen = visible_tokens(starts, CHUNK)
     weights = tl.where(rows[:, None] == rows[None, :], own[:, None], weights)
-    weights = tl.where(seen, weights * q_scale[:, None] * k_scale[None, :], 0.0)
+    weights *= q_scale[:, None] * k_scale[None, :]
     at_tile = ((batch * n_chunks + chunk) * value_heads + value_head) * CHUNK * CHUNK
     store_tile(weights_ptr + at_tile, weights, True, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK, KEEP_ALL=True)
     beta = load_numbers(beta_ptr + batch * n_tokens * value_heads + value_head, tokens, n_tokens, value_heads)
-    products = tl.where(seen, products * (beta.to(tl.float32) * k_scale)[:, None] * k_scale[None, :], 0.0)
+    products *= (beta.to(tl.float32) * k_scale)[:, None] * k_scale[None, :]
     t = unit_triangular_inverse(products, CHUNK, PRECISION)
     store_tile(t_ptr + at_tile, t, True, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK, KEEP_ALL=True)
 

@@ -120,7 +120,7 @@ class _Launches(NamedTuple):
     key_tokens: int  # of a program of `keys`
     state_cols: int  # columns of v of a program of `states`
     scan_cols: int  # of `scan`
-    parts: int  # of the gradient of beta: that of v, and those of the programs of `channels`
+    parts: int  # of the gradient of beta: that of v, and those of the programs of `readers`
     products: Launcher
     factors: Launcher
     states: Launcher
@@ -128,7 +128,8 @@ class _Launches(NamedTuple):
     local: Launcher
     scan: Launcher
     values: Launcher
-    channels: Launcher
+    readers: Launcher
+    decays: Launcher
     keys: Launcher
 
 
@@ -152,7 +153,7 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
     precision = inverse_precision(shape.dtype.itemsize, chip)
     keys = padded(shape.key_dim, chip)
     values = padded(shape.value_dim, chip)
-    channels = min(chosen.channels.cols, keys)
+    channels = min(chosen.readers.cols, keys)
     parts = 1 + -(-shape.key_dim // channels)
     sizes = {"CHUNK": chosen.chunk, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim, "DOT": "ieee"}
     by_value_head = sizes | {"VALUE_HEADS": shape.heads * shape.group}
@@ -172,6 +173,7 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
         options = {"num_warps": tile.warps, "num_stages": tile.stages} | delta_options(chip)
         return Launcher(kernel, constants | more | options)
 
+    unscaled = {name: number for name, number in by_level.items() if name != "SCALE"}
     without_keys = {name: number for name, number in by_value_head.items() if name != "KEY_DIM"}
     state_cols = min(chosen.states.cols, values)
     scan_cols = min(chosen.scan.cols, values)
@@ -199,9 +201,13 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
             kda_gradients.kda_value_gradients_kernel, chosen.values, without_keys,
             COLS=min(chosen.values.cols, values), PARTS=parts, SCALE=shape.key_dim**-0.5,
         ),
-        channels=launch(
-            kda_gradients.kda_channel_gradients_kernel, chosen.channels, by_level, COLS=channels,
-            VALUES=min(chosen.channels.values, values), PARTS=parts, PRECISION=precision,
+        readers=launch(
+            kda_gradients.kda_reader_gradients_kernel, chosen.readers, by_level, COLS=channels,
+            VALUES=min(chosen.readers.values, values), PARTS=parts,
+        ),
+        decays=launch(
+            kda_gradients.kda_decay_gradients_kernel, chosen.decays, unscaled, COLS=channels,
+            VALUES=min(chosen.decays.values, values), PARTS=parts, PRECISION=precision,
         ),
         keys=launch(
             kda_gradients.kda_key_gradients_kernel, chosen.keys, heads, TOKENS=chosen.keys.cols, KEYS=keys,
@@ -361,10 +367,16 @@ class _Kda(torch.autograd.Function):
         )  # fmt: skip
         dq_of_units, dk_of_units = made.kept.new_empty((2, batch, n_tokens, value_heads, key_dim))
         d_decay = x.decay.new_empty(x.decay.shape)
-        launches.channels(
+        launches.readers(
             (n_chunks * (launches.parts - 1), value_heads, batch),
-            (x.q, x.k, x.decay, d_out, x.beta, made.q_norm, made.k_norm, x.starts, made.corrected, y, made.states,
-             d_states, d_products, d_weights, dq_of_units, dk_of_units, d_decay, d_beta_parts),
+            (x.k, x.decay, d_out, x.beta, made.k_norm, x.starts, y, made.states, d_products, d_weights, dq_of_units,
+             dk_of_units, d_beta_parts),
+            x.strides("k", "decay"), n_tokens, n_chunks,
+        )  # fmt: skip
+        launches.decays(
+            (n_chunks * (launches.parts - 1), value_heads, batch),
+            (x.q, x.k, x.decay, x.beta, made.q_norm, made.k_norm, x.starts, made.corrected, made.states, d_states,
+             d_products, d_weights, dq_of_units, dk_of_units, d_decay),
             x.strides("q", "k", "decay"), n_tokens, n_chunks,
         )  # fmt: skip
         dq = x.q.new_empty(x.q.shape)
