@@ -44,16 +44,10 @@ def split_decays(decays, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _between(lows, highs, CHUNK: tl.constexpr):
-    """Return which tokens [of the second axis] lie between two places of each token, both included."""
-    tokens = tl.arange(0, CHUNK)[None, :]
-    return (tokens >= lows[:, None]) & (tokens <= highs[:, None])
-
-
-@triton.jit
 def _decays_between(lows, highs, high, low, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
-    """Return exp of the sum of the decays (CHUNK, COLS) between two places of each token, fp32."""
-    ones = tl.where(_between(lows, highs, CHUNK), 1.0, 0.0).to(high.dtype)
+    """Return exp of the sum of the decays (CHUNK, COLS) between two places, both included, of each token; fp32."""
+    tokens = tl.arange(0, CHUNK)[None, :]
+    ones = tl.where((tokens >= lows[:, None]) & (tokens <= highs[:, None]), 1.0, 0.0).to(high.dtype)
     sums = tl.dot(ones, high, input_precision="ieee")
     if SPLIT:
         sums = tl.dot(ones, low, sums, input_precision="ieee")
@@ -74,9 +68,11 @@ def level_factors(high, low, level, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
 @triton.jit
 def level_pairs(first_seen, level, CHUNK: tl.constexpr):
     """Return the pairs (row, column) of a level within documents. first_seen: of each row, its place in the chunk."""
-    block = tl.arange(0, CHUNK) >> level
-    lows = tl.maximum((block - 1) << level, first_seen)
-    return _between(tl.where((block & 1) == 1, lows, CHUNK), (block << level) - 1, CHUNK)
+    tokens = tl.arange(0, CHUNK)
+    block = tokens >> level
+    # an interval of columns for each row: it takes fewer registers than a comparison of two blocks and two documents
+    lows = tl.where((block & 1) == 1, tl.maximum((block - 1) << level, first_seen), CHUNK)
+    return (tokens[None, :] >= lows[:, None]) & (tokens[None, :] < (block << level)[:, None])
 
 
 @triton.jit

@@ -235,8 +235,6 @@ def kda_reader_gradients_kernel(
     z *= -from_state
     k_norm = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-    k *= k_norm[:, None]
     at_tile = at_chunk * CHUNK * CHUNK
     d_all_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     d_all_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
@@ -244,12 +242,16 @@ def kda_reader_gradients_kernel(
     for level in range(LEVELS):
         factors = level_factors(high, low, level, CHUNK, SPLIT)
         pairs = level_pairs(first_seen, level, CHUNK)
-        k_decayed = (k * factors).to(d_all_weights.dtype)
-        d_weights = tl.where(pairs, d_all_weights, 0.0).to(d_all_weights.dtype)
+        here = first + tl.minimum(level, 0)  # is `first`: see kda_products_kernel
+        k = load_chunk(k_row_ptr, here, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
+        k_decayed = (k.to(tl.float32) * k_norm[:, None] * factors).to(k.dtype)
+        d_weights = tl.where(pairs, d_all_weights, 0.0).to(k.dtype)
         dq += factors * tl.dot(d_weights, k_decayed, input_precision=DOT)
-        d_products = tl.where(pairs, d_all_products, 0.0).to(d_all_products.dtype)
+        d_products = tl.where(pairs, d_all_products, 0.0).to(k.dtype)
         z += factors * tl.dot(d_products, k_decayed, input_precision=DOT)
 
+    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+    k *= k_norm[:, None]
     at_tokens = at_heads + tokens.to(tl.int64) * value_heads
     tl.store(d_beta_ptr + at_tokens * PARTS + 1 + part, tl.sum(k * z, 1), mask=exists)
     beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
@@ -312,12 +314,9 @@ def kda_decay_gradients_kernel(
     k_norm = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-    q *= q_norm[:, None]
-    k *= k_norm[:, None]
+    keys = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
     x *= factors_to_state(high, low, starts, last_start, CHUNK, SPLIT)
-    d_last = d_last * factors_of_state(decays, last_start, first) + tl.sum(k * x, 0)
+    d_last = d_last * factors_of_state(decays, last_start, first) + tl.sum(keys * k_norm[:, None] * x, 0)
 
     at_tile = at_chunk * CHUNK * CHUNK
     beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
@@ -328,17 +327,24 @@ def kda_decay_gradients_kernel(
     for level in range(LEVELS):
         factors = level_factors(high, low, level, CHUNK, SPLIT)
         pairs = level_pairs(first_seen, level, CHUNK)
-        q_decayed = (q * factors).to(d_all_weights.dtype)
-        d_weights = tl.where(pairs, d_all_weights, 0.0).to(d_all_weights.dtype)
+        here = first + tl.minimum(level, 0)  # is `first`: see kda_products_kernel
+        q = load_chunk(q_row_ptr, here, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS)
+        q_decayed = (q.to(tl.float32) * q_norm[:, None] * factors).to(q.dtype)
+        d_weights = tl.where(pairs, d_all_weights, 0.0).to(q.dtype)
         from_later = tl.dot(tl.trans(d_weights), q_decayed, input_precision=DOT)
-        k_decayed = (k * factors).to(d_all_weights.dtype)
-        d_products = tl.where(pairs, d_all_products, 0.0).to(d_all_weights.dtype)
+        k = load_chunk(k_row_ptr, here, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
+        k_decayed = (k.to(tl.float32) * k_norm[:, None] * factors).to(k.dtype)
+        d_products = tl.where(pairs, d_all_products, 0.0).to(k.dtype)
         from_later = tl.dot(tl.trans(d_products), k_decayed, from_later, input_precision=DOT)
         x += factors * from_later
 
     # a query reads its own key without a decay
     d_own = load_numbers(d_weights_ptr + at_tile, rows, CHUNK, CHUNK + 1).to(tl.float32)
-    x += d_own[:, None] * q
+    unit_q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+    unit_k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+    unit_q *= q_norm[:, None]
+    unit_k *= k_norm[:, None]
+    x += d_own[:, None] * unit_q
     exists = tokens < n_tokens
     stride = value_heads * KEY_DIM
     dq_row_ptr = dq_ptr + at_heads * KEY_DIM
@@ -346,7 +352,7 @@ def kda_decay_gradients_kernel(
     dk_reads = load_chunk(dk_row_ptr, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
     dq = load_chunk(dq_row_ptr, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
     # a decay is in the factor of each pair of a token before it, and itself or a token after it
-    d_logs = q * dq + k * (dk_reads - x)
+    d_logs = unit_q * dq + unit_k * (dk_reads - x)
     store_chunk(dk_row_ptr, dk_reads + x, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
     later = tl.where(visible_tokens_transposed(starts, CHUNK), 1.0, 0.0)
     d_decay = tl.dot(later, d_logs, input_precision=PRECISION)

@@ -68,27 +68,32 @@ def kda_products_kernel(
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     decay_row_ptr = decay_ptr + batch * g_batch_stride + value_head * g_head_stride
     starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    weights = tl.zeros([CHUNK, CHUNK], tl.float32)
-    products = tl.zeros([CHUNK, CHUNK], tl.float32)
     own = tl.zeros([CHUNK], tl.float32)  # q_i·k_i
     q_squares = tl.zeros([CHUNK], tl.float32)
     k_squares = tl.zeros([CHUNK], tl.float32)
+    for own_col in range(0, KEY_DIM, COLS):  # a loop of its own: its tiles would take registers of the other's
+        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, own_col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, own_col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+        own += tl.sum(q * k, 1)
+        if NORMED:
+            q_squares += tl.sum(q * q, 1)
+            k_squares += tl.sum(k * k, 1)
+    weights = tl.zeros([CHUNK, CHUNK], tl.float32)
+    products = tl.zeros([CHUNK, CHUNK], tl.float32)
     for col in range(0, KEY_DIM, COLS):
-        q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS)
-        k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
         decays = load_chunk(decay_row_ptr, first, n_tokens, g_token_stride, col, KEY_DIM, CHUNK, COLS)
         high, low = split_decays(decays, SPLIT)
-        own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-        if NORMED:
-            q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
-            k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
         for level in range(LEVELS):
             factors = level_factors(high, low, level, CHUNK, SPLIT)
             pairs = level_pairs(starts - first, level, CHUNK)
-            q_decayed = (q.to(tl.float32) * factors).to(q.dtype)
+            # the compiler cannot know that this is `first`: it would keep both tiles in registers
+            here = first + tl.minimum(level, 0)
+            k = load_chunk(k_row_ptr, here, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
             k_decayed = (k.to(tl.float32) * factors).to(k.dtype)
-            weights += tl.where(pairs, tl.dot(q_decayed, tl.trans(k_decayed), input_precision=DOT), 0.0)
             products += tl.where(pairs, tl.dot(k_decayed, tl.trans(k_decayed), input_precision=DOT), 0.0)
+            q = load_chunk(q_row_ptr, here, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS)
+            q_decayed = (q.to(tl.float32) * factors).to(q.dtype)
+            weights += tl.where(pairs, tl.dot(q_decayed, tl.trans(k_decayed), input_precision=DOT), 0.0)
 
     q_scale = tl.full([CHUNK], SCALE, tl.float32)
     k_scale = tl.full([CHUNK], 1.0, tl.float32)
