@@ -37,6 +37,7 @@ OPS = (
     Op("recurrence", "gated_delta_rule_step", file="decode"),
     Op("recurrence", "gated_delta_rule", ("gated_delta_rule_with_states",), ("query", "key", "value", "decay", "beta")),
     Op("recurrence.kda", "kda", ("kda_with_states",), ("query", "key", "value", "decay", "beta"), file="op"),
+    Op("recurrence.kda", "kda_step"),
     Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up"), file="gated_mlp"),
     Op("mlp", "geglu", ("GeGLU",), ("gate", "up"), file="gated_mlp"),
     Op("mlp", "reglu", ("ReGLU",), ("gate", "up"), file="gated_mlp"),

@@ -18,6 +18,7 @@ from .ops.mlp.gated_mlp import geglu, swiglu
 from .ops.norms.gated_rms_norm import gated_rms_norm
 from .ops.norms.rms_norm import rms_norm
 from .ops.recurrence import package_functions
+from .ops.recurrence.kda import kda_functions
 
 
 class RMSNorm(nn.Module):
@@ -166,3 +167,5 @@ chunk_gated_delta_rule = _function_layer(
 fused_recurrent_gated_delta_rule = _function_layer(
     package_functions.fused_recurrent_gated_delta_rule, f"query key value g beta {_RULE}"
 )
+chunk_kda = _function_layer(kda_functions.chunk_kda, f"query key value g beta chunk_size {_RULE}")
+fused_recurrent_kda = _function_layer(kda_functions.fused_recurrent_kda, f"query key value g beta {_RULE}")

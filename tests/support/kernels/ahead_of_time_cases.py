@@ -249,6 +249,12 @@ def _kda() -> list[Case]:
     ]
 
 
+def _kda_step() -> list[Case]:
+    shapes = (*((8, 1, 32, 128),) * 4, (8, 1, 32))
+    call = partial(kernels.kda_step, *(meta(*shape) for shape in shapes), initial_state=meta(8, 32, 128, 128, dtype=FP32))
+    return [Case(call, (), BF16, backward=False)]
+
+
 def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
     """The most common form of an op in each dtype; other activations on the first chips only."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
@@ -480,6 +486,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "gated_delta_rule": _gated_delta_rule,
     "gated_delta_rule_step": _gated_delta_rule_step,
     "kda": _kda,
+    "kda_step": _kda_step,
     "swiglu": lambda: _gated(kernels.swiglu, partial(kernels.swiglu, alpha=1.702, limit=7.0, up_offset=1.0, scale=0.5)),
     "reglu": lambda: _gated(kernels.reglu, partial(kernels.reglu, squared=True)),
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),

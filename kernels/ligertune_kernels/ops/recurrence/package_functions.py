@@ -75,7 +75,7 @@ RULE = OptionNames(
 SHORT_NAMES = {"q": "query", "k": "key", "v": "value"}  # of flash-linear-attention
 
 
-def _accept_short_names(function: Callable[..., Any]) -> Callable[..., Any]:
+def accept_short_names(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function take query, key and value under flash-linear-attention's names, too."""
 
     @functools.wraps(function)
@@ -105,8 +105,8 @@ def causal_conv1d_fn(
     Raises ValueError for other activations, and for what these kernels do not compute, TypeError for unknown names.
     """
     options["seq_idx"] = seq_idx
-    _check("causal_conv1d_fn", options, CONVOLUTION)
-    documents = _documents("causal_conv1d_fn", x, 3, options)
+    check_options("causal_conv1d_fn", options, CONVOLUTION)
+    documents = documents_of_options("causal_conv1d_fn", x, 3, options)
     return causal_conv1d(x, weight, bias, activation=_activation(activation), documents=documents)
 
 
@@ -119,14 +119,14 @@ def causal_conv1d_update(
     **options: Any,
 ) -> torch.Tensor:  # as x
     """Convolve the next tokens, as causal_conv1d_update of causal-conv1d. Raises what causal_conv1d_fn raises."""
-    _check("causal_conv1d_update", options, NEXT_CONVOLUTION)
+    check_options("causal_conv1d_update", options, NEXT_CONVOLUTION)
     is_one_token = isinstance(x, torch.Tensor) and x.ndim == 2
     tokens = x[..., None] if is_one_token else x
     y = decode.causal_conv1d_step(tokens, conv_state, weight, bias, activation=_activation(activation))
     return y[..., 0] if is_one_token else y
 
 
-@_accept_short_names
+@accept_short_names
 def chunk_gated_delta_rule(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
@@ -140,23 +140,23 @@ def chunk_gated_delta_rule(
     Raises ValueError for states of packed documents and for what these kernels do not compute, TypeError for unknown
     names.
     """
-    _check("chunk_gated_delta_rule", options, RULE)
+    check_options("chunk_gated_delta_rule", options, RULE)
     tensors = (query, key, value, g, beta)
-    documents = _documents("chunk_gated_delta_rule", query, 4, options)
+    documents = documents_of_options("chunk_gated_delta_rule", query, 4, options)
     l2_norm = bool(options.get("use_qk_l2norm_in_kernel"))
     initial_state = options.get("initial_state")
     if initial_state is None and not options.get("output_final_state"):
-        return _scaled(gated_delta_rule(*tensors, l2_norm=l2_norm, documents=documents), key, options), None
+        return scaled(gated_delta_rule(*tensors, l2_norm=l2_norm, documents=documents), key, options), None
     if documents is not None:
         raise ValueError(
             "gated_delta_rule: packed documents start from zeros and leave no state; leave out initial_state and "
             "output_final_state, or pass use_cache=False to the model"
         )
     out, state = gated_delta_rule_with_states(*tensors, l2_norm=l2_norm, initial_state=initial_state)
-    return _scaled(out, key, options), state if options.get("output_final_state") else None
+    return scaled(out, key, options), state if options.get("output_final_state") else None
 
 
-@_accept_short_names
+@accept_short_names
 def fused_recurrent_gated_delta_rule(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
@@ -169,7 +169,7 @@ def fused_recurrent_gated_delta_rule(
 
     With gradients or documents, chunks compute the same. Raises what chunk_gated_delta_rule raises.
     """
-    _check("fused_recurrent_gated_delta_rule", options, RULE)
+    check_options("fused_recurrent_gated_delta_rule", options, RULE)
     tensors = (query, key, value, g, beta)
     states = options.get("initial_state")
     # an object that is no tensor is refused by the op
@@ -178,10 +178,10 @@ def fused_recurrent_gated_delta_rule(
         return chunk_gated_delta_rule(*tensors, **options)
     l2_norm = bool(options.get("use_qk_l2norm_in_kernel"))
     out, state = decode.gated_delta_rule_step(*tensors, l2_norm=l2_norm, initial_state=states)
-    return _scaled(out, key, options), state if options.get("output_final_state") else None
+    return scaled(out, key, options), state if options.get("output_final_state") else None
 
 
-def _scaled(out: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+def scaled(out: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Return outputs, which have the factor 1 / sqrt(K), with that of the options."""
     scale = options.get("scale")
     return out if scale is None else out * (scale * key.shape[-1] ** 0.5)
@@ -193,7 +193,7 @@ def _activation(name: str | None) -> Activation | None:
     return ACTIVATIONS[name]
 
 
-def _check(function: str, options: dict[str, Any], names: OptionNames) -> None:
+def check_options(function: str, options: dict[str, Any], names: OptionNames) -> None:
     """Raise TypeError for a name that is unknown, ValueError for a value that the kernels cannot honour."""
     for name, value in options.items():
         if name not in names.taken:
@@ -216,7 +216,7 @@ def _refuse_name(function: str, name: str, names: OptionNames) -> None:
     raise TypeError(f"{function}: unknown argument {name}; {hint}")
 
 
-def _documents(function: str, x: torch.Tensor, rank: int, options: dict[str, Any]) -> Documents | None:
+def documents_of_options(function: str, x: torch.Tensor, rank: int, options: dict[str, Any]) -> Documents | None:
     """Return the documents of a packed row by whichever argument tells of them; None without any.
 
     x: (B, C, T), of rank 3, or (B, T, H, K). Nothing waits for a GPU: values are read on the CPU alone. Raises
