@@ -251,7 +251,9 @@ def _kda() -> list[Case]:
 
 def _kda_step() -> list[Case]:
     shapes = (*((8, 1, 32, 128),) * 4, (8, 1, 32))
-    call = partial(kernels.kda_step, *(meta(*shape) for shape in shapes), initial_state=meta(8, 32, 128, 128, dtype=FP32))
+    call = partial(
+        kernels.kda_step, *(meta(*shape) for shape in shapes), initial_state=meta(8, 32, 128, 128, dtype=FP32)
+    )
     return [Case(call, (), BF16, backward=False)]
 
 

@@ -1,4 +1,4 @@
-"""Kimi's delta attention under the names and arguments of flash-linear-attention, which transformers' Kimi Linear calls.
+"""Kimi's delta attention under flash-linear-attention's names and arguments, which transformers' Kimi Linear uses.
 
 Arguments of documents and states, names that have no effect and names that are refused are those of the gated delta
 rule: package_functions.py.
@@ -45,8 +45,8 @@ def chunk_kda(
         return scaled(kda(*tensors, l2_norm=l2_norm, documents=documents), key, options), None
     if documents is not None:
         raise ValueError(
-            "kda: packed documents start from zeros and leave no state; leave out initial_state and output_final_state, "
-            "or pass use_cache=False to the model"
+            "kda: packed documents start from zeros and leave no state; leave out initial_state and "
+            "output_final_state, or pass use_cache=False to the model"
         )
     out, state = kda_with_states(*tensors, l2_norm=l2_norm, initial_state=initial_state)
     return scaled(out, key, options), state if options.get("output_final_state") else None

@@ -2,7 +2,7 @@
 
     local       chunk, value head                  dv̂ from the outputs of the same chunk
     scan        part of a row, value head          dS after each chunk, and dv̂
-    values      chunk, value head                  dv, y over dv̂, gradients of the weights and of A, the part of dbeta of v
+    values      chunk, value head                  dv, y over dv̂, gradients of W and A, the part of dbeta of v
     readers     chunk, value head, key channels    gradients of unit queries and of unit keys that read, dbeta of k
     decays      chunk, value head, key channels    gradients of unit keys, dg
     keys        tokens, key head                   dq, dk, dbeta: sums over value heads, and through the lengths

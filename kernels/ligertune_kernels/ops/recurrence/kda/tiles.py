@@ -62,32 +62,37 @@ KDA_TILES = (
     KdaTiles(
         ("hopper", "nvidia", "cdna", "interpreter"), width=256, itemsize=2, chunk=32,
         products=KdaTile(64, 4), factors=KdaTile(64, 4), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
-        local=KdaTile(64, 4), scan=KdaTile(32, 4), values=KdaTile(64, 4), readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
+        local=KdaTile(64, 4), scan=KdaTile(32, 4), values=KdaTile(64, 4),
+        readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
         keys=KdaTile(16, 4),
     ),
     KdaTiles(
         ("rdna",), width=256, itemsize=2, chunk=16,
         products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 4),
-        local=KdaTile(32, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4), readers=ChannelTile(32, 32, 4), decays=ChannelTile(32, 32, 4),
+        local=KdaTile(32, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4),
+        readers=ChannelTile(32, 32, 4), decays=ChannelTile(32, 32, 4),
         keys=KdaTile(16, 4),
     ),
     # float32 without matrix units: both factors of a product are in registers
     KdaTiles(
         ("hopper", "nvidia", "rdna"), width=128, itemsize=4, chunk=16,
         products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 8),
-        local=KdaTile(16, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4), readers=ChannelTile(32, 16, 4), decays=ChannelTile(32, 16, 4),
+        local=KdaTile(16, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4),
+        readers=ChannelTile(32, 16, 4), decays=ChannelTile(32, 16, 4),
         keys=KdaTile(16, 4),
     ),
     KdaTiles(
         ("cdna",), width=256, itemsize=4, chunk=32,
         products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 4), outputs=KdaTile(16, 4),
-        local=KdaTile(32, 4), scan=KdaTile(16, 4), values=KdaTile(32, 4), readers=ChannelTile(32, 16, 4), decays=ChannelTile(32, 16, 4),
+        local=KdaTile(32, 4), scan=KdaTile(16, 4), values=KdaTile(32, 4),
+        readers=ChannelTile(32, 16, 4), decays=ChannelTile(32, 16, 4),
         keys=KdaTile(16, 4),
     ),
     KdaTiles(
         ("interpreter",), width=256, itemsize=4, chunk=64,  # the inverse and the levels of a chunk of Hopper
         products=KdaTile(16, 4), factors=KdaTile(16, 4), states=KdaTile(16, 4), outputs=KdaTile(16, 4),
-        local=KdaTile(16, 4), scan=KdaTile(16, 4), values=KdaTile(16, 4), readers=ChannelTile(16, 32, 4), decays=ChannelTile(16, 32, 4),
+        local=KdaTile(16, 4), scan=KdaTile(16, 4), values=KdaTile(16, 4),
+        readers=ChannelTile(16, 32, 4), decays=ChannelTile(16, 32, 4),
         keys=KdaTile(32, 4),
     ),
 )  # fmt: skip
