@@ -8,6 +8,7 @@ from importlib import import_module
 from . import layers
 from .experts_forward import experts_forward
 from .flash_attention import flash_attn_func, flash_attn_varlen_func
+from .ops.recurrence.kda.kda_functions import chunk_kda, fused_recurrent_kda
 from .ops.recurrence.package_functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -28,10 +29,12 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "chunk_kda",
     "experts_forward",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
     "layers",
     "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined",

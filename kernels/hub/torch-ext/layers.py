@@ -18,6 +18,7 @@ from .ops.mlp.gated_mlp import geglu, swiglu
 from .ops.norms.gated_rms_norm import gated_rms_norm
 from .ops.norms.rms_norm import rms_norm
 from .ops.recurrence import package_functions
+from .ops.recurrence.kda import kda_functions
 from .ops.recurrence.ssd import mamba_functions
 
 
@@ -179,3 +180,5 @@ mamba_split_conv1d_scan_combined = _function_layer(
 selective_state_update = _function_layer(
     mamba_functions.selective_state_update, "state x dt A B C D dt_bias dt_softplus z"
 )
+chunk_kda = _function_layer(kda_functions.chunk_kda, f"query key value g beta chunk_size {_RULE}")
+fused_recurrent_kda = _function_layer(kda_functions.fused_recurrent_kda, f"query key value g beta {_RULE}")

@@ -252,4 +252,76 @@ SSD_STEP = OpBenchmark(
     providers=(function("ours", _our_ssd_step, overwrites=True), function("eager", _eager_ssd_step, overwrites=True)),
     modes=("forward",),
 )
-RECURRENCES = (CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, CAUSAL_CONV1D_STEP, GATED_DELTA_RULE_STEP, SSD_STEP)
+
+
+def _kda_inputs(case: Case, device: torch.device) -> Tensors:
+    """Return query, key, value, decay (B, T, X, K) and beta of as many heads as Kimi-Linear-48B has."""
+    batch, n_tokens = (case.sizes[0], 1) if len(case.sizes) == 1 else case.sizes
+    shape = (batch, n_tokens, VALUE_HEADS, WIDTH)
+    query, key, value = (torch.randn(shape, dtype=case.dtype, device=device) for _ in range(3))
+    decay = -0.1 * torch.rand(shape, device=device)
+    return query, key, value, decay, torch.rand(shape[:3], dtype=case.dtype, device=device)
+
+
+def _kda_leaves(case: Case, device: torch.device) -> Tensors:
+    return tuple(t.requires_grad_() for t in _kda_inputs(case, device))
+
+
+def _kda_work(case: Case) -> Work:
+    """Return the work of the gated delta rule, with decays in fp32 that are as large as a key."""
+    tokens = case.sizes[0] * case.sizes[1] * VALUE_HEADS * WIDTH
+    one = tokens * case.dtype.itemsize
+    product = 2.0 * tokens * WIDTH
+    return Work((4.0 * one + 4.0 * tokens, 7.0 * one + 8.0 * tokens), (3 * product, 6 * product))
+
+
+def _our_kda(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    return kernels.kda(query, key, value, decay, beta, l2_norm=True)
+
+
+def _eager_kda(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    return kernels.kda_reference(query, key, value, decay, beta, l2_norm=True)[0]
+
+
+KDA = OpBenchmark(
+    op="kda",
+    dims=("B", "T"),
+    sizes=ROWS[:2],  # the reference holds a decay per pair of tokens of a chunk and channel
+    cpu_sizes=CPU_ROWS,
+    args=("query", "key", "value", "decay", "beta"),
+    inputs=_kda_leaves,
+    work=_kda_work,
+    reference=lambda case, args: _eager_kda,
+    # torch.compile unrolls the reference's loop over chunks, which takes minutes
+    providers=(function("ours", _our_kda), function("eager", _eager_kda)),
+)
+
+
+def _kda_step_inputs(case: Case, device: torch.device) -> Tensors:
+    """Return the tensors of one token, and the states (B, X, K, V)."""
+    return *_kda_inputs(case, device), torch.randn(case.sizes[0], VALUE_HEADS, WIDTH, WIDTH, device=device)
+
+
+def _our_kda_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensors:
+    return kernels.kda_step(query, key, value, decay, beta, l2_norm=True, initial_state=state)
+
+
+def _eager_kda_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensors:
+    return kernels.kda_step_reference(query, key, value, decay, beta, l2_norm=True, initial_state=state)
+
+
+KDA_STEP = OpBenchmark(
+    op="kda_step",
+    dims=("B",),
+    sizes=BATCHES,
+    cpu_sizes=CPU_BATCHES,
+    args=("query", "key", "value", "decay", "beta", "state"),
+    inputs=_kda_step_inputs,
+    work=_rule_step_work,
+    reference=lambda case, args: _eager_kda_step,
+    providers=providers_of(_our_kda_step, eager=_eager_kda_step),
+    modes=("forward",),
+)
+RECURRENCES = (
+    CAUSAL_CONV1D, GATED_DELTA_RULE, KDA, SSD, CAUSAL_CONV1D_STEP, GATED_DELTA_RULE_STEP, KDA_STEP, SSD_STEP,
+)  # fmt: skip

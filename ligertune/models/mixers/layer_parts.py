@@ -10,7 +10,13 @@ from torch import nn
 
 from ligertune.any_types import AnyModule
 from ligertune.patching.mixers.recognise_mixers import op_of, state_carriers
-from ligertune.planning.memory.mixer_shapes import ConvolutionShape, DeltaRuleShape, MixerShape
+from ligertune.planning.memory.mixer_shapes import (
+    ChannelDeltaShape,
+    ConvolutionShape,
+    DeltaRuleShape,
+    MixerShape,
+    SsdShape,
+)
 from ligertune.planning.memory.model_shape import LayerShape
 
 # Linear layers by the input they save for the backward. Attention itself saves o_proj's input.
@@ -60,6 +66,11 @@ def _shape_of(module: AnyModule) -> MixerShape | None:
         return DeltaRuleShape(
             module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, repeats=_repeats_keys(module)
         )
+    if op == "ssd" and hasattr(module, "ssm_state_size"):
+        sizes = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.chunk_size
+        return SsdShape(*sizes, has_norm=getattr(module, "norm", None) is not None)
+    if op == "kda" and hasattr(module, "head_dim"):
+        return ChannelDeltaShape(module.num_heads, module.head_dim, module.head_dim)
     if op == "causal_conv1d" and hasattr(module, "in_proj") and isinstance(getattr(module, "conv", None), nn.Conv1d):
         return ConvolutionShape(module.conv.in_channels)
     return None

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Literal
 
 from ligertune_kernels.chips import Chip
-from ligertune_kernels.ops.recurrence.tiles import delta_tiles
+from ligertune_kernels.ops.recurrence.kda.tiles import KdaTiles, kda_tiles
+from ligertune_kernels.ops.recurrence.ssd.tiles import SsdTiles, ssd_tiles
+from ligertune_kernels.ops.recurrence.tiles import DeltaTiles, delta_tiles
 
 from ligertune.errors import UserError, format_bytes, plural
 from ligertune.hardware import Machine
@@ -16,14 +18,14 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import TILE, ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.layer_bytes import Float8
-from ligertune.planning.memory.mixer_shapes import DeltaRuleShape, MixerShape
+from ligertune.planning.memory.mixer_shapes import ChannelDeltaShape, DeltaRuleShape, MixerShape, SsdShape
 from ligertune.planning.memory.states import Strategy
 from ligertune.planning.plan import Plan
 from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
 GATED_MLPS = {"swiglu", "geglu", "reglu"}
-MIXERS = {"gated_delta_rule", "causal_conv1d"}
+MIXERS = {"gated_delta_rule", "ssd", "kda", "causal_conv1d"}
 # `layers: auto` is suggested if it checkpoints at most this share of the layers.
 WORTH_SUGGESTING = 0.9
 # `offload` is suggested if it saves at least this share of a step's memory: the estimate is not more exact.
@@ -83,9 +85,15 @@ def mixer_chunk(mixer: MixerShape, itemsize: int, machine: Machine) -> int:
     # the tiles read vendor, architecture and width of a warp, which is 64 on CDNA (gfx9) alone
     warp_size = 64 if machine.arch.startswith("gfx9") else 32
     chip = Chip(machine.vendor, machine.arch, warp_size, processors=1, l2_bytes=1)
-    if not isinstance(mixer, DeltaRuleShape):
+    tiles: DeltaTiles | SsdTiles | KdaTiles | None
+    if isinstance(mixer, SsdShape):
+        tiles = ssd_tiles(mixer.state_dim, mixer.head_dim, itemsize, chip)
+    elif isinstance(mixer, ChannelDeltaShape):
+        tiles = kda_tiles(max(mixer.key_dim, mixer.value_dim), itemsize, chip)
+    elif isinstance(mixer, DeltaRuleShape):
+        tiles = delta_tiles(max(mixer.key_dim, mixer.value_dim), itemsize, chip)
+    else:
         return 1  # a convolution has no chunks, and runs everywhere
-    tiles = delta_tiles(max(mixer.key_dim, mixer.value_dim), itemsize, chip)
     return 0 if tiles is None else tiles.chunk
 
 

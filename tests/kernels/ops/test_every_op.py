@@ -63,6 +63,13 @@ def dual(
     return kernels.ssd(x, dt, -rate.square(), b, c, skip, z, bias, dt_softplus=True)
 
 
+def remembered_by_channel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rate: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    decay = -rate.bfloat16().float().square()
+    return kernels.kda(q, k, v, decay, beta.bfloat16().float().sigmoid(), l2_norm=True)
+
+
 # op -> (shapes of the differentiable tensors, call)
 CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]] = {
     "rms_norm": (((ROWS, WIDTH), (WIDTH,)), kernels.rms_norm),
@@ -83,6 +90,10 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
     "ssd": (
         ((1, ROWS, 2, 16), (1, ROWS, 2), (2,), (1, ROWS, 1, 16), (1, ROWS, 1, 16), (2,), (1, ROWS, 2, 16), (2,)),
         dual,
+    ),
+    "kda": (
+        ((1, ROWS, 1, 16), (1, ROWS, 1, 16), (1, ROWS, 2, 16), (1, ROWS, 2, 16), (1, ROWS, 2)),
+        remembered_by_channel,
     ),
     "swiglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.swiglu),
     "geglu": (((ROWS, WIDTH), (ROWS, WIDTH)), kernels.geglu),
@@ -142,6 +153,7 @@ EMPTY = [
     ("causal_conv1d", ((2, 4, 0), (4, 3), (4,))),
     ("gated_delta_rule", ((1, 0, 1, 8), (1, 0, 1, 8), (1, 0, 2, 8), (1, 0, 2), (1, 0, 2))),
     ("ssd", ((1, 0, 2, 8), (1, 0, 2), (2,), (1, 0, 1, 8), (1, 0, 1, 8), (2,), (1, 0, 2, 8), (2,))),
+    ("kda", ((1, 0, 1, 8), (1, 0, 1, 8), (1, 0, 2, 8), (1, 0, 2, 8), (1, 0, 2))),
     ("swiglu", ((2, 0, 8), (2, 0, 8))),
     ("geglu", ((2, 0, 8), (2, 0, 8))),
     ("reglu", ((2, 0, 8), (2, 0, 8))),
@@ -221,7 +233,7 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
 def test_autocast_computes_products_in_its_dtype(name, device) -> None:
     """Matrix products in bfloat16, as linear layers; norms, activations and losses of logits in the input's dtype."""
     call, leaves = example(name, device)
-    product = "linear" in name or name in ("document_attention", "experts", "gated_delta_rule", "ssd")
+    product = "linear" in name or name in ("document_attention", "experts", "gated_delta_rule", "kda", "ssd")
     plain = [t.detach().bfloat16().requires_grad_() for t in leaves] if product else leaves
     expected = call(*plain)
     with torch.autocast(device.type, dtype=torch.bfloat16):

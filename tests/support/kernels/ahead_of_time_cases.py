@@ -15,6 +15,7 @@ import ligertune_kernels as kernels
 import torch
 from ligertune_kernels.launcher import chip_of
 from ligertune_kernels.ops.losses.labelled_rows import find_rows
+from torch import Tensor
 
 from support.kernels.pretend_gpu import TARGETS, Compiled, compile_for
 
@@ -263,6 +264,38 @@ def _ssd_step() -> list[Case]:
     return [Case(call, (), BF16, backward=False)]
 
 
+def _kda() -> list[Case]:
+    """One value head per key head, as in Kimi Linear, and two; each width of the table of tiles; states in and out."""
+
+    def case(width: int, dtype: torch.dtype, *, packed: bool = True, group: int = 1) -> Case:
+        places = meta(ROWS, dtype=torch.int32)
+
+        def call(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> object:
+            given = (query, key, value, decay.float(), beta)
+            if packed:
+                return kernels.kda(*given, l2_norm=True, documents=kernels.Documents(places, places))
+            state = meta(1, 4, width, width, dtype=FP32).requires_grad_()
+            return kernels.kda_with_states(*given, initial_state=state)
+
+        heads = ((1, ROWS, 4 // group, width),) * 2
+        return Case(call, (*heads, (1, ROWS, 4, width), (1, ROWS, 4, width), (1, ROWS, 4)), dtype)
+
+    more = on_the_first(case(64, FP16, packed=False, group=2), case(128, FP32))
+    return [
+        case(128, BF16),
+        *more,
+        *later(case(256, BF16), case(128, BF16, packed=False), case(256, FP32), case(96, FP16)),
+    ]
+
+
+def _kda_step() -> list[Case]:
+    shapes = (*((8, 1, 32, 128),) * 4, (8, 1, 32))
+    call = partial(
+        kernels.kda_step, *(meta(*shape) for shape in shapes), initial_state=meta(8, 32, 128, 128, dtype=FP32)
+    )
+    return [Case(call, (), BF16, backward=False)]
+
+
 def _gated(call: Callable[..., object], *others: Callable[..., object]) -> list[Case]:
     """The most common form of an op in each dtype; other activations on the first chips only."""
     sizes = ((14336, BF16), (1001, FP16), (11008, FP32))
@@ -495,6 +528,8 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "gated_delta_rule_step": _gated_delta_rule_step,
     "ssd": _ssd,
     "ssd_step": _ssd_step,
+    "kda": _kda,
+    "kda_step": _kda_step,
     "swiglu": lambda: _gated(kernels.swiglu, partial(kernels.swiglu, alpha=1.702, limit=7.0, up_offset=1.0, scale=0.5)),
     "reglu": lambda: _gated(kernels.reglu, partial(kernels.reglu, squared=True)),
     "geglu": lambda: _gated(kernels.geglu, partial(kernels.geglu, approximate="none")),

@@ -24,6 +24,7 @@ def delta_rule_loop(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs (B, T, X, V) and the last state (B, X, K, V) of the gated delta rule, one token at a time.
 
+    decay: (B, T, X), or (B, T, X, K) for Kimi's delta attention.
     lengths: of packed documents, each of which starts from zeros.
     """
     batch, n_tokens, heads, key_dim = query.shape
@@ -40,7 +41,7 @@ def delta_rule_loop(
         rows = []
         for head in range(value_heads):
             k = key[:, t, head * heads // value_heads]
-            decayed = state[:, head] * decay[:, t, head, None, None].exp()
+            decayed = state[:, head] * decay[:, t, head].exp().view(batch, -1, 1)  # of the head, or of each channel
             held = (k[:, None] @ decayed)[:, 0]
             correction = beta[:, t, head, None] * (value[:, t, head] - held)
             rows.append(decayed + k[:, :, None] * correction[:, None])

@@ -1,4 +1,4 @@
-r"""One token after another: the forms of causal_conv1d and gated_delta_rule for generation.
+r"""One token after another: the forms of causal_conv1d and gated_delta_rule for generation. kda_step: kda/kda_step.py.
 
 The convolution keeps the last tokens of each channel, the recurrence its state S (K, V) for each value head:
 
@@ -125,11 +125,13 @@ def gated_delta_rule_step_reference(
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
     q = q * query.shape[-1] ** -0.5
     v, g, b = (t.to(wide) for t in (value, decay, beta))
+    if g.ndim == 3:  # one decay for all key channels of a head
+        g = g[..., None]
     batch, n_tokens, heads, value_dim = v.shape
     state = v.new_zeros(batch, heads, k.shape[-1], value_dim) if initial_state is None else initial_state.to(wide)
     out = torch.empty_like(v)
     for i in range(n_tokens):
-        state = g[:, i, :, None, None].exp() * state
+        state = g[:, i, :, :, None].exp() * state
         error = v[:, i] - torch.einsum("bxkv,bxk->bxv", state, k[:, i])
         state = state + k[:, i, :, :, None] * (b[:, i, :, None] * error)[:, :, None]
         out[:, i] = torch.einsum("bxkv,bxk->bxv", state, q[:, i])
@@ -140,14 +142,16 @@ def gated_delta_rule_step_reference(
 def recurrent_step_kernel(
     q_ptr, k_ptr,  # (B, T, H, K), contiguous
     v_ptr,  # (B, T, X, V), contiguous
-    decay_ptr, beta_ptr,  # (B, T, X)
+    decay_ptr,  # (B, T, X), with DECAYS_OF_CHANNELS (B, T, X, K)
+    beta_ptr,  # (B, T, X)
     initial_ptr,  # (B, X, K, V)
     out_ptr,  # (B, T, X, V)
     final_ptr,  # (B, X, K, V) fp32
     key_dim, value_dim,
     n_tokens,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_INITIAL: tl.constexpr, KEYS: tl.constexpr,
-    COLS: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    DECAYS_OF_CHANNELS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, EPSILON: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     value_head = tl.program_id(1).to(tl.int64)
@@ -170,7 +174,11 @@ def recurrent_step_kernel(
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPSILON)
             k *= tl.rsqrt(tl.sum(k * k, 0) + EPSILON)
         v = tl.load(v_ptr + at_head * value_dim + cols, mask=cols < value_dim, other=0.0).to(tl.float32)
-        state *= tl.exp(tl.load(decay_ptr + at_head).to(tl.float32))
+        if DECAYS_OF_CHANNELS:
+            decays = tl.load(decay_ptr + at_head * key_dim + keys, mask=keys < key_dim, other=0.0)
+            state *= tl.exp(decays.to(tl.float32))[:, None]
+        else:
+            state *= tl.exp(tl.load(decay_ptr + at_head).to(tl.float32))
         error = v - tl.sum(state * k[:, None], 0)
         state += k[:, None] * (error * tl.load(beta_ptr + at_head).to(tl.float32))[None, :]
         out = tl.sum(state * q[:, None], 0) * SCALE
@@ -179,13 +187,45 @@ def recurrent_step_kernel(
 
 
 @cached
-def _step_launch(heads: int, group: int, key_dim: int, l2_norm: bool, has_initial: bool, chip: Chip) -> Launcher:
+def _step_launch(
+    heads: int, group: int, key_dim: int, l2_norm: bool, has_initial: bool, decays_of_channels: bool, chip: Chip
+) -> Launcher:
     keys = triton.next_power_of_2(key_dim)
     constants = {
-        "HEADS": heads, "GROUP": group, "NORMED": l2_norm, "HAS_INITIAL": has_initial, "KEYS": keys,
-        "COLS": tiles.STEP_COLS, "EPSILON": EPS, "SCALE": key_dim**-0.5,
+        "HEADS": heads, "GROUP": group, "NORMED": l2_norm, "HAS_INITIAL": has_initial,
+        "DECAYS_OF_CHANNELS": decays_of_channels, "KEYS": keys, "COLS": tiles.STEP_COLS, "EPSILON": EPS,
+        "SCALE": key_dim**-0.5,
     }  # fmt: skip
     return Launcher(recurrent_step_kernel, {**constants, **launch_options(keys * tiles.STEP_COLS, chip)})
+
+
+def run_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,  # (B, T, X), or (B, T, X, K) for kda
+    beta: torch.Tensor,
+    l2_norm: bool,
+    initial_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Compute `gated_delta_rule_step` or `kda_step` by the kernel; return None where their reference runs."""
+    batch, _, heads, key_dim = key.shape
+    value_heads, value_dim = value.shape[2:]
+    if value.numel() == 0 or max(key_dim, value_dim) > tiles.MAX_WIDTH or not runs_triton(query):
+        return None
+    query, key, value, decay, beta = (t.detach().contiguous() for t in (query, key, value, decay, beta))
+    out = torch.empty_like(value, dtype=query.dtype)
+    final = torch.empty((batch, value_heads, key_dim, value_dim), dtype=torch.float32, device=query.device)
+    initial = final if initial_state is None else initial_state.detach().contiguous()
+    launch = _step_launch(
+        heads, value_heads // heads, key_dim, l2_norm, initial_state is not None, decay.ndim == 4, chip_of(query.device)
+    )
+    launch(
+        (-(-value_dim // tiles.STEP_COLS), value_heads, batch),
+        (query, key, value, decay, beta, initial, out, final),
+        (key_dim, value_dim), query.shape[1],
+    )  # fmt: skip
+    return out, final
 
 
 def gated_delta_rule_step(
@@ -205,22 +245,7 @@ def gated_delta_rule_step(
     """
     check_rule("gated_delta_rule_step", query, key, value, decay, beta, initial_state)
     query, key, value = autocast(query, key, value)
-    batch, _, heads, key_dim = key.shape
-    value_heads, value_dim = value.shape[2:]
-    if value.numel() == 0 or max(key_dim, value_dim) > tiles.MAX_WIDTH or not runs_triton(query):
-        return gated_delta_rule_step_reference(
-            query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state
-        )
-    query, key, value, decay, beta = (t.detach().contiguous() for t in (query, key, value, decay, beta))
-    out = torch.empty_like(value, dtype=query.dtype)
-    final = torch.empty((batch, value_heads, key_dim, value_dim), dtype=torch.float32, device=query.device)
-    initial = final if initial_state is None else initial_state.detach().contiguous()
-    launch = _step_launch(
-        heads, value_heads // heads, key_dim, l2_norm, initial_state is not None, chip_of(query.device)
-    )
-    launch(
-        (-(-value_dim // tiles.STEP_COLS), value_heads, batch),
-        (query, key, value, decay, beta, initial, out, final),
-        (key_dim, value_dim), query.shape[1],
-    )  # fmt: skip
-    return out, final
+    found = run_step(query, key, value, decay, beta, l2_norm, initial_state)
+    if found is not None:
+        return found
+    return gated_delta_rule_step_reference(query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state)

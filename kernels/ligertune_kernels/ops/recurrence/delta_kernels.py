@@ -65,7 +65,7 @@ def _between_blocks(tiles, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _inverse(strict, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def unit_triangular_inverse(strict, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + L)^-1 for a strictly lower triangular L (CHUNK, CHUNK), fp32.
 
     Blocks on the diagonal are joined in pairs, from one token to SUBCHUNK: with B the part of L between the two, the
@@ -160,7 +160,7 @@ def prepare_kernel(
     tl.store(kept_ptr + at_chunk, kept)
 
     products *= (key_scale * beta)[:, None] * key_scale[None, :]
-    t = _inverse(products * decay_between(logs, starts, CHUNK, STRICT=True), CHUNK, PRECISION)
+    t = unit_triangular_inverse(products * decay_between(logs, starts, CHUNK, STRICT=True), CHUNK, PRECISION)
     tl.store(t_ptr + at_chunk * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :], t.to(t_ptr.dtype.element_ty))
 
 

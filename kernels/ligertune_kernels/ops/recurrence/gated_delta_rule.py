@@ -44,7 +44,7 @@ from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence import delta_gradients, delta_kernels, tiles
 from ligertune_kernels.ops.recurrence.hopper_scans import ScannedChunks, runs_hopper_scans, scan_gradients, scan_states
-from ligertune_kernels.ops.recurrence.input_checks import check_rule
+from ligertune_kernels.ops.recurrence.input_checks import check_documents, check_rule
 from ligertune_kernels.ops.recurrence.tiles import PART, REFERENCE_CHUNK, DeltaTile
 
 EPS = 1e-6  # of the norm of q and k
@@ -388,13 +388,7 @@ def gated_delta_rule(
     Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
     check_rule("gated_delta_rule", query, key, value, decay, beta)
-    if documents is not None and (
-        value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2])
-    ):
-        raise ValueError(
-            f"gated_delta_rule: documents have starts {tuple(documents.starts.shape)} and value {tuple(value.shape)}; "
-            "expected (T,) and (1, T, X, V)"
-        )
+    check_documents("gated_delta_rule", documents, value)
     if value.numel() == 0:
         return value * _zero(query, key, decay, beta).to(value.dtype)
     query, key, value = autocast(query, key, value)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ligertune_kernels.ops.attention.document_attention import Documents
+
 MAX_TAPS = 4
 
 
@@ -69,8 +71,13 @@ def check_rule(
     decay: torch.Tensor,
     beta: torch.Tensor,
     initial_state: torch.Tensor | None = None,
+    *,
+    decays_of_channels: bool = False,
 ) -> None:
-    """Raise TypeError for what is no tensor, ValueError where shapes, dtypes or devices do not belong together."""
+    """Raise TypeError for what is no tensor, ValueError where shapes, dtypes or devices do not belong together.
+
+    decays_of_channels: decay is (B, T, X, K), not (B, T, X).
+    """
     if any(t is None for t in (query, key, value, decay, beta)):
         check_given(op, query=query, key=key, value=value, decay=decay, beta=beta)
     check_tensors(op, query=query, key=key, value=value, decay=decay, beta=beta, initial_state=initial_state)
@@ -89,9 +96,11 @@ def check_rule(
         )
     if not query.shape[3]:
         raise ValueError(f"{op}: query is {tuple(query.shape)}; expected heads of at least one column")
-    for name, t in (("decay", decay), ("beta", beta)):
-        if t.shape != value.shape[:3]:
-            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(value.shape[:3])}")
+    places = tuple(value.shape[:3])
+    channels = (key.shape[3],) if decays_of_channels else ()
+    for name, t, expected in (("decay", decay, places + channels), ("beta", beta, places)):
+        if t.shape != expected:
+            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {expected}")
     if initial_state is not None:
         expected = (value.shape[0], value_heads, key.shape[3], value.shape[3])
         if initial_state.shape != expected:
@@ -144,3 +153,14 @@ def check_limits(op: str, dt_limit: tuple[float, float]) -> None:
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"{op}: dt_limit is {tuple(dt_limit)}; expected the smallest and the largest dt")
+
+
+def check_documents(op: str, documents: Documents | None, value: torch.Tensor) -> None:
+    """Raise ValueError if documents are not those of a packed row of `value` (1, T, X, V)."""
+    if documents is not None and (
+        value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2])
+    ):
+        raise ValueError(
+            f"{op}: documents have starts {tuple(documents.starts.shape)} and value {tuple(value.shape)}; "
+            "expected (T,) and (1, T, X, V)"
+        )

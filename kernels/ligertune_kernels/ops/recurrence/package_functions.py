@@ -75,7 +75,7 @@ RULE = OptionNames(
 SHORT_NAMES = {"q": "query", "k": "key", "v": "value"}  # of flash-linear-attention
 
 
-def _accept_short_names(function: Callable[..., Any]) -> Callable[..., Any]:
+def accept_short_names(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function take query, key and value under flash-linear-attention's names, too."""
 
     @functools.wraps(function)
@@ -126,7 +126,7 @@ def causal_conv1d_update(
     return y[..., 0] if is_one_token else y
 
 
-@_accept_short_names
+@accept_short_names
 def chunk_gated_delta_rule(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
@@ -146,17 +146,17 @@ def chunk_gated_delta_rule(
     l2_norm = bool(options.get("use_qk_l2norm_in_kernel"))
     initial_state = options.get("initial_state")
     if initial_state is None and not options.get("output_final_state"):
-        return _scaled(gated_delta_rule(*tensors, l2_norm=l2_norm, documents=documents), key, options), None
+        return scaled(gated_delta_rule(*tensors, l2_norm=l2_norm, documents=documents), key, options), None
     if documents is not None:
         raise ValueError(
             "gated_delta_rule: packed documents start from zeros and leave no state; leave out initial_state and "
             "output_final_state, or pass use_cache=False to the model"
         )
     out, state = gated_delta_rule_with_states(*tensors, l2_norm=l2_norm, initial_state=initial_state)
-    return _scaled(out, key, options), state if options.get("output_final_state") else None
+    return scaled(out, key, options), state if options.get("output_final_state") else None
 
 
-@_accept_short_names
+@accept_short_names
 def fused_recurrent_gated_delta_rule(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
@@ -178,10 +178,10 @@ def fused_recurrent_gated_delta_rule(
         return chunk_gated_delta_rule(*tensors, **options)
     l2_norm = bool(options.get("use_qk_l2norm_in_kernel"))
     out, state = decode.gated_delta_rule_step(*tensors, l2_norm=l2_norm, initial_state=states)
-    return _scaled(out, key, options), state if options.get("output_final_state") else None
+    return scaled(out, key, options), state if options.get("output_final_state") else None
 
 
-def _scaled(out: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+def scaled(out: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Return outputs, which have the factor 1 / sqrt(K), with that of the options."""
     scale = options.get("scale")
     return out if scale is None else out * (scale * key.shape[-1] ** 0.5)

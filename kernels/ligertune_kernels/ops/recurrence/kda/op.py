@@ -1,0 +1,469 @@
+r"""Kimi's delta attention (KDA): the gated delta rule with a decay for each key channel.
+
+State S (K, V), decays exp(g_t) (K,), learning rate β, for each value head:
+
+    S_t = (I - β_t k_t k_tᵀ) diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ        out_t = scale q_tᵀ S_t
+
+In chunks of C tokens (WY form). D_ijc = exp(g_{j+1} + ... + g_i)_c for j <= i in the same document, else 0. S is the
+state before the chunk, m_i = exp(g_1 + ... + g_i) (K,), or 0 for documents that begin in the chunk:
+
+    A_ij = β_i Σ_c k_ic k_jc D_ijc for j < i          T = (I + A)^-1        W_ij = scale Σ_c q_ic k_jc D_ijc for j <= i
+    u    = T β v          w = -T β (m ∘ k)            v̂ = u + w S
+    out  = scale (m ∘ q) S + W v̂                      S ← diag(s) S + (r ∘ k)ᵀ v̂,  r_j = D_last,j,  s = m_last
+
+Backward, from the last chunk to the first, dS being the gradient of the state after the chunk:
+
+    dv̂ = Wᵀ dout + (r ∘ k) dS        dS ← diag(s) dS + scale (m ∘ q)ᵀ dout + wᵀ dv̂
+    y  = Tᵀ dv̂        dv = β y        dA_ij = -y_i·v̂_j        dW_ij = dout_i·v̂_j
+    dq_ic = scale (m ∘ dout Sᵀ + Σ_j dW_ij k_jc D_ijc)
+    z_ic  = -m ∘ y Sᵀ + Σ_j dA_ij k_jc D_ijc                     a key that reads, without β: dβ_i = y_i·v_i + k_i·z_i
+    x_jc  = r ∘ v̂ dSᵀ + Σ_i (scale dW_ij q_ic + β_i dA_ij k_ic) D_ijc            a key that is read:  dk = β z + x
+    dG    = q ∘ dq + k ∘ (β z - x), without the terms of j = i
+    dg    = sum of dG over the token's document, from the token to the end of the chunk; for the document of the last
+            token also s S·dS + Σ_j k_j ∘ r_j ∘ (v̂ dSᵀ)_j, channel by channel
+
+D stands inside of sums over channels. decay_levels.py turns them into products whose exponents are sums of decays and
+never positive: nothing overflows, whatever the decays.
+
+Keys of unit length (l2_norm) and their gradients are computed inside. The state, sums and decays are fp32; factors of
+products are rounded to the tensors' dtype. The backward keeps the inputs alone and computes all else again: per token
+and value head it takes 3 K + 2 V + 4 C numbers, 2 K V / C for the states, and 2 K in fp32, while it runs.
+
+Every document starts from a state of zeros. A scan over chunks runs in parts, as that of the gated delta rule. No
+atomics. Kernels: kernels.py, kda_gradients.py; tiles: tiles.py.
+Source: Kimi Linear, arXiv:2510.26692; chunks: Yang et al., arXiv:2406.06484.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ligertune_kernels.autograd import no_double_backward, without_autocast
+from ligertune_kernels.chips import Chip
+from ligertune_kernels.launcher import Launcher, cached, chip_of
+from ligertune_kernels.ops.attention.document_attention import Documents
+from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, autocast
+from ligertune_kernels.ops.recurrence.input_checks import check_documents, check_rule
+from ligertune_kernels.ops.recurrence.kda import kda_gradients, kernels, tiles
+from ligertune_kernels.ops.recurrence.kda.tiles import REFERENCE_CHUNK
+from ligertune_kernels.ops.recurrence.tiles import PART, delta_options, inverse_precision, padded
+
+
+def kda_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    l2_norm: bool = False,
+    initial_state: torch.Tensor | None = None,
+    documents: Documents | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kda` and `kda_with_states` in plain torch, in chunks."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group = value.shape[2] // key.shape[2]
+    n_tokens = query.shape[1]
+    q, k = (t.to(wide).repeat_interleave(group, 2) for t in (query, key))
+    if l2_norm:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
+    q = q * query.shape[-1] ** -0.5
+    starts = torch.zeros(n_tokens, dtype=torch.int32, device=query.device) if documents is None else documents.starts
+    missing = -n_tokens % REFERENCE_CHUNK
+    if missing:  # tokens of the last document that change nothing
+        starts = torch.cat((starts, starts[-1:].expand(missing)))
+    q, k, v, g, b = (_in_chunks(t.to(wide), missing) for t in (q, k, value, decay, beta))
+    starts = starts.view(-1, REFERENCE_CHUNK)  # (N, C)
+    firsts = torch.arange(len(starts), device=query.device) * REFERENCE_CHUNK
+
+    seen = (starts[:, :, None] == starts[:, None, :]).tril()
+    later = torch.ones(REFERENCE_CHUNK, REFERENCE_CHUNK, dtype=torch.bool, device=query.device).tril(-1)
+    # added up from j to i: a difference of sums since the start of the chunk would lose digits where these are large
+    spans = g[..., :, None, :].masked_fill(~later[..., None], 0).cumsum(-3)  # (B, X, N, C, C, K): of g after j up to i
+    between = spans.masked_fill(~seen[..., None], float("-inf")).exp()
+    reads = (seen.to(wide) @ g).exp() * (starts < firsts.clamp(min=1)[:, None])[..., None]  # (B, X, N, C, K)
+    kept = reads[..., -1, :]
+    decayed = between * k[..., None, :, :]
+    identity = torch.eye(REFERENCE_CHUNK, dtype=wide, device=query.device)
+    system = (b[..., None] * (decayed @ k[..., None])[..., 0]).tril(-1) + identity
+    u, w = (
+        torch.linalg.solve_triangular(system, b[..., None] * t, upper=False, unitriangular=True) for t in (v, reads * k)
+    )
+    weights = (decayed @ q[..., None])[..., 0]
+    q = q * reads
+    k = decayed[..., -1, :, :]
+    batch, heads, n_chunks, _, key_dim = k.shape
+    state = u.new_zeros(batch, heads, key_dim, v.shape[-1]) if initial_state is None else initial_state.to(wide)
+    out = []
+    for i in range(n_chunks):
+        corrected = u[:, :, i] - w[:, :, i] @ state
+        out.append(q[:, :, i] @ state + weights[:, :, i] @ corrected)
+        state = kept[:, :, i, :, None] * state + k[:, :, i].mT @ corrected
+    joined = torch.cat(out, 2)[:, :, :n_tokens].transpose(1, 2)  # (B, T, X, V)
+    return joined.to(query.dtype).contiguous(), state
+
+
+def _in_chunks(t: torch.Tensor, missing: int) -> torch.Tensor:
+    """(B, T, X, ...) -> (B, X, N, C, ...), with zeros for the missing tokens."""
+    if missing:
+        t = torch.cat((t, t.new_zeros(t.shape[0], missing, *t.shape[2:])), 1)
+    return t.unflatten(1, (-1, REFERENCE_CHUNK)).movedim(3, 1)
+
+
+class _Launches(NamedTuple):
+    """The launches of all kernels."""
+
+    chunk: int  # tokens
+    key_tokens: int  # of a program of `keys`
+    state_cols: int  # columns of v of a program of `states`
+    scan_cols: int  # of `scan`
+    parts: int  # of the gradient of beta: that of v, and those of the programs of `readers`
+    products: Launcher
+    factors: Launcher
+    states: Launcher
+    outputs: Launcher
+    local: Launcher
+    scan: Launcher
+    values: Launcher
+    readers: Launcher
+    decays: Launcher
+    keys: Launcher
+
+
+class _Shape(NamedTuple):
+    """Key of the launches."""
+
+    heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    l2_norm: bool
+    has_documents: bool = False
+    has_initial: bool = False
+    has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
+
+
+@cached
+def _launches(shape: _Shape, chip: Chip) -> _Launches:
+    chosen = tiles.kda_tiles(max(shape.key_dim, shape.value_dim), shape.dtype.itemsize, chip)
+    precision = inverse_precision(shape.dtype.itemsize, chip)
+    keys = padded(shape.key_dim, chip)
+    values = padded(shape.value_dim, chip)
+    channels = min(chosen.readers.cols, keys)
+    parts = 1 + -(-shape.key_dim // channels)
+    sizes = {"CHUNK": chosen.chunk, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim, "DOT": "ieee"}
+    by_value_head = sizes | {"VALUE_HEADS": shape.heads * shape.group}
+    heads = {"HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm}
+    by_level = sizes | heads | {
+        "HAS_DOCUMENTS": shape.has_documents, "LEVELS": chosen.chunk.bit_length() - 1,
+        "SPLIT": shape.dtype.itemsize == 2, "SCALE": shape.key_dim**-0.5,
+    }  # fmt: skip
+    scan = by_value_head | {
+        "KEYS": keys, "HAS_DOCUMENTS": shape.has_documents, "HAS_INITIAL": shape.has_initial,
+        "HAS_FINAL": shape.has_final,
+    }  # fmt: skip
+
+    def launch(
+        kernel: Callable, tile: tiles.KdaTile | tiles.ChannelTile, constants: dict[str, object], **more: object
+    ) -> Launcher:
+        options = {"num_warps": tile.warps, "num_stages": tile.stages} | delta_options(chip)
+        return Launcher(kernel, constants | more | options)
+
+    unscaled = {name: number for name, number in by_level.items() if name != "SCALE"}
+    without_keys = {name: number for name, number in by_value_head.items() if name != "KEY_DIM"}
+    state_cols = min(chosen.states.cols, values)
+    scan_cols = min(chosen.scan.cols, values)
+    widest = max(keys, values)
+    return _Launches(
+        chunk=chosen.chunk,
+        key_tokens=chosen.keys.cols,
+        state_cols=state_cols,
+        scan_cols=scan_cols,
+        parts=parts,
+        products=launch(
+            kernels.kda_products_kernel, chosen.products, by_level, COLS=min(chosen.products.cols, keys),
+            PRECISION=precision,
+        ),
+        factors=launch(kernels.kda_factors_kernel, chosen.factors, by_level, COLS=min(chosen.factors.cols, widest)),
+        states=launch(kernels.kda_states_kernel, chosen.states, scan, COLS=state_cols),
+        outputs=launch(
+            kernels.kda_outputs_kernel, chosen.outputs, by_value_head, KEYS=keys, COLS=min(chosen.outputs.cols, values)
+        ),
+        local=launch(
+            kda_gradients.kda_local_gradients_kernel, chosen.local, without_keys, COLS=min(chosen.local.cols, values)
+        ),
+        scan=launch(kda_gradients.kda_state_gradients_kernel, chosen.scan, scan, COLS=scan_cols),
+        values=launch(
+            kda_gradients.kda_value_gradients_kernel, chosen.values, without_keys,
+            COLS=min(chosen.values.cols, values), PARTS=parts, SCALE=shape.key_dim**-0.5,
+        ),
+        readers=launch(
+            kda_gradients.kda_reader_gradients_kernel, chosen.readers, by_level, COLS=channels,
+            VALUES=min(chosen.readers.values, values), PARTS=parts,
+        ),
+        decays=launch(
+            kda_gradients.kda_decay_gradients_kernel, chosen.decays, unscaled, COLS=channels,
+            VALUES=min(chosen.decays.values, values), PARTS=parts, PRECISION=precision,
+        ),
+        keys=launch(
+            kda_gradients.kda_key_gradients_kernel, chosen.keys, heads, TOKENS=chosen.keys.cols, KEYS=keys,
+            KEY_DIM=shape.key_dim, PARTS=parts,
+        ),
+    )  # fmt: skip
+
+
+class _Inputs(NamedTuple):
+    """What autograd keeps."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+    @staticmethod
+    def of(*tensors: torch.Tensor | None) -> _Inputs:
+        """Return the inputs. Where one of the last three is None, no kernel reads it, and beta takes its place."""
+        return _Inputs(*(tensors[4] if t is None else t for t in tensors))
+
+    def strides(self, *names: str) -> tuple[int, ...]:
+        """Return strides of rows, tokens and heads, which Triton specialises on."""
+        return tuple(stride for name in names for stride in getattr(self, name).stride()[:3])
+
+
+class _Prepared(NamedTuple):
+    """What the first three kernels have written."""
+
+    t: torch.Tensor  # (B, N, X, C, C)
+    weights: torch.Tensor  # (B, N, X, C, C)
+    q_norm: torch.Tensor  # (B, T, H) fp32: 1 / |q|
+    k_norm: torch.Tensor  # (B, T, H) fp32: 1 / |k|
+    read: torch.Tensor  # (B, N, X, C, K): scale m q
+    written: torch.Tensor  # (B, N, X, C, K): r k
+    erased: torch.Tensor  # (B, N, X, C, K): w
+    kept: torch.Tensor  # (B, N, X, K) fp32: s
+    corrected: torch.Tensor  # (B, N, X, V, C): v̂
+    states: torch.Tensor  # (B, N, X, V, K)
+
+
+def _part(shape: _Shape, n_tokens: int) -> int:
+    """Return the tokens of a part of a row, in which a program of a scan looks for its documents."""
+    return min(PART, n_tokens) if shape.has_documents else n_tokens
+
+
+def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
+    batch, n_tokens, heads, key_dim = x.k.shape
+    value_heads, value_dim = x.v.shape[2:]
+    launches = _launches(shape, chip)
+    chunk = launches.chunk
+    n_chunks = -(-n_tokens // chunk)
+    places = (batch, n_chunks, value_heads)
+    t, weights = (x.q.new_empty((*places, chunk, chunk)) for _ in range(2))
+    norms = torch.empty(
+        (2, batch, n_tokens, heads) if shape.l2_norm else (2, 0), dtype=torch.float32, device=x.q.device
+    )
+    q_norm, k_norm = norms
+    launches.products(
+        (n_chunks, value_heads, batch),
+        (x.q, x.k, x.decay, x.beta, x.starts, t, weights, q_norm, k_norm),
+        x.strides("q", "k", "decay"), n_tokens, n_chunks,
+    )  # fmt: skip
+    read, written, erased = (x.q.new_empty((*places, chunk, key_dim)) for _ in range(3))
+    corrected = x.q.new_empty((*places, value_dim, chunk))
+    kept = norms.new_empty((*places, key_dim))
+    launches.factors(
+        (n_chunks, value_heads, batch),
+        (x.q, x.k, x.decay, x.v, x.beta, q_norm, k_norm, x.starts, t, read, written, erased, corrected, kept),
+        x.strides("q", "k", "decay", "v"), n_tokens, n_chunks,
+    )  # fmt: skip
+    states = x.q.new_empty((*places, value_dim, key_dim))
+    part = _part(shape, n_tokens)
+    launches.states(
+        (-(-value_dim // launches.state_cols), value_heads, batch * -(-n_tokens // part)),
+        (erased, written, kept, x.starts, x.ends, x.initial_state, states, final_state, corrected),
+        (), n_tokens, n_chunks, part,
+    )  # fmt: skip
+    return _Prepared(t, weights, q_norm, k_norm, read, written, erased, kept, corrected, states)
+
+
+def _scan_back(
+    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return dv̂, dS after each chunk and the gradient of the initial state."""
+    launches = _launches(shape, chip_of(x.q.device))
+    batch, n_tokens = x.q.shape[:2]
+    n_chunks = made.states.shape[1]
+    value_heads, value_dim = x.v.shape[2:]
+    d_corrected = torch.empty_like(made.corrected)
+    launches.local(
+        (n_chunks, value_heads, batch), (made.weights, d_out, d_corrected), (), n_tokens, n_chunks
+    )  # fmt: skip
+    d_states = torch.empty_like(made.states)
+    d_initial = torch.empty(
+        x.initial_state.shape if shape.has_initial else (0,), dtype=torch.float32, device=d_out.device
+    )
+    d_final = d_final.contiguous() if shape.has_final else d_out
+    part = _part(shape, n_tokens)
+    launches.scan(
+        (-(-value_dim // launches.scan_cols), value_heads, batch * -(-n_tokens // part)),
+        (made.read, made.written, made.erased, d_out, made.kept, x.starts, x.ends, d_final, d_corrected, d_states,
+         d_initial),
+        (), n_tokens, n_chunks, part,
+    )  # fmt: skip
+    return d_corrected, d_states, d_initial if shape.has_initial else None
+
+
+class _Kda(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shape, *inputs):
+        x = _Inputs.of(*inputs)
+        chip = chip_of(x.q.device)
+        batch, n_tokens, value_heads, value_dim = x.v.shape
+        final_state = torch.empty(
+            (batch, value_heads, value_dim, shape.key_dim) if shape.has_final else (0,),
+            dtype=torch.float32, device=x.q.device,
+        )  # fmt: skip
+        made = _prepare(x, shape, chip, final_state)
+        out = x.q.new_empty(x.v.shape)
+        n_chunks = made.states.shape[1]
+        _launches(shape, chip).outputs(
+            (n_chunks, value_heads, batch),
+            (made.read, made.weights, made.corrected, made.states, out), (), n_tokens, n_chunks,
+        )  # fmt: skip
+        ctx.save_for_backward(*inputs)
+        ctx.shape = shape
+        if not shape.has_final:
+            ctx.mark_non_differentiable(final_state)
+        return out, final_state
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx, d_out, d_final):
+        x = _Inputs.of(*ctx.saved_tensors)
+        shape = ctx.shape
+        chip = chip_of(x.q.device)
+        batch, n_tokens, heads, key_dim = x.k.shape
+        value_heads = x.v.shape[2]
+        d_out = d_out.contiguous()
+        # without a gradient of the final state, the kernel that computes this state again need not store it
+        made = _prepare(x, shape._replace(has_final=False), chip, x.beta)
+        launches = _launches(shape, chip)
+        n_chunks = made.states.shape[1]
+        y, d_states, d_initial = _scan_back(x, made, shape, d_out, d_final)
+        dv = x.v.new_empty(x.v.shape)
+        d_beta_parts = made.kept.new_empty((batch, n_tokens, value_heads, launches.parts))
+        d_products, d_weights = (torch.empty_like(made.t) for _ in range(2))
+        launches.values(
+            (n_chunks, value_heads, batch),
+            (x.v, d_out, x.beta, made.t, made.corrected, y, dv, d_beta_parts, d_products, d_weights),
+            x.strides("v"), n_tokens, n_chunks,
+        )  # fmt: skip
+        dq_of_units, dk_of_units = made.kept.new_empty((2, batch, n_tokens, value_heads, key_dim))
+        d_decay = x.decay.new_empty(x.decay.shape)
+        launches.readers(
+            (n_chunks * (launches.parts - 1), value_heads, batch),
+            (x.k, x.decay, d_out, x.beta, made.k_norm, x.starts, y, made.states, d_products, d_weights, dq_of_units,
+             dk_of_units, d_beta_parts),
+            x.strides("k", "decay"), n_tokens, n_chunks,
+        )  # fmt: skip
+        launches.decays(
+            (n_chunks * (launches.parts - 1), value_heads, batch),
+            (x.q, x.k, x.decay, x.beta, made.q_norm, made.k_norm, x.starts, made.corrected, made.states, d_states,
+             d_products, d_weights, dq_of_units, dk_of_units, d_decay),
+            x.strides("q", "k", "decay"), n_tokens, n_chunks,
+        )  # fmt: skip
+        dq = x.q.new_empty(x.q.shape)
+        dk = x.k.new_empty(x.k.shape)
+        d_beta = x.beta.new_empty(x.beta.shape)
+        launches.keys(
+            (-(-n_tokens // launches.key_tokens), heads, batch),
+            (x.q, x.k, made.q_norm, made.k_norm, dq_of_units, dk_of_units, d_beta_parts, dq, dk, d_beta),
+            x.strides("q", "k"), n_tokens,
+        )  # fmt: skip
+        return None, dq, dk, dv, d_decay, d_beta, d_initial, None, None
+
+
+def kda(
+    query: torch.Tensor,  # (B, T, H, K)
+    key: torch.Tensor,  # (B, T, H, K)
+    value: torch.Tensor,  # (B, T, X, V), H divides X: neighbouring value heads share a key head
+    decay: torch.Tensor,  # (B, T, X, K): logarithms, at most 0
+    beta: torch.Tensor,  # (B, T, X)
+    *,
+    l2_norm: bool = False,
+    documents: Documents | None = None,
+) -> torch.Tensor:  # (B, T, X, V) contiguous
+    """Compute Kimi's delta attention of each row, from a state of zeros. Deterministic.
+
+    l2_norm: first scale each query and each key to an L2 norm of 1. documents: of a packed row (B = 1); each starts
+    from a state of zeros. Under autocast query, key and value are converted to its dtype. The reference runs for heads
+    wider than 256, and wider than 128 in float32, except on CDNA.
+
+    Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
+    """
+    check_rule("kda", query, key, value, decay, beta, decays_of_channels=True)
+    check_documents("kda", documents, value)
+    if value.numel() == 0:
+        return value * _zero(query, key, decay, beta).to(value.dtype)
+    query, key, value = autocast(query, key, value)
+    if not tiles.runs_kda_kernels(query, max(key.shape[-1], value.shape[-1])):
+        with without_autocast(query.device):
+            return kda_reference(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)[0]
+    shape = _shape(key, value, l2_norm)._replace(has_documents=documents is not None)
+    starts, ends = (None, None) if documents is None else (places.contiguous() for places in documents[:2])
+    inputs = *_rows(query, key, value, decay), beta.contiguous()
+    out, _ = _Kda.apply(shape, *inputs, None, starts, ends)
+    return out
+
+
+def kda_with_states(
+    query: torch.Tensor,  # (B, T, H, K)
+    key: torch.Tensor,  # (B, T, H, K)
+    value: torch.Tensor,  # (B, T, X, V)
+    decay: torch.Tensor,  # (B, T, X, K)
+    beta: torch.Tensor,  # (B, T, X)
+    *,
+    l2_norm: bool = False,
+    initial_state: torch.Tensor | None = None,  # (B, X, K, V)
+) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T, X, V) contiguous; (B, X, K, V) float32
+    """Compute `kda` from a state, or zeros, and the state after the last token; both have gradients."""
+    check_rule("kda", query, key, value, decay, beta, initial_state, decays_of_channels=True)
+    batch, _, value_heads, value_dim = value.shape
+    if value.numel() == 0:
+        zero = _zero(query, key, value, decay, beta)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        state = value.new_zeros((batch, value_heads, key.shape[-1], value_dim), dtype=dtype)
+        state = state if initial_state is None else initial_state.to(dtype)
+        return value * zero.to(value.dtype), state + zero.to(dtype)
+    query, key, value = autocast(query, key, value)
+    if not tiles.runs_kda_kernels(query, max(key.shape[-1], value_dim)):
+        with without_autocast(query.device):
+            return kda_reference(query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state)
+    shape = _shape(key, value, l2_norm)._replace(has_initial=initial_state is not None, has_final=True)
+    initial = None if initial_state is None else initial_state.mT.contiguous()
+    inputs = *_rows(query, key, value, decay), beta.contiguous(), initial
+    out, final_state = _Kda.apply(shape, *inputs, None, None)
+    return out, final_state.mT.contiguous()
+
+
+def _zero(*tensors: torch.Tensor) -> torch.Tensor:
+    """Return 0, the sum of tensors without elements, with gradients for all of them."""
+    return sum(t.sum() for t in tensors)
+
+
+def _shape(key: torch.Tensor, value: torch.Tensor, l2_norm: bool) -> _Shape:
+    heads, key_dim = key.shape[2:]
+    value_heads, value_dim = value.shape[2:]
+    return _Shape(heads, value_heads // heads, key_dim, value_dim, key.dtype, l2_norm)
+
+
+def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors with unit column stride."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
