@@ -14,7 +14,9 @@ search where there is a cache or an attention mask, without a warning: `install_
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -37,7 +39,7 @@ class _RowState(threading.local):
     """State of the running forward. `packing_checks` sets it."""
 
     packed = False  # its rows are packed
-    documents: dict[str, Any] = {}  # entries of the batch that name the documents, for mixers
+    documents: Mapping[str, Any] = MappingProxyType({})  # entries of the batch that name the documents, for mixers
     documents_known = False  # nothing is gained by searching its position_ids for documents
     attended = False  # per_document has separated documents since this was last set to False
 

@@ -143,7 +143,7 @@ class MethodSpec(Section):
     lora_dropout: ShareBelowOne = 0.0
     """Dropout probability of the adapter's input, in layers; experts have none."""
     lora_target_modules: Literal["all-linear"] | Expression | NameList = "all-linear"
-    """Layers to adapt: all-linear (but output head and routers), names, or an expression that matches whole names."""
+    """Layers to adapt: all-linear (but head, routers, what PEFT refuses), names, or an expression of whole names."""
     lora_target_parameters: NameList | None = None
     """Weights to adapt that are not layers, such as mlp.experts.down_proj; null: with all-linear, all experts'."""
     lora_modules_to_save: NameList = ()

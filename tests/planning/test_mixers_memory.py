@@ -8,12 +8,15 @@ import pytest
 import torch
 import transformers
 from ligertune_kernels.ops.recurrence import package_functions
+from ligertune_kernels.ops.recurrence.kda import kda_functions
+from ligertune_kernels.ops.recurrence.ssd import mamba_functions
 from support.quickstart_runs import bare_recipe
 
 from ligertune.hardware import Machine
 from ligertune.models.mixers.decays import make_decays_float32
 from ligertune.models.shape import read_shape, text_layers
 from ligertune.models.trainable import apply_method
+from ligertune.patching.mixers.kernel_mixers import KernelMixer
 from ligertune.patching.norms import kernel_norms
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, StepPhase, backward_bytes, layer_bytes
@@ -65,7 +68,6 @@ class _Kept(torch.autograd.Function):
 
 def kept(function, *, is_norm=False):
     def run(*tensors, **options):
-        tensors = [t for t in tensors if t is not None]
         return _Kept.apply(lambda *given: function(*given, **options), is_norm, *tensors)
 
     return run
@@ -74,8 +76,10 @@ def kept(function, *, is_norm=False):
 @pytest.fixture
 def kernels_keep(monkeypatch):
     """Let our ops keep on a CPU what their kernels keep."""
-    for name in ("causal_conv1d", "gated_delta_rule"):
-        monkeypatch.setattr(package_functions, name, kept(getattr(package_functions, name)))
+    modules = {"causal_conv1d": package_functions, "gated_delta_rule": package_functions, "ssd": mamba_functions,
+               "kda": kda_functions}  # fmt: skip
+    for name, module in modules.items():
+        monkeypatch.setattr(module, name, kept(getattr(module, name)))
     for name in ("rms_norm", "gated_rms_norm"):
         monkeypatch.setattr(kernel_norms, name, kept(getattr(kernel_norms, name), is_norm=True))
 
@@ -123,6 +127,28 @@ def test_saved_bytes_of_a_convolution(method, kernels_keep):
     assert (number, layer.heads, layer.mlp, shape.linear_layers, shape.recurrence) == (2, 0, F, 2, 0)
     adapters = sum(4 * p.shape[0] for name, p in mixer.named_parameters() if ".lora_A." in name)
     assert saved_bytes(mixer) == pytest.approx(adapters + counted_bytes(layer, replace(layer, mixer=None)), rel=0.01)
+
+
+FAMILIES = {
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mamba_num_heads": 4,
+                   "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 4,
+                    "linear_head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32,
+                    "num_experts_per_token": 2, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_bytes_of_other_recurrences(family, method, kernels_keep):
+    model = hybrid(family, "cpu", method, **FAMILIES[family])
+    patch(model, lora=False)
+    mixer = next(module for module in model.modules() if isinstance(module, KernelMixer))
+    shape = read_shape(model)
+    layer = next(one for one in (shape.layer, *(one for one, _ in shape.other_layers)) if one.mixer is not None)
+    adapters = sum(4 * p.shape[0] for name, p in mixer.named_parameters() if ".lora_A." in name)
+    assert saved_bytes(mixer) == pytest.approx(adapters + counted_bytes(layer, replace(layer, mixer=None)), rel=0.02)
 
 
 def test_saved_bytes_of_transformers_mixer():

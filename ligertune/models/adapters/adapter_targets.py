@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 
 ALL_LINEAR = "all-linear"
+# PEFT refuses the output projection of these models, whose mixer reads its weight alone where mamba-ssm is installed
+MAMBA_MODELS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+REFUSED_BY_PEFT = "out_proj"
 NO_EXPERTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -141,7 +144,10 @@ def _is_leaf_layer(module: nn.Module) -> bool:
 
 
 def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
-    """Return the full names of the layers of `lora_target_modules`; all-linear: all but output head and routers."""
+    """Return the full names of the layers of `lora_target_modules`.
+
+    all-linear: all but output head and routers, and the layer that PEFT refuses in some models.
+    """
     wanted = spec.lora_target_modules
     if not isinstance(wanted, str):
         return [
@@ -151,10 +157,11 @@ def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
         return _matching_layers(model, wanted)
     head = score_head(model) or lm_head_of(model)
     routers = _linear_routers(model)
+    refused = _refused_layer(model)
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and name not in routers
+        if isinstance(module, nn.Linear) and module is not head and name not in routers and _leaf(name) != refused
     ]
 
 
@@ -231,9 +238,14 @@ def _is_taken_for_experts(model: PreTrainedModel, leaf: str) -> bool:
 def _asked_layers(model: PreTrainedModel, spec: MethodOptions, layers: list[str]) -> str | list[str]:
     """Return the layers as PEFT takes them. An expression becomes names: PEFT would match it without a time limit."""
     wanted = spec.lora_target_modules
-    if wanted == ALL_LINEAR:
+    if wanted == ALL_LINEAR and _refused_layer(model) is None:
         return wanted
     return shortest_names(layers, [name for name, _ in model.named_modules()]) if isinstance(wanted, str) else [*wanted]
+
+
+def _refused_layer(model: PreTrainedModel) -> str | None:
+    """Return the name of the layer that PEFT refuses to adapt in such a model."""
+    return REFUSED_BY_PEFT if model.config.model_type in MAMBA_MODELS else None
 
 
 def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:

@@ -68,7 +68,8 @@ def _shape_of(module: AnyModule) -> MixerShape | None:
         )
     if op == "ssd" and hasattr(module, "ssm_state_size"):
         sizes = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.chunk_size
-        return SsdShape(*sizes, has_norm=getattr(module, "norm", None) is not None)
+        own_input = module.hidden_size if hasattr(module, "ssm_in_multiplier") else 0
+        return SsdShape(*sizes, has_norm=getattr(module, "mamba_rms_norm", True), own_input=own_input)
     if op == "kda" and hasattr(module, "head_dim"):
         return ChannelDeltaShape(module.num_heads, module.head_dim, module.head_dim)
     if op == "causal_conv1d" and hasattr(module, "in_proj") and isinstance(getattr(module, "conv", None), nn.Conv1d):
@@ -82,7 +83,10 @@ def with_mixer(shape: LayerShape, mixer: nn.Module) -> LayerShape:
     norms = sum(p.numel() for name, p in mixer.named_parameters() if p.ndim == 1 and "norm" in name)
     reads_input = any(not {"conv1d", "conv", *MIXER_OUT} & set(name.split(".")) for name, _ in inside)
     attends = shape.heads > 0 and shape.attn_in
-    return replace(shape, norms=shape.norms - norms, attn_in=reads_input or attends, mixer=_shape_of(mixer))
+    trains_out = any(MIXER_OUT & set(name.split(".")) for name, _ in inside)
+    return replace(
+        shape, norms=shape.norms - norms, attn_in=reads_input or attends, mixer=_shape_of(mixer), mixer_out=trains_out
+    )
 
 
 def _repeats_keys(mixer: AnyModule) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
+from ligertune_kernels.ops.recurrence.kda.op import kda_reference
 from ligertune_kernels.ops.recurrence.ssd.decode import ssd_step_reference
 from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, ssd_reference
 from torch import Tensor
@@ -92,6 +93,24 @@ def _both_close(given: Any, expected: tuple[Tensor, Tensor]) -> bool:
     return all(close(one, other, rtol=RTOL, atol=ATOL) for one, other in zip(given, expected, strict=True))
 
 
+def try_channel_delta_rule(function: Callable[..., Any]) -> Refusal | None:
+    query, key = (numbers(2, TOKENS, 2, 4, seed=seed) for seed in (0, 1))
+    value = numbers(2, TOKENS, 2, 3, seed=2)
+    decay = -numbers(2, TOKENS, 2, 4, seed=3).abs()
+    beta = numbers(2, TOKENS, 2, seed=4).sigmoid()
+    state = numbers(2, 2, 4, 3, seed=5)
+    unit = key / key.norm(dim=-1, keepdim=True)
+    trials = ((key, decay, True, None), (unit, decay, False, state), (key, STRONG * decay, True, state))
+    for k, g, l2_norm, initial in trials:
+        options = {"initial_state": initial, "output_final_state": True, "use_qk_l2norm_in_kernel": l2_norm}
+        given = answer(functools.partial(function, g=g, beta=beta, **options), query, k, value)
+        if isinstance(given, Refusal):
+            return given
+        if not _both_close(given, kda_reference(query, k, value, g, beta, l2_norm=l2_norm, initial_state=initial)):
+            return Refusal("it computes another recurrence")
+    return None
+
+
 def try_ssd(function: Callable[..., Any]) -> Refusal | None:
     x = numbers(2, TOKENS, 4, 3)
     dt = numbers(2, TOKENS, 4, seed=1)
@@ -106,12 +125,15 @@ def try_ssd(function: Callable[..., Any]) -> Refusal | None:
         (STRONG * A, NO_LIMIT, state, 16),
     )
     for decay, limit, initial, chunk in trials:
-        options = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": limit}
-        chunks = functools.partial(function, initial_states=initial, return_final_states=True, **options)
-        given = answer(chunks, x, dt, decay, B, C, chunk)
+        steps = functools.partial(function, D=D, dt_bias=dt_bias, dt_softplus=True, dt_limit=limit)
+        whole = functools.partial(steps, initial_states=initial, return_final_states=True)
+        given = answer(whole, x, dt, decay, B, C, chunk)
         if isinstance(given, Refusal):
             return given
-        if not _both_close(given, ssd_reference(x, dt, decay, B, C, initial_state=initial, **options)):
+        expected = ssd_reference(
+            x, dt, decay, B, C, D, dt_bias=dt_bias, dt_softplus=True, dt_limit=limit, initial_state=initial
+        )
+        if not _both_close(given, expected):
             return Refusal("it computes another recurrence")
     return None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ligertune_kernels.ops.recurrence import package_functions
+from ligertune_kernels.ops.recurrence.kda import kda_functions
 from ligertune_kernels.ops.recurrence.ssd import mamba_functions
 from torch import nn
 
@@ -73,6 +74,22 @@ FUNCTIONS = {
         RULE_OPTIONS,
         package_functions.fused_recurrent_gated_delta_rule,
         function_trials.try_delta_rule,
+    ),
+    "chunk_kda": MixerFunction(
+        "kda",
+        re.compile(r"chunk_(kimi_delta_attention|kda)"),
+        5,
+        RULE_OPTIONS,
+        kda_functions.chunk_kda,
+        function_trials.try_channel_delta_rule,
+    ),
+    "fused_recurrent_kda": MixerFunction(
+        "kda",
+        re.compile(r"recurrent_kimi_delta_attention|fused_recurrent_kda"),
+        5,
+        RULE_OPTIONS,
+        kda_functions.fused_recurrent_kda,
+        function_trials.try_channel_delta_rule,
     ),
     "mamba_chunk_scan_combined": MixerFunction(
         "ssd",

@@ -160,6 +160,7 @@ class SsdShape:
     state_dim: int  # N
     torch_chunk: int  # tokens per chunk in transformers' function
     has_norm: bool = True  # its output goes through a gated norm; else it is multiplied by the activated gate
+    own_input: int = 0  # elements of an input that attention beside it does not read, as the scaled one of Falcon-H1
 
     @property
     def values(self) -> int:
@@ -183,7 +184,7 @@ class SsdShape:
 
     def saved(self, itemsize: int, *, fused: bool, fused_norm: bool, trains: bool) -> int:
         """As of MixerShape. What the one projection gives is saved as a whole, with the gate."""
-        size = (self.projected + self.heads + self.channels) * itemsize
+        size = (self.own_input + self.projected + self.heads + self.channels) * itemsize
         if not fused:
             per_head = 5 * (self.head_dim + self.state_dim) + 3 * self.torch_chunk + 6
             states = 9 * self.head_dim * self.state_dim // (4 * self.torch_chunk)

@@ -84,6 +84,7 @@ class LayerShape:
     norms_train: bool = True  # whether a norm's weight (or a bias) trains
     normed: bool = True  # attention and MLP read the output of a norm (OLMo 2 norms their outputs instead)
     mixer: MixerShape | None = None
+    mixer_out: bool = True
     attn_out: bool = True
     gated: bool = False  # attention's output is multiplied by a gate, the other half of q_proj's output
 
@@ -95,8 +96,8 @@ class LayerShape:
     @property
     def gated_out(self) -> int:
         """The saved input of the output projection if it is a product with a gate, not what attention saves anyway."""
-        width = self.query * self.gated + (0 if self.mixer is None else self.mixer.values)
-        return width * self.attn_out
+        mixed = 0 if self.mixer is None else self.mixer.values
+        return self.query * self.gated * self.attn_out + mixed * self.mixer_out
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from ligertune_kernels import causal_conv1d_step_reference
 from ligertune_kernels.ops.recurrence import package_functions
+from ligertune_kernels.ops.recurrence.kda import kda_functions
 from ligertune_kernels.ops.recurrence.ssd import mamba_functions
 from support.models.tiny_families import families, tiny_family
 from torch import nn
@@ -38,7 +39,7 @@ def has_mixers(model_type: str) -> bool:
     return "def causal_conv1d_fn" in code and not any(name in code for name in OTHER_RECURRENCES)
 
 
-OTHER_RECURRENCES = ("def mamba_selective_scan", "def chunk_kimi_delta_attention")
+OTHER_RECURRENCES = ("def mamba_selective_scan",)
 # families that do not pack, and what says so
 LEFT_ALONE = {
     "inkling_text": "it tells its causal_conv1d_fn nothing of the documents of a packed row",
@@ -51,7 +52,7 @@ FAMILIES = sorted(name for kind, name in families() if kind == "causal" and has_
 
 
 # the others have the code of one of these
-FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"}
+FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1", "kimi_linear"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES])
@@ -186,7 +187,7 @@ def test_a_leak_is_found_before_training(function, model, monkeypatch) -> None:
     """Each op once without the places of documents, from freshly initialised decays."""
     if not any(function in (CONVOLUTION, op_of(module)) for module in model.modules() if is_mixer(module)):
         pytest.skip("the family has no such recurrence")
-    module = mamba_functions if function == "ssd" else package_functions
+    module = {"ssd": mamba_functions, "kda": kda_functions}.get(function, package_functions)
     original = getattr(module, function)
     monkeypatch.setattr(module, function, lambda *args, documents, **options: original(*args, **options))
     for name, parameter in model.named_parameters():
