@@ -126,10 +126,10 @@ def _carrying_layers(options: BuildOptions, config: PreTrainedConfig) -> dict[st
         return dict.fromkeys(kinds, "nothing is known of layers of this kind")
     model = _without_weights(options, config, "eager")
     reasons = {}
-    for module in model.modules():
-        for name in () if isinstance(module, KernelMixer) else state_carriers([module]):
-            if name not in reasons:
-                reasons[name] = why_without_kernel(module)
+    for module in state_carriers(model):
+        name = type(module).__name__
+        if not isinstance(module, KernelMixer) and name not in reasons:
+            reasons[name] = why_without_kernel(module)
     if not reasons and not any(isinstance(module, KernelMixer) for module in model.modules()):
         # layers that the configuration names, of a form that is not recognised, such as MiniMax's lightning attention
         layer_types = getattr(config.get_text_config(), "layer_types", None) or ()

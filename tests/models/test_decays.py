@@ -10,7 +10,8 @@ from ligertune.models.mixers.decays import give_decays_the_dtype_of_weights
 from ligertune.models.read_config import read_config
 from ligertune.planning.options import ModelOptions
 
-HYBRIDS = ("qwen3_5_text", "olmo_hybrid")
+HYBRIDS = ("qwen3_5_text", "olmo_hybrid", "nemotron_h", "kimi_linear")
+DECAYS = ("A_log", "dt_bias", "D")
 
 
 @pytest.fixture(params=HYBRIDS)
@@ -19,7 +20,7 @@ def stored(request, tmp_path):
     model = tiny_family("causal", request.param).to(torch.bfloat16)
     decays = {}
     for name, parameter in model.named_parameters():
-        if name.endswith(("A_log", "dt_bias")):
+        if name.rpartition(".")[2] in DECAYS:
             parameter.data = torch.rand(parameter.shape) + 0.1
             decays[name] = parameter.data
     model.save_pretrained(tmp_path)
@@ -31,8 +32,10 @@ def build(path, **values) -> PreTrainedModel:
     return build_model(spec, read_config(spec), dtype=torch.bfloat16, device="cpu", seed=0)
 
 
-def dtypes(model) -> set[torch.dtype]:
-    return {p.dtype for name, p in model.named_parameters() if not name.endswith(("A_log", "dt_bias"))}
+def dtypes(model, but=DECAYS) -> set[torch.dtype]:
+    """Return the dtypes of the parameters but some, and those that transformers keeps in float32."""
+    others = (*but, *(set(type(model)._keep_in_fp32_modules_strict or ()) - {*DECAYS}))
+    return {p.dtype for name, p in model.named_parameters() if not name.endswith(others)}
 
 
 def test_decays_are_read_as_they_are_stored(stored) -> None:
@@ -42,7 +45,7 @@ def test_decays_are_read_as_they_are_stored(stored) -> None:
     assert decays and dtypes(model) == {torch.bfloat16}
     for name, value in decays.items():
         assert torch.equal(found[name], value)
-    assert not type(model)._keep_in_fp32_modules_strict  # transformers' class is as it was
+    assert "A_log" not in (type(model)._keep_in_fp32_modules_strict or ())  # transformers' class is as it was
 
 
 def test_random_decays_are_float32(stored) -> None:
@@ -55,7 +58,7 @@ def test_random_decays_are_float32(stored) -> None:
 def test_shards_have_weights_of_one_dtype(stored) -> None:
     model = build(stored[0])
     give_decays_the_dtype_of_weights(model)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert dtypes(model, but=()) == {torch.bfloat16}
 
 
 def test_frozen_decays_stay_for_a_shard(stored) -> None:

@@ -56,7 +56,7 @@ def attach_heads(base_model: PreTrainedModel, spec: MedusaSpec, *, fused: bool) 
 
 def _refuse_states(model: PreTrainedModel) -> None:
     decoder = base_of(model).get_decoder()
-    carriers = " and ".join(sorted(state_carriers(decoder.modules())))
+    carriers = " and ".join(sorted({type(module).__name__ for module in state_carriers(decoder)}))
     if carriers:
         raise UserError(
             f"task: medusa: {carriers} layers of the model carry a state from token to token.",

@@ -1,4 +1,4 @@
-"""Keep `A_log` and `dt_bias`, which set the decays of a recurrence, in float32. Each has one number per head.
+"""Keep `A_log`, `dt_bias` and `D` of a recurrence in float32. They have a number per head, Kimi's dt_bias per channel.
 
 bfloat16 would round A_log by up to 0.4 %, which a state multiplies up over hundreds of tokens, and lose small updates.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-NAMES = ("A_log", "dt_bias")  # in transformers' mixers
+NAMES = ("A_log", "dt_bias", "D")  # in transformers' mixers
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def _mixer_of(layer: nn.Module) -> nn.Module | None:
 
 def _parts_of(layer: nn.Module, mixer: nn.Module | None) -> LayerParts:
     mixing = set() if mixer is None else set(mixer.modules())
-    attention = mixer is None and bool(state_carriers(layer.modules()))
+    attention = mixer is None and bool(state_carriers(layer))
     mlp = False
     for child in layer.children():
         modules = dict(child.named_modules())

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +112,14 @@ def _mixer_spec(whole_forward: Callable[..., Any], definition: Definition) -> Mi
     return Refusal("it calls neither recurrence nor convolution by name") if op is None else MixerSpec(functions, op)
 
 
-def state_carriers(modules: Iterable[nn.Module]) -> Counter[str]:
-    """Count, by class, those of the modules that mix tokens by a recurrence or a convolution of PyTorch.
+def state_carriers(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules of a model that mix tokens by a recurrence or a convolution of PyTorch.
 
     A recurrence has a decay (`A_log`, `A`), or is one of torch's; the convolutions have one filter for each channel.
     """
-    return Counter(type(module).__name__ for module in modules if _carries_state(module))
+    if _carries_state(model):
+        return [model]
+    return [carrier for child in model.children() for carrier in state_carriers(child)]
 
 
 def why_without_kernel(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ligertune.models.mixers.decays import NAMES as DECAYS
 from ligertune.models.trainable import named_parameters
 from ligertune.planning.optimization import Optimizer
 
@@ -57,8 +58,8 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """Return the groups of some parameters for a torch optimizer: for each settings with and without weight decay.
 
-    Norms and biases (fewer than two dimensions) get no weight decay unless their entry names one. The loop sets the
-    rate of each group to the schedule's times the entry `lr_multiplier`.
+    Norms and biases (fewer than two dimensions) and decays of recurrences get no weight decay unless their entry names
+    one. The loop sets the rate of each group to the schedule's times the entry `lr_multiplier`.
     """
     groups = []
     # Sorted, because a checkpoint holds states in the order of the groups.
@@ -76,6 +77,8 @@ def parameter_groups(
 def _usual_settings(name: str, parameter: nn.Parameter, plan: Optimizer, heads: str | None) -> GroupSettings:
     if heads is not None and name.startswith(heads):
         return GroupSettings(3, plan.heads_lr_multiplier)
+    if name.rpartition(".")[2] in DECAYS and parameter.ndim >= 2:  # numbers of heads, as of norms: Kimi's are 4-D
+        return GroupSettings(4, weight_decay=0.0)
     if plan.lora_plus is None:
         return GroupSettings(0)
     if ".lora_embedding_" in name:

@@ -26,11 +26,9 @@ LEARNED = 0.02  # cross entropy; guessing has log 4
 SETTINGS = {"data.packing": True, "data.max_length": 256, "train.global_batch_size": 4, "train.max_steps": 3}
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory) -> Path:
-    """The folder of a tiny Qwen3.5 in float32, whose vocabulary holds the quickstart's."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    config = tiny_family("causal", "qwen3_5_text").config
+def save_tiny(family: str, folder: Path) -> Path:
+    """Save a tiny model of the family in float32, whose vocabulary holds the quickstart's."""
+    config = tiny_family("causal", family).config
     config.vocab_size = 512
     config.tie_word_embeddings = True
     config.max_position_embeddings = 512
@@ -39,14 +37,41 @@ def hybrid(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    return save_tiny("qwen3_5_text", tmp_path_factory.mktemp("hybrid"))
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_ranks_train_as_one_process(strategy, hybrid, tmp_path) -> None:
     """FSDP2 wraps the layers of the text, although the class also names those of a vision tower."""
+    check_two_ranks(strategy, hybrid, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["nemotron_h", "kimi_linear", "falcon_h1", "lfm2"])
+def test_two_ranks_train_other_hybrids(family, tmp_path) -> None:
+    check_two_ranks("fsdp", save_tiny(family, tmp_path / "model"), tmp_path)
+
+
+def check_two_ranks(strategy: str, hybrid: Path, tmp_path: Path) -> None:
     settings = {**SETTINGS, "model.model_name_or_path": str(hybrid), "model.tokenizer.path": TOKENIZER}
     train(tmp_path / "one", **settings)
     on_ranks(2, lambda rank: train(tmp_path / "two", **settings, **{"parallel.strategy": strategy}) and None)
     expected = losses(tmp_path / "one" / "run")
     assert len(expected) == 3 and losses(tmp_path / "two" / "run") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "kimi_linear", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_other_hybrids_train_packed_and_checkpointed(method, family, tmp_path) -> None:
+    """With tied weights. Checkpointed layers get the documents in their second forward, too."""
+    model = {"model.model_name_or_path": str(save_tiny(family, tmp_path / "model")), "model.tokenizer.path": TOKENIZER}
+    settings = {**SETTINGS, **model, "method.type": method}
+    for name, more in (("kept", {}), ("checkpointed", {"train.gradient_checkpointing": True})):
+        train(tmp_path / name, **settings, **more)
+    expected = losses(tmp_path / "kept" / "run")
+    assert len(expected) == 3 and losses(tmp_path / "checkpointed" / "run") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")

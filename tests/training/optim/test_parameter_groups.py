@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
+from support.models.tiny_families import tiny_family
 from support.quickstart_runs import plan_run
 from test_optimizers import RATES, installed, plan, steps, tiny
 
@@ -36,6 +37,14 @@ def test_the_first_group_that_matches_decides_and_shapes_decide_the_decay_of_all
     assert found["model.layers.1.mlp.up_proj.weight"] == (0.1, 0.5)
     assert found["model.layers.0.mlp.up_proj.weight"] == (0.1, 0.01)
     assert found["model.norm.weight"] == (0.1, 0.0)
+
+
+def test_decays_of_recurrences_have_no_weight_decay():
+    model = tiny_family("causal", "kimi_linear")
+    found = rates_and_decays(build_optimizer(model, plan("adamw_torch")), model, 0.1)
+    decays = [name for name in found if name.endswith(("A_log", "dt_bias"))]
+    assert any(model.get_parameter(name).ndim == 4 for name in decays)
+    assert {found[name] for name in decays} == {(0.1, 0.0)}
 
 
 def test_a_group_without_parameters_is_an_error():
