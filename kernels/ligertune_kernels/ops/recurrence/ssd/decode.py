@@ -65,7 +65,9 @@ def ssd_step_kernel(
     HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, FLOORED: tl.constexpr, CAPPED: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, ROWS: tl.constexpr, STATE_COLS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    places = tl.arange(0, ROWS)
+    rows = first_row + places
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     group = head // GROUP
@@ -80,7 +82,8 @@ def ssd_step_kernel(
     b = tl.load(b_ptr + batch * b_batch_stride + group * b_group_stride + cols, mask=is_col, other=0.0).to(tl.float32)
     c = tl.load(c_ptr + batch * c_batch_stride + group * c_group_stride + cols, mask=is_col, other=0.0).to(tl.float32)
     at_head = batch * HEADS + head
-    state_ptrs = state_ptr + at_head * head_dim * state_dim + rows[:, None] * state_dim + cols[None, :]
+    state_ptr += (at_head * head_dim + first_row) * state_dim
+    state_ptrs = state_ptr + places[:, None] * state_dim + cols[None, :]
     inside = is_row[:, None] & is_col[None, :]
     state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
     state = state * tl.exp(step * tl.load(a_ptr + head).to(tl.float32)) + (step * x)[:, None] * b[None, :]
