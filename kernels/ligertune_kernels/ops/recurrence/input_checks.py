@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 MAX_TAPS = 4
@@ -98,22 +100,23 @@ def check_rule(
             raise ValueError(f"{op}: initial_state is {tuple(initial_state.shape)}; expected {expected}")
 
 
-def check_ssd(
-    op: str,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-) -> None:
-    """Raise TypeError for what is no tensor, ValueError where shapes, dtypes or devices do not belong together.
+class SsdTensors(NamedTuple):
+    """The tensors of ssd, with tokens, and of a step, without."""
 
-    x is (..., H, P), dt (..., H), B and C (..., G, N).
-    """
-    if any(t is None for t in (x, dt, A, B, C)):
+    x: torch.Tensor  # (..., H, P)
+    dt: torch.Tensor  # (..., H)
+    A: torch.Tensor  # (H,)
+    B: torch.Tensor  # (..., G, N)
+    C: torch.Tensor  # (..., G, N)
+    D: torch.Tensor | None  # (H,) or (H, P)
+    z: torch.Tensor | None  # as x
+    dt_bias: torch.Tensor | None  # (H,)
+
+
+def check_ssd(op: str, tensors: SsdTensors, dt_limit: tuple[float, float]) -> None:
+    """Raise TypeError for what is no tensor, ValueError where shapes, dtypes, devices or limits do not fit."""
+    x, dt, A, B, C, D, z, dt_bias = tensors
+    if any(t is None for t in tensors[:5]):
         check_given(op, x=x, dt=dt, A=A, B=B, C=C)
     check_tensors(op, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     if x.ndim < 3 or B.ndim != x.ndim or B.shape != C.shape or B.shape[:-2] != x.shape[:-2]:
@@ -137,10 +140,6 @@ def check_ssd(
         raise ValueError(f"{op}: D is {tuple(D.shape)}; expected {(heads,)} or {(heads, head_dim)}")
     if z is not None and z.dtype != x.dtype:
         raise ValueError(f"{op}: z is {z.dtype} and x {x.dtype}; expected one float dtype")
-
-
-def check_limits(op: str, dt_limit: tuple[float, float]) -> None:
-    """Raise ValueError unless the limits of dt are two numbers in order."""
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"{op}: dt_limit is {tuple(dt_limit)}; expected the smallest and the largest dt")

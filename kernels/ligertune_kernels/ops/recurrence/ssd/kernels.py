@@ -1,4 +1,4 @@
-"""Triton kernels of ssd: three forward, which the backward runs again; its others: gradients.py. Mathematics: op.py.
+"""Triton kernels of ssd: three forward, which the backward runs again. The others: ssd_gradients.py. Formulas: op.py.
 
 A row of tokens is cut into chunks of CHUNK tokens, which documents may begin and end within. A document's first token
 takes nothing from the state: the state before it is multiplied by 0. So no kernel knows how many documents there are.
@@ -94,7 +94,7 @@ def seen_decays_transposed(logs, starts, tokens, HAS_DOCUMENTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def prepare_kernel(
+def ssd_prepare_kernel(
     b_ptr, c_ptr,  # (B, T, G, N)
     dt_ptr,  # (B, T, H)
     dt_bias_ptr, a_ptr,  # (H,)
@@ -158,7 +158,7 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "part_tokens"])
-def scan_kernel(
+def ssd_scan_kernel(
     keys_ptr,  # (B, T, G, N): B; C if BACK
     values_ptr,  # (B, T, H, P): x; dy if BACK
     factors_ptr,  # (B, T / CHUNK, H, 4, CHUNK) fp32
@@ -235,7 +235,7 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def outputs_kernel(
+def ssd_outputs_kernel(
     x_ptr,  # (B, T, H, P)
     c_ptr,  # (B, T, G, N)
     z_ptr,  # (B, T, H, P)

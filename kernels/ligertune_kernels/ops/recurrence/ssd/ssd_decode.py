@@ -13,12 +13,11 @@ import torch
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import silu
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
-from ligertune_kernels.ops.recurrence.gated_delta_rule import autocast
-from ligertune_kernels.ops.recurrence.input_checks import check_limits, check_ssd, check_tensors
+from ligertune_kernels.ops.recurrence.input_checks import SsdTensors, check_ssd, check_tensors
 from ligertune_kernels.ops.recurrence.ssd import tiles
 from ligertune_kernels.ops.recurrence.ssd.kernels import time_steps
 from ligertune_kernels.ops.recurrence.ssd.launches import StepOptions
-from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, gated_reference, steps_reference
+from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, gated_reference, in_autocast, readable, steps_reference
 
 
 def ssd_step_reference(
@@ -131,22 +130,19 @@ def ssd_step(
     The reference runs for states that are not contiguous and wider than 256.
     Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
-    check_ssd("ssd_step", x, dt, A, B, C, D, z, dt_bias)
-    check_limits("ssd_step", dt_limit)
+    tensors = SsdTensors(x, dt, A, B, C, D, z, dt_bias)
+    check_ssd("ssd_step", tensors, dt_limit)
     check_tensors("ssd_step", x=x, state=state)
     if x.ndim != 3 or state is None or state.shape != (*x.shape, B.shape[-1]):
         raise ValueError(
             f"ssd_step: x is {tuple(x.shape)} and state {None if state is None else tuple(state.shape)}; expected "
             f"(B, H, P) and (B, H, P, {B.shape[-1]})"
         )
-    x, B, C = autocast(x, B, C)
-    z = None if z is None else z.to(x.dtype)
-    state, x, dt, A, B, C = (t.detach() for t in (state, x, dt, A, B, C))
-    D, z, dt_bias = (None if t is None else t.detach() for t in (D, z, dt_bias))
-    if x.numel() == 0 or B.shape[-1] > tiles.MAX_WIDTH or not state.is_contiguous() or not runs_triton(x):
-        return ssd_step_reference(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
-    x, B, C, z = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, B, C, z))
-    A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
+    state = state.detach()
+    tensors = in_autocast(SsdTensors(*(None if t is None else t.detach() for t in tensors)))
+    if x.numel() == 0 or B.shape[-1] > tiles.MAX_WIDTH or not state.is_contiguous() or not runs_triton(tensors.x):
+        return ssd_step_reference(state, *tensors, dt_softplus=dt_softplus, dt_limit=dt_limit)
+    x, dt, A, B, C, D, z, dt_bias = readable(tensors)
     batch, heads, head_dim = x.shape
     groups, state_dim = B.shape[1:]
     out = x.new_empty(x.shape)

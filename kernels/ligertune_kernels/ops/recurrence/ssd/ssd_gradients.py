@@ -49,7 +49,7 @@ def sum_of_tiles(ptrs, stride, SIZE: tl.constexpr, N_TILES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def input_gradients_kernel(
+def ssd_input_gradients_kernel(
     x_ptr,  # (B, T, H, P)
     b_ptr,  # (B, T, G, N)
     d_ptr,  # (H,) or (H, P)
@@ -115,7 +115,7 @@ def input_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def product_gradients_kernel(
+def ssd_product_gradients_kernel(
     x_ptr,  # (B, T, H, P)
     dy_ptr,  # (B, T, H, P)
     products_ptr,  # (B, T / CHUNK, G, CHUNK, CHUNK)
@@ -181,7 +181,7 @@ def product_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def key_gradients_kernel(
+def ssd_key_gradients_kernel(
     keys_ptr, others_ptr,  # (B, T, G, N): C and B; B and C if WRITES
     values_ptr,  # (B, T, H, P): dy; x if WRITES
     d_products_ptr,  # (B, T / CHUNK, G, PARTS, CHUNK, CHUNK)
@@ -261,7 +261,7 @@ def key_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def step_gradients_kernel(
+def ssd_step_gradients_kernel(
     dt_ptr,  # (B, T, H)
     dt_bias_ptr, a_ptr,  # (H,)
     starts_ptr,  # (T,) int32
