@@ -124,22 +124,30 @@ def check_ssd(op: str, tensors: SsdTensors, dt_limit: tuple[float, float]) -> No
             f"{op}: x {tuple(x.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}; expected (..., H, P) and twice "
             "(..., G, N)"
         )
-    heads, head_dim = x.shape[-2:]
-    groups, state_dim = B.shape[-2:]
-    if groups == 0 or heads % groups:
-        raise ValueError(f"{op}: {heads} heads and {groups} groups; expected a multiple")
-    if not state_dim:
-        raise ValueError(f"{op}: B is {tuple(B.shape)}; expected states of at least one column")
     if not (x.dtype == B.dtype == C.dtype):
         raise ValueError(f"{op}: x is {x.dtype}, B {B.dtype}, C {C.dtype}; expected one float dtype")
-    expected = {"dt": (dt, x.shape[:-1]), "A": (A, (heads,)), "z": (z, x.shape), "dt_bias": (dt_bias, (heads,))}
-    for name, (t, shape) in expected.items():
-        if t is not None and t.shape != shape:
-            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(shape)}")
-    if D is not None and D.shape not in ((heads,), (heads, head_dim)):
-        raise ValueError(f"{op}: D is {tuple(D.shape)}; expected {(heads,)} or {(heads, head_dim)}")
     if z is not None and z.dtype != x.dtype:
         raise ValueError(f"{op}: z is {z.dtype} and x {x.dtype}; expected one float dtype")
+    _check_ssd_heads(op, tensors)
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"{op}: dt_limit is {tuple(dt_limit)}; expected the smallest and the largest dt")
+
+
+def _check_ssd_heads(op: str, tensors: SsdTensors) -> None:
+    """Raise ValueError where shapes do not belong to the heads of x and the groups of B."""
+    x = tensors.x
+    heads, head_dim = x.shape[-2:]
+    groups, state_dim = tensors.B.shape[-2:]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{op}: {heads} heads and {groups} groups; expected a multiple")
+    if not state_dim:
+        raise ValueError(f"{op}: B is {tuple(tensors.B.shape)}; expected states of at least one column")
+    of_heads = (heads,)
+    for name, shape in (("dt", x.shape[:-1]), ("A", of_heads), ("z", x.shape), ("dt_bias", of_heads)):
+        t = getattr(tensors, name)
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(shape)}")
+    D = tensors.D
+    if D is not None and D.shape not in (of_heads, (heads, head_dim)):
+        raise ValueError(f"{op}: D is {tuple(D.shape)}; expected {of_heads} or {(heads, head_dim)}")
