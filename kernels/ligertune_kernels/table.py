@@ -37,7 +37,7 @@ OPS = (
     Op("recurrence", "gated_delta_rule_step", file="decode"),
     Op("recurrence", "gated_delta_rule", ("gated_delta_rule_with_states",), ("query", "key", "value", "decay", "beta")),
     Op("recurrence.ssd", "ssd", ("ssd_with_states",), ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"), file="op"),
-    Op("recurrence.ssd", "ssd_step", file="decode"),
+    Op("recurrence.ssd", "ssd_step", file="ssd_decode"),
     Op("recurrence.kda", "kda", ("kda_with_states",), ("query", "key", "value", "decay", "beta"), file="op"),
     Op("recurrence.kda", "kda_step"),
     Op("mlp", "swiglu", ("SwiGLU",), ("gate", "up"), file="gated_mlp"),

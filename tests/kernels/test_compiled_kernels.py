@@ -19,6 +19,7 @@ from ligertune_kernels import (
 from ligertune_kernels.launcher import TRITON_INSTALLED
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.moe import tiles
+from ligertune_kernels.ops.recurrence.ssd.mamba_functions import mamba_split_conv1d_scan_combined
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops import triton_kernel_wrap
 
@@ -112,6 +113,36 @@ def test_recurrences_are_one_graph_that_changes_no_input(packed, h100):
         assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
     assert len(graphs) == 1
     assert len(changed) > 10
+    assert not [ops for ops in changed if "placeholder" in ops]
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_mixer_of_mamba_is_one_graph_that_changes_no_input(packed, h100):
+    """Rows of more than one chunk: a dimension of 1 is another graph."""
+    graphs, changed, backend = recording_backend()
+    heads, groups, head_dim, state_dim = 32, 1, 16, 32  # two parts of a group
+    inner, keys = heads * head_dim, groups * state_dim
+
+    def step(zxbcdt, weight, dt_bias, A, D, norm, places):
+        options = {"document_places": places} if packed else {"return_final_states": True}
+        found = mamba_split_conv1d_scan_combined(
+            zxbcdt, weight, None, dt_bias, A, D, 256, rmsnorm_weight=norm, headdim=head_dim,
+            ngroups=groups, **options,
+        )  # fmt: skip
+        return found if packed else found[0] + found[1].sum()
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for n_tokens in (300, 5000):
+        of_heads = ((heads,),) * 3
+        shapes = (1, n_tokens, 2 * inner + 2 * keys + heads), (inner + 2 * keys, 4), *of_heads, (inner,)
+        leaves = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        places = torch.empty(2, n_tokens, dtype=torch.int32, device="meta")
+        for t in (leaves[0], places):
+            torch._dynamo.mark_dynamic(t, 1)
+        compiled(*leaves, places).sum().backward()
+        assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
+    assert len(graphs) == 1
+    assert len(changed) > 14
     assert not [ops for ops in changed if "placeholder" in ops]
 
 

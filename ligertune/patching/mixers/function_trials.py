@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
 from ligertune_kernels.ops.recurrence.kda.op import kda_reference
-from ligertune_kernels.ops.recurrence.ssd.decode import ssd_step_reference
 from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, ssd_reference
+from ligertune_kernels.ops.recurrence.ssd.ssd_decode import ssd_step_reference
 from torch import Tensor
 
 from ligertune.patching.probe import Refusal, answer, close, numbers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ligertune_kernels.ops.attention.document_attention import Documents
@@ -107,22 +109,23 @@ def check_rule(
             raise ValueError(f"{op}: initial_state is {tuple(initial_state.shape)}; expected {expected}")
 
 
-def check_ssd(
-    op: str,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-) -> None:
-    """Raise TypeError for what is no tensor, ValueError where shapes, dtypes or devices do not belong together.
+class SsdTensors(NamedTuple):
+    """The tensors of ssd, with tokens, and of a step, without."""
 
-    x is (..., H, P), dt (..., H), B and C (..., G, N).
-    """
-    if any(t is None for t in (x, dt, A, B, C)):
+    x: torch.Tensor  # (..., H, P)
+    dt: torch.Tensor  # (..., H)
+    A: torch.Tensor  # (H,)
+    B: torch.Tensor  # (..., G, N)
+    C: torch.Tensor  # (..., G, N)
+    D: torch.Tensor | None  # (H,) or (H, P)
+    z: torch.Tensor | None  # as x
+    dt_bias: torch.Tensor | None  # (H,)
+
+
+def check_ssd(op: str, tensors: SsdTensors, dt_limit: tuple[float, float]) -> None:
+    """Raise TypeError for what is no tensor, ValueError where shapes, dtypes, devices or limits do not fit."""
+    x, dt, A, B, C, D, z, dt_bias = tensors
+    if any(t is None for t in tensors[:5]):
         check_given(op, x=x, dt=dt, A=A, B=B, C=C)
     check_tensors(op, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     if x.ndim < 3 or B.ndim != x.ndim or B.shape != C.shape or B.shape[:-2] != x.shape[:-2]:
@@ -130,29 +133,33 @@ def check_ssd(
             f"{op}: x {tuple(x.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}; expected (..., H, P) and twice "
             "(..., G, N)"
         )
-    heads, head_dim = x.shape[-2:]
-    groups, state_dim = B.shape[-2:]
-    if groups == 0 or heads % groups:
-        raise ValueError(f"{op}: {heads} heads and {groups} groups; expected a multiple")
-    if not state_dim:
-        raise ValueError(f"{op}: B is {tuple(B.shape)}; expected states of at least one column")
     if not (x.dtype == B.dtype == C.dtype):
         raise ValueError(f"{op}: x is {x.dtype}, B {B.dtype}, C {C.dtype}; expected one float dtype")
-    expected = {"dt": (dt, x.shape[:-1]), "A": (A, (heads,)), "z": (z, x.shape), "dt_bias": (dt_bias, (heads,))}
-    for name, (t, shape) in expected.items():
-        if t is not None and t.shape != shape:
-            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(shape)}")
-    if D is not None and D.shape not in ((heads,), (heads, head_dim)):
-        raise ValueError(f"{op}: D is {tuple(D.shape)}; expected {(heads,)} or {(heads, head_dim)}")
     if z is not None and z.dtype != x.dtype:
         raise ValueError(f"{op}: z is {z.dtype} and x {x.dtype}; expected one float dtype")
-
-
-def check_limits(op: str, dt_limit: tuple[float, float]) -> None:
-    """Raise ValueError unless the limits of dt are two numbers in order."""
+    _check_ssd_heads(op, tensors)
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"{op}: dt_limit is {tuple(dt_limit)}; expected the smallest and the largest dt")
+
+
+def _check_ssd_heads(op: str, tensors: SsdTensors) -> None:
+    """Raise ValueError where shapes do not belong to the heads of x and the groups of B."""
+    x = tensors.x
+    heads, head_dim = x.shape[-2:]
+    groups, state_dim = tensors.B.shape[-2:]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{op}: {heads} heads and {groups} groups; expected a multiple")
+    if not state_dim:
+        raise ValueError(f"{op}: B is {tuple(tensors.B.shape)}; expected states of at least one column")
+    of_heads = (heads,)
+    for name, shape in (("dt", x.shape[:-1]), ("A", of_heads), ("z", x.shape), ("dt_bias", of_heads)):
+        t = getattr(tensors, name)
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; expected {tuple(shape)}")
+    D = tensors.D
+    if D is not None and D.shape not in (of_heads, (heads, head_dim)):
+        raise ValueError(f"{op}: D is {tuple(D.shape)}; expected {of_heads} or {(heads, head_dim)}")
 
 
 def check_documents(op: str, documents: Documents | None, value: torch.Tensor) -> None:

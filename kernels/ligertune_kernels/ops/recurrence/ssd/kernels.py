@@ -1,4 +1,4 @@
-"""Triton kernels of ssd: three forward, which the backward runs again; its others: gradients.py. Mathematics: op.py.
+"""Triton kernels of ssd: three forward, which the backward runs again. The others: ssd_gradients.py. Formulas: op.py.
 
 A row of tokens is cut into chunks of CHUNK tokens, which documents may begin and end within. A document's first token
 takes nothing from the state: the state before it is multiplied by 0. So no kernel knows how many documents there are.
@@ -75,26 +75,38 @@ def load_raw_steps(dt_ptr, dt_bias_ptr, tokens, n_tokens, token_stride, HAS_BIAS
 
 
 @triton.jit
-def seen_decays(row_logs, row_starts, row_tokens, logs, tokens, HAS_DOCUMENTS: tl.constexpr):
-    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0: those from its document's start to itself."""
-    seen = row_tokens[:, None] >= tokens[None, :]
-    if HAS_DOCUMENTS:  # one number of a row: starts of columns, too, would take registers
-        seen = seen & (row_starts[:, None] <= tokens[None, :])
+def load_begins(starts_ptr, first, rows, n_tokens, HAS_DOCUMENTS: tl.constexpr):
+    """Return the place in the chunk at which each token's document begins; 0 or less for one from before the chunk."""
+    if HAS_DOCUMENTS:
+        return load_starts(starts_ptr, first + rows, n_tokens, HAS_DOCUMENTS) - first
+    else:
+        return rows * 0
+
+
+@triton.jit
+def seen_decays(row_logs, begins, rows, logs, cols, HAS_DOCUMENTS: tl.constexpr):
+    """Return D_ij = exp(G_i - G_j) for the tokens j that i sees, else 0: from its document's begin to itself.
+
+    rows, cols: places in the chunk, as begins.
+    """
+    seen = rows[:, None] >= cols[None, :]
+    if HAS_DOCUMENTS:  # one number of a row: begins of columns, too, would take registers
+        seen = seen & (begins[:, None] <= cols[None, :])
     # masked before exp: differences of later tokens are positive and may overflow
     return tl.exp(tl.where(seen, row_logs[:, None] - logs[None, :], float("-inf")))
 
 
 @triton.jit
-def seen_decays_transposed(logs, starts, tokens, HAS_DOCUMENTS: tl.constexpr):
+def seen_decays_transposed(logs, begins, rows, HAS_DOCUMENTS: tl.constexpr):
     """Return D_ij with j, the token that is seen, on the first axis."""
-    seen = tokens[:, None] <= tokens[None, :]
+    seen = rows[:, None] <= rows[None, :]
     if HAS_DOCUMENTS:
-        seen = seen & (tokens[:, None] >= starts[None, :])
+        seen = seen & (rows[:, None] >= begins[None, :])
     return tl.exp(tl.where(seen, logs[None, :] - logs[:, None], float("-inf")))
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def prepare_kernel(
+def ssd_prepare_kernel(
     b_ptr, c_ptr,  # (B, T, G, N)
     dt_ptr,  # (B, T, H)
     dt_bias_ptr, a_ptr,  # (H,)
@@ -158,7 +170,7 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "part_tokens"])
-def scan_kernel(
+def ssd_scan_kernel(
     keys_ptr,  # (B, T, G, N): B; C if BACK
     values_ptr,  # (B, T, H, P): x; dy if BACK
     factors_ptr,  # (B, T / CHUNK, H, 4, CHUNK) fp32
@@ -235,7 +247,7 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def outputs_kernel(
+def ssd_outputs_kernel(
     x_ptr,  # (B, T, H, P)
     c_ptr,  # (B, T, G, N)
     z_ptr,  # (B, T, H, P)
@@ -261,9 +273,8 @@ def outputs_kernel(
     group = head // GROUP
     first = chunk * CHUNK
     rows = tl.arange(0, CHUNK)
-    tokens = first + rows
-    exists = tokens < n_tokens
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+    exists = first + rows < n_tokens
+    begins = load_begins(starts_ptr, first, rows, n_tokens, HAS_DOCUMENTS)
     at_chunk = (batch * n_chunks + chunk) * HEADS + head
     factors_ptr += at_chunk * N_FACTORS * CHUNK + rows
     steps = tl.load(factors_ptr)
@@ -272,7 +283,7 @@ def outputs_kernel(
 
     at_products = products_ptr + ((batch * n_chunks + chunk) * (HEADS // GROUP) + group) * CHUNK * CHUNK
     products = load_tile(at_products, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    weights = products.to(tl.float32) * seen_decays(logs, starts, tokens, logs, tokens, HAS_DOCUMENTS) * steps[None, :]
+    weights = products.to(tl.float32) * seen_decays(logs, begins, rows, logs, rows, HAS_DOCUMENTS) * steps[None, :]
     weights = weights.to(products.dtype)
     x_row_ptr = x_ptr + batch * x_batch_stride + head * x_head_stride
     c_row_ptr = c_ptr + batch * c_batch_stride + group * c_group_stride

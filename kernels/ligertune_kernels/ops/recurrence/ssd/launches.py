@@ -9,7 +9,7 @@ import torch
 
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, cached
-from ligertune_kernels.ops.recurrence.ssd import gradients, kernels, tiles
+from ligertune_kernels.ops.recurrence.ssd import kernels, ssd_gradients, tiles
 from ligertune_kernels.ops.recurrence.ssd.tiles import SsdTile
 
 
@@ -110,16 +110,16 @@ def ssd_launches(shape: SsdShape, chip: Chip) -> SsdLaunches:
         scan_tiles=-(-shape.state_dim // scan.state_cols) * -(-shape.head_dim // scan.head_cols),
         key_tiles=key_tiles,
         row_tiles=row_tiles,
-        prepare=launch(kernels.prepare_kernel, chosen.prepare, group, state, to_steps),
-        scan=launch(kernels.scan_kernel, chosen.scan, shared, ends),
-        scan_back=launch(kernels.scan_kernel, chosen.scan, shared, ends_back),
-        outputs=launch(kernels.outputs_kernel, chosen.outputs, outputs, {"BACK": False}),
-        outputs_back=launch(kernels.outputs_kernel, chosen.outputs, outputs, {"BACK": True}),
-        inputs=launch(gradients.input_gradients_kernel, chosen.inputs, shared, skip),
+        prepare=launch(kernels.ssd_prepare_kernel, chosen.prepare, group, state, to_steps),
+        scan=launch(kernels.ssd_scan_kernel, chosen.scan, shared, ends),
+        scan_back=launch(kernels.ssd_scan_kernel, chosen.scan, shared, ends_back),
+        outputs=launch(kernels.ssd_outputs_kernel, chosen.outputs, outputs, {"BACK": False}),
+        outputs_back=launch(kernels.ssd_outputs_kernel, chosen.outputs, outputs, {"BACK": True}),
+        inputs=launch(ssd_gradients.ssd_input_gradients_kernel, chosen.inputs, shared, skip),
         products=launch(
-            gradients.product_gradients_kernel, chosen.products, group, documents, width, in_parts, in_rows
+            ssd_gradients.ssd_product_gradients_kernel, chosen.products, group, documents, width, in_parts, in_rows
         ),
-        reads=launch(gradients.key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": False}),
-        writes=launch(gradients.key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": True}),
-        steps=launch(gradients.step_gradients_kernel, chosen.steps, to_steps, counts),
+        reads=launch(ssd_gradients.ssd_key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": False}),
+        writes=launch(ssd_gradients.ssd_key_gradients_kernel, chosen.keys, group, both, in_parts, {"WRITES": True}),
+        steps=launch(ssd_gradients.ssd_step_gradients_kernel, chosen.steps, to_steps, counts),
     )

@@ -29,8 +29,8 @@ from ligertune_kernels.ops.recurrence.package_functions import (
     check_options,
     documents_of_options,
 )
-from ligertune_kernels.ops.recurrence.ssd.decode import ssd_step
 from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, ssd, ssd_with_states
+from ligertune_kernels.ops.recurrence.ssd.ssd_decode import ssd_step
 
 # of mamba-ssm 2
 SCAN = OptionNames(PASSED_ON.union(DOCUMENTS, NEEDS_DOCUMENTS), frozenset({"return_varlen_states"}))

@@ -29,7 +29,7 @@ and their gradients, P for dx, 2 P with z, and 6 + 2 N / 64 in fp32; per token a
 of more than 16 heads 2 N in fp32 for each 16 of them. A chunk has 128 tokens on Hopper GPUs, fewer elsewhere.
 
 Every document starts from a state of zeros. A scan over chunks runs in parts: documents that begin in different parts
-of a row are computed at the same time. No atomics. Kernels: kernels.py, gradients.py; tiles: tiles.py.
+of a row are computed at the same time. No atomics. Kernels: kernels.py, ssd_gradients.py; tiles: tiles.py.
 Source: Dao and Gu, arXiv:2405.21060.
 """
 
@@ -45,7 +45,7 @@ from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence.gated_delta_rule import autocast
-from ligertune_kernels.ops.recurrence.input_checks import check_limits, check_ssd, check_tensors
+from ligertune_kernels.ops.recurrence.input_checks import SsdTensors, check_ssd, check_tensors
 from ligertune_kernels.ops.recurrence.ssd import tiles
 from ligertune_kernels.ops.recurrence.ssd.launches import SsdLaunches, SsdShape, StepOptions, ssd_launches
 from ligertune_kernels.ops.recurrence.ssd.tiles import PART, REFERENCE_CHUNK
@@ -234,7 +234,7 @@ def _scan_back(
 def _key_gradients(
     x: _Inputs, made: _Prepared, shape: SsdShape, chip: Chip, dy: torch.Tensor, d_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return dB, dC, and what step_gradients_kernel reads."""
+    """Return dB, dC, and what ssd_step_gradients_kernel reads."""
     launches = ssd_launches(shape, chip)
     batch, n_tokens, heads, _ = x.x.shape
     groups, state_dim = x.B.shape[2:]
@@ -344,24 +344,24 @@ def ssd(
 
     Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
-    _check("ssd", x, dt, A, B, C, D, z, dt_bias, dt_limit)
+    tensors = SsdTensors(x, dt, A, B, C, D, z, dt_bias)
+    _check("ssd", tensors, dt_limit)
     if documents is not None and (x.shape[0] != 1 or any(places.shape != x.shape[1:2] for places in documents[:2])):
         raise ValueError(
             f"ssd: documents have starts {tuple(documents.starts.shape)} and x {tuple(x.shape)}; expected (T,) and "
             "(1, T, H, P)"
         )
     if x.numel() == 0:
-        return x * _zero(dt, A, B, C, D, z, dt_bias).to(x.dtype)
-    x, B, C = autocast(x, B, C)
-    z = None if z is None else z.to(x.dtype)
-    if not tiles.runs_ssd_kernels(x, B.shape[-1]):
+        return x * _zero(*tensors[1:]).to(x.dtype)
+    tensors = in_autocast(tensors)
+    if not tiles.runs_ssd_kernels(tensors.x, B.shape[-1]):
         options = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "documents": documents}
         with without_autocast(x.device):
-            return ssd_reference(x, dt, A, B, C, D, z, dt_bias, **options)[0]
+            return ssd_reference(*tensors, **options)[0]
     steps = StepOptions(dt_bias is not None, dt_softplus, tuple(dt_limit))
-    shape = _shape(x, B, D, z, steps)._replace(has_documents=documents is not None)
+    shape = _shape(tensors, steps)._replace(has_documents=documents is not None)
     starts, ends = (None, None) if documents is None else (places.contiguous() for places in documents[:2])
-    out, _ = _Ssd.apply(shape, *_prepared_inputs(x, dt, A, B, C, D, z, dt_bias), None, starts, ends)
+    out, _ = _Ssd.apply(shape, *readable(tensors), None, starts, ends)
     return out
 
 
@@ -380,7 +380,8 @@ def ssd_with_states(
     initial_state: torch.Tensor | None = None,  # (B, H, P, N)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T, H, P) contiguous; (B, H, P, N) float32
     """Compute `ssd` from a state, or zeros, and the state after the last token; both have gradients."""
-    _check("ssd_with_states", x, dt, A, B, C, D, z, dt_bias, dt_limit)
+    tensors = SsdTensors(x, dt, A, B, C, D, z, dt_bias)
+    _check("ssd_with_states", tensors, dt_limit)
     batch, _, heads, head_dim = x.shape
     size = (batch, heads, head_dim, B.shape[-1])
     if initial_state is not None:
@@ -388,39 +389,33 @@ def ssd_with_states(
         if initial_state.shape != size:
             raise ValueError(f"ssd_with_states: initial_state is {tuple(initial_state.shape)}; expected {size}")
     if x.numel() == 0:
-        zero = _zero(x, dt, A, B, C, D, z, dt_bias)
+        zero = _zero(*tensors)
         dtype = torch.promote_types(x.dtype, torch.float32)
         state = x.new_zeros(size, dtype=dtype) if initial_state is None else initial_state.to(dtype)
         return x * zero.to(x.dtype), state + zero.to(dtype)
-    x, B, C = autocast(x, B, C)
-    z = None if z is None else z.to(x.dtype)
-    if not tiles.runs_ssd_kernels(x, B.shape[-1]):
+    tensors = in_autocast(tensors)
+    if not tiles.runs_ssd_kernels(tensors.x, B.shape[-1]):
         options = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "initial_state": initial_state}
         with without_autocast(x.device):
-            return ssd_reference(x, dt, A, B, C, D, z, dt_bias, **options)
+            return ssd_reference(*tensors, **options)
     steps = StepOptions(dt_bias is not None, dt_softplus, tuple(dt_limit))
-    shape = _shape(x, B, D, z, steps)._replace(has_initial=initial_state is not None, has_final=True)
+    shape = _shape(tensors, steps)._replace(has_initial=initial_state is not None, has_final=True)
     initial = None if initial_state is None else initial_state.mT.contiguous()
-    out, final_state = _Ssd.apply(shape, *_prepared_inputs(x, dt, A, B, C, D, z, dt_bias), initial, None, None)
+    out, final_state = _Ssd.apply(shape, *readable(tensors), initial, None, None)
     return out, final_state.mT.contiguous()
 
 
-def _check(
-    op: str,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_limit: tuple[float, float],
-) -> None:
-    check_ssd(op, x, dt, A, B, C, D, z, dt_bias)
-    check_limits(op, dt_limit)
-    if x.ndim != 4:
-        raise ValueError(f"{op}: x is {tuple(x.shape)}; expected (B, T, H, P)")
+def _check(op: str, tensors: SsdTensors, dt_limit: tuple[float, float]) -> None:
+    check_ssd(op, tensors, dt_limit)
+    if tensors.x.ndim != 4:
+        raise ValueError(f"{op}: x is {tuple(tensors.x.shape)}; expected (B, T, H, P)")
+
+
+def in_autocast(tensors: SsdTensors) -> SsdTensors:
+    """Return the tensors with the wide ones in the dtype of autocast, where it is on."""
+    x, B, C = autocast(tensors.x, tensors.B, tensors.C)
+    z = None if tensors.z is None else tensors.z.to(x.dtype)
+    return tensors._replace(x=x, B=B, C=C, z=z)
 
 
 def _zero(*tensors: torch.Tensor | None) -> torch.Tensor:
@@ -428,28 +423,26 @@ def _zero(*tensors: torch.Tensor | None) -> torch.Tensor:
     return sum(t.sum() * 0 for t in tensors if t is not None)
 
 
-def _shape(
-    x: torch.Tensor, B: torch.Tensor, D: torch.Tensor | None, z: torch.Tensor | None, steps: StepOptions
-) -> SsdShape:
-    heads, head_dim = x.shape[2:]
-    groups, state_dim = B.shape[2:]
-    d_columns = D is not None and D.ndim == 2
+def _shape(tensors: SsdTensors, steps: StepOptions) -> SsdShape:
+    heads, head_dim = tensors.x.shape[2:]
+    groups, state_dim = tensors.B.shape[2:]
+    has_d = tensors.D is not None
     return SsdShape(
-        heads, heads // groups, head_dim, state_dim, x.dtype, steps, D is not None, d_columns, z is not None
+        heads,
+        heads // groups,
+        head_dim,
+        state_dim,
+        tensors.x.dtype,
+        steps,
+        has_d,
+        d_columns=has_d and tensors.D.ndim == 2,
+        has_z=tensors.z is not None,
     )
 
 
-def _prepared_inputs(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors as kernels read them: wide ones with unit column stride, small ones contiguous."""
+def readable(tensors: SsdTensors) -> SsdTensors:
+    """Return the tensors as kernels read them: wide ones with unit column stride, those of heads contiguous."""
+    x, dt, A, B, C, D, z, dt_bias = tensors
     x, B, C, z = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, B, C, z))
     A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
-    return x, dt, A, B, C, D, z, dt_bias
+    return SsdTensors(x, dt, A, B, C, D, z, dt_bias)

@@ -13,12 +13,11 @@ import torch
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import silu
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
-from ligertune_kernels.ops.recurrence.gated_delta_rule import autocast
-from ligertune_kernels.ops.recurrence.input_checks import check_limits, check_ssd, check_tensors
+from ligertune_kernels.ops.recurrence.input_checks import SsdTensors, check_ssd, check_tensors
 from ligertune_kernels.ops.recurrence.ssd import tiles
 from ligertune_kernels.ops.recurrence.ssd.kernels import time_steps
 from ligertune_kernels.ops.recurrence.ssd.launches import StepOptions
-from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, gated_reference, steps_reference
+from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, gated_reference, in_autocast, readable, steps_reference
 
 
 def ssd_step_reference(
@@ -65,7 +64,9 @@ def ssd_step_kernel(
     HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, FLOORED: tl.constexpr, CAPPED: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, ROWS: tl.constexpr, STATE_COLS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    places = tl.arange(0, ROWS)
+    rows = first_row + places
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     group = head // GROUP
@@ -80,7 +81,8 @@ def ssd_step_kernel(
     b = tl.load(b_ptr + batch * b_batch_stride + group * b_group_stride + cols, mask=is_col, other=0.0).to(tl.float32)
     c = tl.load(c_ptr + batch * c_batch_stride + group * c_group_stride + cols, mask=is_col, other=0.0).to(tl.float32)
     at_head = batch * HEADS + head
-    state_ptrs = state_ptr + at_head * head_dim * state_dim + rows[:, None] * state_dim + cols[None, :]
+    state_ptr += (at_head * head_dim + first_row) * state_dim
+    state_ptrs = state_ptr + places[:, None] * state_dim + cols[None, :]
     inside = is_row[:, None] & is_col[None, :]
     state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
     state = state * tl.exp(step * tl.load(a_ptr + head).to(tl.float32)) + (step * x)[:, None] * b[None, :]
@@ -128,22 +130,19 @@ def ssd_step(
     The reference runs for states that are not contiguous and wider than 256.
     Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
-    check_ssd("ssd_step", x, dt, A, B, C, D, z, dt_bias)
-    check_limits("ssd_step", dt_limit)
+    tensors = SsdTensors(x, dt, A, B, C, D, z, dt_bias)
+    check_ssd("ssd_step", tensors, dt_limit)
     check_tensors("ssd_step", x=x, state=state)
     if x.ndim != 3 or state is None or state.shape != (*x.shape, B.shape[-1]):
         raise ValueError(
             f"ssd_step: x is {tuple(x.shape)} and state {None if state is None else tuple(state.shape)}; expected "
             f"(B, H, P) and (B, H, P, {B.shape[-1]})"
         )
-    x, B, C = autocast(x, B, C)
-    z = None if z is None else z.to(x.dtype)
-    state, x, dt, A, B, C = (t.detach() for t in (state, x, dt, A, B, C))
-    D, z, dt_bias = (None if t is None else t.detach() for t in (D, z, dt_bias))
-    if x.numel() == 0 or B.shape[-1] > tiles.MAX_WIDTH or not state.is_contiguous() or not runs_triton(x):
-        return ssd_step_reference(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
-    x, B, C, z = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, B, C, z))
-    A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
+    state = state.detach()
+    tensors = in_autocast(SsdTensors(*(None if t is None else t.detach() for t in tensors)))
+    if x.numel() == 0 or B.shape[-1] > tiles.MAX_WIDTH or not state.is_contiguous() or not runs_triton(tensors.x):
+        return ssd_step_reference(state, *tensors, dt_softplus=dt_softplus, dt_limit=dt_limit)
+    x, dt, A, B, C, D, z, dt_bias = readable(tensors)
     batch, heads, head_dim = x.shape
     groups, state_dim = B.shape[1:]
     out = x.new_empty(x.shape)

@@ -23,6 +23,7 @@ from ligertune_kernels.ops.recurrence.chunks import (
 from ligertune_kernels.ops.recurrence.ssd.kernels import (
     LINEAR_ABOVE,
     N_FACTORS,
+    load_begins,
     load_raw_steps,
     load_skips,
     seen_decays,
@@ -49,7 +50,7 @@ def sum_of_tiles(ptrs, stride, SIZE: tl.constexpr, N_TILES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def input_gradients_kernel(
+def ssd_input_gradients_kernel(
     x_ptr,  # (B, T, H, P)
     b_ptr,  # (B, T, G, N)
     d_ptr,  # (H,) or (H, P)
@@ -73,9 +74,8 @@ def input_gradients_kernel(
     group = head // GROUP
     first = chunk * CHUNK
     rows = tl.arange(0, CHUNK)
-    tokens = first + rows
-    exists = tokens < n_tokens
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+    exists = first + rows < n_tokens
+    begins = load_begins(starts_ptr, first, rows, n_tokens, HAS_DOCUMENTS)
     at_chunk = (batch * n_chunks + chunk) * HEADS + head
     factors_ptr += at_chunk * N_FACTORS * CHUNK + rows
     steps = tl.load(factors_ptr)
@@ -84,7 +84,7 @@ def input_gradients_kernel(
 
     at_products = products_ptr + ((batch * n_chunks + chunk) * (HEADS // GROUP) + group) * CHUNK * CHUNK
     products = load_transposed(at_products, CHUNK)
-    weights = products.to(tl.float32) * seen_decays_transposed(logs, starts, tokens, HAS_DOCUMENTS) * steps[:, None]
+    weights = products.to(tl.float32) * seen_decays_transposed(logs, begins, rows, HAS_DOCUMENTS) * steps[:, None]
     weights = weights.to(products.dtype)
     x_row_ptr = x_ptr + batch * x_batch_stride + head * x_head_stride
     b_row_ptr = b_ptr + batch * b_batch_stride + group * b_group_stride
@@ -115,7 +115,7 @@ def input_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def product_gradients_kernel(
+def ssd_product_gradients_kernel(
     x_ptr,  # (B, T, H, P)
     dy_ptr,  # (B, T, H, P)
     products_ptr,  # (B, T / CHUNK, G, CHUNK, CHUNK)
@@ -166,8 +166,8 @@ def product_gradients_kernel(
             steps = tl.load(head_factors_ptr + cols)
             logs = tl.load(head_factors_ptr + CHUNK + cols)
             row_logs = tl.load(head_factors_ptr + CHUNK + rows)
-            row_starts = load_starts(starts_ptr, first + rows, n_tokens, HAS_DOCUMENTS)
-            pairs *= seen_decays(row_logs, row_starts, first + rows, logs, first + cols, HAS_DOCUMENTS)
+            begins = load_begins(starts_ptr, first, rows, n_tokens, HAS_DOCUMENTS)
+            pairs *= seen_decays(row_logs, begins, rows, logs, cols, HAS_DOCUMENTS)
             sums += pairs * steps[None, :]
             products = load_tile(products_ptr + at_group * CHUNK * CHUNK, first_row, 0, CHUNK, CHUNK, ROWS, CHUNK)
             pairs *= products.to(tl.float32)
@@ -181,7 +181,7 @@ def product_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def key_gradients_kernel(
+def ssd_key_gradients_kernel(
     keys_ptr, others_ptr,  # (B, T, G, N): C and B; B and C if WRITES
     values_ptr,  # (B, T, H, P): dy; x if WRITES
     d_products_ptr,  # (B, T / CHUNK, G, PARTS, CHUNK, CHUNK)
@@ -261,7 +261,7 @@ def key_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
-def step_gradients_kernel(
+def ssd_step_gradients_kernel(
     dt_ptr,  # (B, T, H)
     dt_bias_ptr, a_ptr,  # (H,)
     starts_ptr,  # (T,) int32
