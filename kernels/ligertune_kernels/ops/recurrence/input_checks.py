@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ligertune_kernels.ops.attention.document_attention import Documents
-
 MAX_TAPS = 4
 
 
@@ -107,12 +105,13 @@ def check_rule(
             raise ValueError(f"{op}: initial_state is {tuple(initial_state.shape)}; expected {expected}")
 
 
-def check_documents(op: str, documents: Documents | None, value: torch.Tensor) -> None:
-    """Raise ValueError if documents are not those of a packed row of `value` (1, T, X, V)."""
-    if documents is not None and (
-        value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2])
-    ):
+def check_documents(op: str, documents: tuple[torch.Tensor, ...] | None, value: torch.Tensor) -> None:
+    """Raise ValueError if documents (starts, ends) are not those of a packed row of `value` (1, T, X, V)."""
+    if documents is None:
+        return
+    starts, ends = documents[:2]
+    if value.shape[0] != 1 or starts.shape != value.shape[1:2] or ends.shape != value.shape[1:2]:
         raise ValueError(
-            f"{op}: documents have starts {tuple(documents.starts.shape)} and value {tuple(value.shape)}; "
+            f"{op}: documents have starts {tuple(starts.shape)} and value {tuple(value.shape)}; "
             "expected (T,) and (1, T, X, V)"
         )

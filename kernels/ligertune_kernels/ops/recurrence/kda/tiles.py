@@ -22,7 +22,10 @@ class KdaTile(NamedTuple):
 
 
 class ChannelTile(NamedTuple):
-    """Launch of a kernel for some channels of a head. cols: channels; values: columns of v that it holds at a time."""
+    """Launch of a kernel for some channels of a head.
+
+    cols: channels of a program; values: columns of v that it holds at a time.
+    """
 
     cols: int
     values: int
@@ -45,7 +48,7 @@ class KdaTiles(NamedTuple):
     scan: KdaTile
     values: KdaTile
     readers: ChannelTile
-    decays: ChannelTile  # as many channels as `readers`
+    decays: ChannelTile  # with the columns of `readers`
     keys: KdaTile  # cols: tokens of a program
 
 
@@ -60,9 +63,16 @@ KDA_TILES = (
         keys=KdaTile(32, 4),
     ),
     KdaTiles(
-        ("hopper", "nvidia", "cdna", "interpreter"), width=256, itemsize=2, chunk=32,
-        products=KdaTile(64, 4), factors=KdaTile(64, 4), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
+        ("hopper", "nvidia", "interpreter"), width=256, itemsize=2, chunk=32,
+        products=KdaTile(64, 4), factors=KdaTile(64, 4, 2), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
         local=KdaTile(64, 4), scan=KdaTile(32, 4), values=KdaTile(64, 4),
+        readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
+        keys=KdaTile(16, 4),
+    ),
+    KdaTiles(
+        ("cdna",), width=256, itemsize=2, chunk=32,  # a thread of 4 warps has 512 registers
+        products=KdaTile(64, 4), factors=KdaTile(64, 4), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
+        local=KdaTile(64, 4), scan=KdaTile(16, 4), values=KdaTile(64, 4),
         readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
         keys=KdaTile(16, 4),
     ),
@@ -76,7 +86,7 @@ KDA_TILES = (
     # float32 without matrix units: both factors of a product are in registers
     KdaTiles(
         ("hopper", "nvidia", "rdna"), width=128, itemsize=4, chunk=16,
-        products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 8),
+        products=KdaTile(16, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 8),
         local=KdaTile(16, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4),
         readers=ChannelTile(32, 16, 4), decays=ChannelTile(32, 16, 4),
         keys=KdaTile(16, 4),
