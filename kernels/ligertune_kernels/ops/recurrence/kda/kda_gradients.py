@@ -246,19 +246,19 @@ def kda_reader_gradients_kernel(
     k_norm = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     at_tile = at_chunk * CHUNK * CHUNK
-    d_all_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_all_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    dtype = d_all_weights.dtype
+    dtype = d_weights_ptr.dtype.element_ty
     first_seen = starts - first
     for level in range(LEVELS):
         factors = level_factors(high, low, level, CHUNK, SPLIT)
         pairs = level_pairs(first_seen, level, CHUNK)
-        here = first + tl.minimum(level, 0)  # is `first`: see kda_products_kernel
-        k = _load_units(k_row_ptr, here, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
+        again = tl.minimum(level, 0)  # 0: see kda_products_kernel
+        k = _load_units(k_row_ptr, first + again, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
         k_decayed = (k * factors).to(dtype)
-        d_weights = tl.where(pairs, d_all_weights, 0.0).to(dtype)
+        d_weights = load_tile(d_weights_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_weights = tl.where(pairs, d_weights, 0.0).to(dtype)
         dq += factors * tl.dot(d_weights, k_decayed, input_precision=DOT)
-        d_products = tl.where(pairs, d_all_products, 0.0).to(dtype)
+        d_products = load_tile(d_products_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_products = tl.where(pairs, d_products, 0.0).to(dtype)
         z += factors * tl.dot(d_products, k_decayed, input_precision=DOT)
 
     k = _load_units(k_row_ptr, first, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
@@ -329,21 +329,20 @@ def kda_decay_gradients_kernel(
 
     at_tile = at_chunk * CHUNK * CHUNK
     beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
-    d_all_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_all_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    dtype = d_all_weights.dtype
-    d_all_products = (d_all_products.to(tl.float32) * beta[:, None]).to(dtype)
+    dtype = d_weights_ptr.dtype.element_ty
     first_seen = starts - first
     for level in range(LEVELS):
         factors = level_factors(high, low, level, CHUNK, SPLIT)
         pairs = level_pairs(first_seen, level, CHUNK)
-        here = first + tl.minimum(level, 0)  # is `first`: see kda_products_kernel
-        q = _load_units(q_row_ptr, here, n_tokens, q_token_stride, col, q_norm, KEY_DIM, CHUNK, COLS)
-        d_weights = tl.where(pairs, d_all_weights, 0.0).to(dtype)
+        again = tl.minimum(level, 0)  # 0: see kda_products_kernel
+        q = _load_units(q_row_ptr, first + again, n_tokens, q_token_stride, col, q_norm, KEY_DIM, CHUNK, COLS)
+        d_weights = load_tile(d_weights_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_weights = tl.where(pairs, d_weights, 0.0).to(dtype)
         from_later = tl.dot(tl.trans(d_weights), (q * factors).to(dtype), input_precision=DOT)
-        k = _load_units(k_row_ptr, here, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
+        k = _load_units(k_row_ptr, first + again, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
         k_decayed = (k * factors).to(dtype)
-        d_products = tl.where(pairs, d_all_products, 0.0).to(dtype)
+        d_products = load_tile(d_products_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK).to(tl.float32)
+        d_products = tl.where(pairs, d_products * beta[:, None], 0.0).to(dtype)
         from_later = tl.dot(tl.trans(d_products), k_decayed, from_later, input_precision=DOT)
         x += factors * from_later
 

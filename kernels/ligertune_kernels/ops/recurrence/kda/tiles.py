@@ -52,8 +52,8 @@ class KdaTiles(NamedTuple):
     keys: KdaTile  # cols: tokens of a program
 
 
-# None of them was timed. They are the largest that spill nothing; chunks of 64 tokens halve the steps of the scans and
-# the states in memory.
+# None of them was timed. They are the largest that spill nothing, or, on Hopper, addresses outside of the inner loops;
+# chunks of 64 tokens halve the steps of the scans and the states in memory.
 KDA_TILES = (
     KdaTiles(
         ("hopper",), width=128, itemsize=2, chunk=64,
@@ -77,9 +77,16 @@ KDA_TILES = (
         keys=KdaTile(16, 4),
     ),
     KdaTiles(
-        ("rdna",), width=256, itemsize=2, chunk=16,
+        ("rdna",), width=128, itemsize=2, chunk=16,
         products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 4),
         local=KdaTile(32, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4),
+        readers=ChannelTile(32, 32, 4), decays=ChannelTile(32, 32, 4),
+        keys=KdaTile(16, 4),
+    ),
+    KdaTiles(
+        ("rdna",), width=256, itemsize=2, chunk=16,
+        products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 16), outputs=KdaTile(16, 4),
+        local=KdaTile(32, 4), scan=KdaTile(16, 16), values=KdaTile(32, 4),
         readers=ChannelTile(32, 32, 4), decays=ChannelTile(32, 32, 4),
         keys=KdaTile(16, 4),
     ),
