@@ -123,6 +123,18 @@ def test_decays_that_differ_by_channel_and_token_lose_no_digits(device) -> None:
     compare(leaves, (40,), FP32, l2_norm=True)
 
 
+def test_infinite_decays_erase_and_nan_shows(device) -> None:
+    leaves = inputs((20,), (1, 1, 16, 16), torch.float32, device)
+    least = [*leaves]
+    least[3] = leaves[3].clone()
+    least[3][:, 7] = -1e30
+    expected = kda(*least, l2_norm=True)
+    least[3][:, 7] = float("-inf")
+    assert torch.equal(kda(*least, l2_norm=True), expected)
+    least[3][:, 7] = float("nan")
+    assert kda(*least, l2_norm=True)[:, 7:].isnan().all()
+
+
 @pytest.mark.slow
 def test_large_and_vanishing_beta(device) -> None:
     """With beta up to 2 a state may change its sign; with 0 nothing is written, and beta still has a gradient."""
