@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ligertune_kernels import causal_conv1d, gated_delta_rule, gated_delta_rule_reference
+from ligertune_kernels import causal_conv1d, gated_delta_rule, gated_delta_rule_reference, kda, kda_reference
 from support.kernels.attention_runs import documents_of
 from support.kernels.judge import ONE_ROUNDING
 
@@ -93,3 +93,47 @@ def test_nothing_waits_for_the_device(no_synchronisation, device) -> None:
     no_synchronisation()
     y = causal_conv1d(x.transpose(1, 2), weight, activation="silu", documents=documents)
     (gated_delta_rule(*leaves, l2_norm=True, documents=documents).sum() + y.sum()).backward()
+
+
+def kda_inputs(n_tokens: int, heads, device, *, decay: float, dtype=torch.bfloat16) -> list[torch.Tensor]:
+    """Return query, key, value, decay per channel and beta of one row."""
+    query, key, value, _, beta = inputs(n_tokens, heads, device, decay=decay, dtype=dtype)
+    logs = -decay * torch.rand(1, n_tokens, heads[1], heads[2], device=device)
+    return [query, key, value, logs, beta]
+
+
+def kda_with_gradients(leaves, grad, lengths=None) -> list[torch.Tensor]:
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    documents = None if lengths is None else documents_of(lengths, leaves[0].device)
+    out = kda(*leaves, l2_norm=True, documents=documents)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("decay", [1e-4, 0.05, 2.0, 20.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(4, 4, 64, 64), (4, 4, 128, 128), (1, 2, 256, 256), (2, 2, 96, 80)], ids=str)
+def test_kda_rounds_within_its_factors(heads, dtype, decay, device) -> None:
+    leaves = kda_inputs(1500, heads, device, decay=decay, dtype=dtype)
+    grad = torch.randn_like(leaves[2])
+    wide = [t.double().requires_grad_() for t in leaves]
+    out, _ = kda_reference(*wide, l2_norm=True)
+    expected = [out, *torch.autograd.grad(out, wide, grad.double())]
+    for ours, truth in zip(kda_with_gradients(leaves, grad), expected, strict=True):
+        error = (ours.double() - truth).abs().max()
+        assert error <= ROUNDINGS * ONE_ROUNDING[dtype] * truth.abs().max().clamp(min=0.1)
+
+
+@pytest.mark.parametrize("lengths", [(4096,), (700, 1, 64, 283, 2100, 1300)], ids=str)
+def test_five_runs_of_kda_have_the_same_bits(lengths, device) -> None:
+    leaves = kda_inputs(sum(lengths), (32, 32, 128, 128), device, decay=0.1)
+    grad = torch.randn_like(leaves[2])
+    first = kda_with_gradients(leaves, grad, lengths)
+    for _ in range(4):
+        assert all(map(torch.equal, first, kda_with_gradients(leaves, grad, lengths)))
+
+
+def test_kda_does_not_wait_for_the_device(no_synchronisation, device) -> None:
+    leaves = [t.requires_grad_() for t in kda_inputs(512, (32, 32, 128, 128), device, decay=0.1)]
+    documents = documents_of((100, 412), device)
+    no_synchronisation()
+    kda(*leaves, l2_norm=True, documents=documents).sum().backward()

@@ -10,6 +10,7 @@ from ligertune_kernels import (
     experts,
     gated_delta_rule,
     gated_rms_norm,
+    kda,
     layer_norm,
     linear_cross_entropy,
     multi_head_linear_cross_entropy,
@@ -143,6 +144,28 @@ def test_a_mixer_of_mamba_is_one_graph_that_changes_no_input(packed, h100):
         assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
     assert len(graphs) == 1
     assert len(changed) > 14
+    assert not [ops for ops in changed if "placeholder" in ops]
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_kda_is_one_graph_that_changes_no_input(packed, h100):
+    graphs, changed, backend = recording_backend()
+
+    def step(query, key, value, decay, beta, places):
+        documents = Documents(*places) if packed else None
+        return kda(query, key, value, decay, beta, l2_norm=True, documents=documents)
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for n_tokens in (300, 5000):
+        shapes = *((1, n_tokens, 2, 32),) * 4, (1, n_tokens, 2)
+        leaves = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        places = torch.empty(2, n_tokens, dtype=torch.int32, device="meta")
+        for t in (*leaves, places):
+            torch._dynamo.mark_dynamic(t, 1)
+        compiled(*leaves, places).sum().backward()
+        assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
+    assert len(graphs) == 1
+    assert len(changed) > 10
     assert not [ops for ops in changed if "placeholder" in ops]
 
 

@@ -49,6 +49,9 @@ MOST_SPILLED = {  # bytes of stack; on AMD registers
         "hopper_attention_wide_dq_kernel": 128,
         "correction_gradients_kernel": 328,  # on an H200 0.60 ms instead of 0.79 of the tile that spills nothing
         "key_gradients_kernel": 48,
+        # outside of the loops over levels. Chunks of 32 tokens spill nothing, and double the states in memory
+        "kda_products_kernel": 40,
+        "kda_decay_gradients_kernel": 208,
     },
     # heads of 256 columns: chunks of 16 tokens spill nothing, and double the states in memory
     "sm100": {"key_gradients_kernel": 64},

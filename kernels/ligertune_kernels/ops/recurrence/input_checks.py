@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.ops.attention.document_attention import Documents
-
 MAX_TAPS = 4
 
 
@@ -162,12 +160,13 @@ def _check_ssd_heads(op: str, tensors: SsdTensors) -> None:
         raise ValueError(f"{op}: D is {tuple(D.shape)}; expected {of_heads} or {(heads, head_dim)}")
 
 
-def check_documents(op: str, documents: Documents | None, value: torch.Tensor) -> None:
-    """Raise ValueError if documents are not those of a packed row of `value` (1, T, X, V)."""
-    if documents is not None and (
-        value.shape[0] != 1 or any(places.shape != value.shape[1:2] for places in documents[:2])
-    ):
+def check_documents(op: str, documents: tuple[torch.Tensor, ...] | None, value: torch.Tensor) -> None:
+    """Raise ValueError if documents (starts, ends) are not those of a packed row of `value` (1, T, X, V)."""
+    if documents is None:
+        return
+    starts, ends = documents[:2]
+    if value.shape[0] != 1 or starts.shape != value.shape[1:2] or ends.shape != value.shape[1:2]:
         raise ValueError(
-            f"{op}: documents have starts {tuple(documents.starts.shape)} and value {tuple(value.shape)}; "
+            f"{op}: documents have starts {tuple(starts.shape)} and value {tuple(value.shape)}; "
             "expected (T,) and (1, T, X, V)"
         )

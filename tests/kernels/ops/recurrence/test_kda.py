@@ -87,9 +87,17 @@ def test_the_reference_in_float64_is_the_loop(lengths, decay, l2_norm) -> None:
     compare(leaves, lengths, 1e-9, l2_norm=l2_norm, state=lengths is None)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (3, 40, 1, 2, 34)])
-def test_agrees_with_the_loop_in_float32(lengths, device) -> None:
-    compare(inputs(lengths, (1, 2, 16, 16), torch.float32, device), lengths, FP32, l2_norm=True)
+@pytest.mark.parametrize(
+    "lengths, heads, decay",
+    [
+        pytest.param((1,), (1, 1, 16, 16), 2.0, id="one token"),
+        pytest.param((3, 40, 1, 2, 18), (1, 2, 16, 16), 2.0, id="a chunk of several documents, two value heads"),
+        # slow decay, so that a state that leaks would show
+        pytest.param((66, 4, 60), (1, 1, 24, 16), 0.05, id="documents across chunks, channels of two programs"),
+    ],
+)
+def test_agrees_with_the_loop_in_float32(lengths, heads, decay, device) -> None:
+    compare(inputs(lengths, heads, torch.float32, device, decay), lengths, FP32, l2_norm=True)
 
 
 @pytest.mark.slow
@@ -121,6 +129,18 @@ def test_decays_that_differ_by_channel_and_token_lose_no_digits(device) -> None:
     leaves = inputs((40,), (1, 1, 16, 16), torch.float32, device)
     leaves[3] = torch.where(torch.rand_like(leaves[3]) < 0.2, -1e4, -1e-3)
     compare(leaves, (40,), FP32, l2_norm=True)
+
+
+def test_infinite_decays_erase_and_nan_shows(device) -> None:
+    leaves = inputs((20,), (1, 1, 16, 16), torch.float32, device)
+    least = [*leaves]
+    least[3] = leaves[3].clone()
+    least[3][:, 7] = -1e30
+    expected = kda(*least, l2_norm=True)
+    least[3][:, 7] = float("-inf")
+    assert torch.equal(kda(*least, l2_norm=True), expected)
+    least[3][:, 7] = float("nan")
+    assert kda(*least, l2_norm=True)[:, 7:].isnan().all()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Device functions of a chunk's decays per channel, whose exponents are never positive.
+r"""Device functions of a chunk's decays per channel, whose exponents are never positive.
 
 The decay between two tokens differs by channel, so it has to stand inside of the product over channels:
 
@@ -15,11 +15,17 @@ block after it, and each pair of tokens belongs to exactly one level. With `midd
 Each token has one exponent per level, which serves as row and as column. It is a sum of numbers that are at most 0, and
 is not a difference of larger sums, so that it loses no digits.
 
-    level 0    .1      level 1    ..11    level 2    ....1111     pairs (row, column) of each level: l
-               0 .                ..11               ....1111         .
-                                                     ...              0.
-                                                                      11.
-                                                                      110.
+Levels of the pairs of eight tokens:
+
+    i \ j  0 1 2 3 4 5 6 7
+    0
+    1      0
+    2      1 1
+    3      1 1 0
+    4      2 2 2 2
+    5      2 2 2 2 0
+    6      2 2 2 2 1 1
+    7      2 2 2 2 1 1 0
 
 Sums over tokens are products with a matrix of ones and zeros. Decays are split for them into two fp16 numbers, whose
 sum has 22 bits; with fp32 tensors they stay whole.
@@ -33,9 +39,15 @@ LEAST_DECAY = tl.constexpr(-1000.0)  # exp of it is 0 in fp32, and sums of a chu
 
 
 @triton.jit
+def _limited(decays):
+    """Return decays in fp32, at least LEAST_DECAY; NaN stays."""
+    return tl.maximum(decays.to(tl.float32), LEAST_DECAY, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def split_decays(decays, SPLIT: tl.constexpr):
     """Return decays as two numbers of fp16; with SPLIT False as one of fp32, twice."""
-    decays = tl.maximum(decays.to(tl.float32), LEAST_DECAY)
+    decays = _limited(decays)
     if SPLIT:
         high = decays.to(tl.float16)
         return high, (decays - high.to(tl.float32)).to(tl.float16)
@@ -94,5 +106,5 @@ def factors_to_state(high, low, starts, last_start, CHUNK: tl.constexpr, SPLIT: 
 @triton.jit
 def factors_of_state(decays, last_start, first):
     """Return the factors (COLS,) of the state before the chunk in that after it. decays: as they are loaded."""
-    sums = tl.sum(tl.maximum(decays.to(tl.float32), LEAST_DECAY), 0)
+    sums = tl.sum(_limited(decays), 0)
     return tl.where(last_start < tl.maximum(first, 1), tl.exp(sums), 0.0)

@@ -182,6 +182,16 @@ def kda_value_gradients_kernel(
     tl.store(d_beta_ptr + at_tokens * PARTS, d_beta, mask=exists)
 
 
+@triton.jit
+def _load_units(
+    ptr, first, n_tokens, token_stride, first_col, inverse_lengths, N_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Load columns (CHUNK, COLS) of the unit vectors of queries or keys, fp32."""
+    tile = load_chunk(ptr, first, n_tokens, token_stride, first_col, N_COLS, CHUNK, COLS)
+    return tile.to(tl.float32) * inverse_lengths[:, None]
+
+
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
 def kda_reader_gradients_kernel(
     k_ptr,  # (B, T, H, K)
@@ -236,22 +246,22 @@ def kda_reader_gradients_kernel(
     k_norm = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
     at_tile = at_chunk * CHUNK * CHUNK
-    d_all_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_all_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    dtype = d_weights_ptr.dtype.element_ty
     first_seen = starts - first
     for level in range(LEVELS):
         factors = level_factors(high, low, level, CHUNK, SPLIT)
         pairs = level_pairs(first_seen, level, CHUNK)
-        here = first + tl.minimum(level, 0)  # is `first`: see kda_products_kernel
-        k = load_chunk(k_row_ptr, here, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
-        k_decayed = (k.to(tl.float32) * k_norm[:, None] * factors).to(k.dtype)
-        d_weights = tl.where(pairs, d_all_weights, 0.0).to(k.dtype)
+        again = tl.minimum(level, 0)  # 0: see kda_products_kernel
+        k = _load_units(k_row_ptr, first + again, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
+        k_decayed = (k * factors).to(dtype)
+        d_weights = load_tile(d_weights_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_weights = tl.where(pairs, d_weights, 0.0).to(dtype)
         dq += factors * tl.dot(d_weights, k_decayed, input_precision=DOT)
-        d_products = tl.where(pairs, d_all_products, 0.0).to(k.dtype)
+        d_products = load_tile(d_products_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_products = tl.where(pairs, d_products, 0.0).to(dtype)
         z += factors * tl.dot(d_products, k_decayed, input_precision=DOT)
 
-    k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-    k *= k_norm[:, None]
+    k = _load_units(k_row_ptr, first, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
     at_tokens = at_heads + tokens.to(tl.int64) * value_heads
     tl.store(d_beta_ptr + at_tokens * PARTS + 1 + part, tl.sum(k * z, 1), mask=exists)
     beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
@@ -291,8 +301,7 @@ def kda_decay_gradients_kernel(
     head = value_head // GROUP
     value_heads = HEADS * GROUP
     first = chunk * CHUNK
-    rows = tl.arange(0, CHUNK)
-    tokens = first + rows
+    tokens = first + tl.arange(0, CHUNK)
     at_heads = batch * n_tokens * value_heads + value_head
     at_chunk = (batch * n_chunks + chunk) * value_heads + value_head
     x = tl.zeros([CHUNK, COLS], tl.float32)
@@ -314,50 +323,46 @@ def kda_decay_gradients_kernel(
     k_norm = inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, CHUNK)
     q_row_ptr = q_ptr + batch * q_batch_stride + head * q_head_stride
     k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
-    keys = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
+    units = _load_units(k_row_ptr, first, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
     x *= factors_to_state(high, low, starts, last_start, CHUNK, SPLIT)
-    d_last = d_last * factors_of_state(decays, last_start, first) + tl.sum(keys * k_norm[:, None] * x, 0)
+    d_last = d_last * factors_of_state(decays, last_start, first) + tl.sum(units * x, 0)
 
     at_tile = at_chunk * CHUNK * CHUNK
     beta = load_numbers(beta_ptr + at_heads, tokens, n_tokens, value_heads).to(tl.float32)
-    d_all_weights = load_tile(d_weights_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_all_products = load_tile(d_products_ptr + at_tile, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_all_products = (d_all_products.to(tl.float32) * beta[:, None]).to(d_all_weights.dtype)
+    dtype = d_weights_ptr.dtype.element_ty
     first_seen = starts - first
     for level in range(LEVELS):
         factors = level_factors(high, low, level, CHUNK, SPLIT)
         pairs = level_pairs(first_seen, level, CHUNK)
-        here = first + tl.minimum(level, 0)  # is `first`: see kda_products_kernel
-        q = load_chunk(q_row_ptr, here, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS)
-        q_decayed = (q.to(tl.float32) * q_norm[:, None] * factors).to(q.dtype)
-        d_weights = tl.where(pairs, d_all_weights, 0.0).to(q.dtype)
-        from_later = tl.dot(tl.trans(d_weights), q_decayed, input_precision=DOT)
-        k = load_chunk(k_row_ptr, here, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
-        k_decayed = (k.to(tl.float32) * k_norm[:, None] * factors).to(k.dtype)
-        d_products = tl.where(pairs, d_all_products, 0.0).to(k.dtype)
+        again = tl.minimum(level, 0)  # 0: see kda_products_kernel
+        q = _load_units(q_row_ptr, first + again, n_tokens, q_token_stride, col, q_norm, KEY_DIM, CHUNK, COLS)
+        d_weights = load_tile(d_weights_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_weights = tl.where(pairs, d_weights, 0.0).to(dtype)
+        from_later = tl.dot(tl.trans(d_weights), (q * factors).to(dtype), input_precision=DOT)
+        k = _load_units(k_row_ptr, first + again, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
+        k_decayed = (k * factors).to(dtype)
+        d_products = load_tile(d_products_ptr + at_tile, again, 0, CHUNK, CHUNK, CHUNK, CHUNK).to(tl.float32)
+        d_products = tl.where(pairs, d_products * beta[:, None], 0.0).to(dtype)
         from_later = tl.dot(tl.trans(d_products), k_decayed, from_later, input_precision=DOT)
         x += factors * from_later
 
     # a query reads its own key without a decay
-    d_own = load_numbers(d_weights_ptr + at_tile, rows, CHUNK, CHUNK + 1).to(tl.float32)
-    unit_q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-    unit_k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS).to(tl.float32)
-    unit_q *= q_norm[:, None]
-    unit_k *= k_norm[:, None]
+    d_own = load_numbers(d_weights_ptr + at_tile, tokens - first, CHUNK, CHUNK + 1).to(tl.float32)
+    unit_q = _load_units(q_row_ptr, first, n_tokens, q_token_stride, col, q_norm, KEY_DIM, CHUNK, COLS)
     x += d_own[:, None] * unit_q
     exists = tokens < n_tokens
     stride = value_heads * KEY_DIM
-    dq_row_ptr = dq_ptr + at_heads * KEY_DIM
-    dk_row_ptr = dk_ptr + at_heads * KEY_DIM
-    dk_reads = load_chunk(dk_row_ptr, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
-    dq = load_chunk(dq_row_ptr, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
+    at_keys = at_heads * KEY_DIM
+    dk_reads = load_chunk(dk_ptr + at_keys, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
+    dq = load_chunk(dq_ptr + at_keys, first, n_tokens, stride, col, KEY_DIM, CHUNK, COLS)
+    unit_k = _load_units(k_row_ptr, first, n_tokens, k_token_stride, col, k_norm, KEY_DIM, CHUNK, COLS)
     # a decay is in the factor of each pair of a token before it, and itself or a token after it
     d_logs = unit_q * dq + unit_k * (dk_reads - x)
-    store_chunk(dk_row_ptr, dk_reads + x, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
+    store_chunk(dk_ptr + at_keys, dk_reads + x, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
     later = tl.where(visible_tokens_transposed(starts, CHUNK), 1.0, 0.0)
     d_decay = tl.dot(later, d_logs, input_precision=PRECISION)
     d_decay += tl.where((starts == last_start)[:, None], d_last[None, :], 0.0)
-    store_chunk(d_decay_ptr + at_heads * KEY_DIM, d_decay, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
+    store_chunk(d_decay_ptr + at_keys, d_decay, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
 
 
 @triton.jit

@@ -86,12 +86,12 @@ def kda_products_kernel(
         for level in range(LEVELS):
             factors = level_factors(high, low, level, CHUNK, SPLIT)
             pairs = level_pairs(starts - first, level, CHUNK)
-            # the compiler cannot know that this is `first`: it would keep both tiles in registers
-            here = first + tl.minimum(level, 0)
-            k = load_chunk(k_row_ptr, here, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
+            # the compiler cannot know that this is 0: it would load the tiles once, and keep them in registers
+            again = tl.minimum(level, 0)
+            k = load_chunk(k_row_ptr, first + again, n_tokens, k_token_stride, col, KEY_DIM, CHUNK, COLS)
             k_decayed = (k.to(tl.float32) * factors).to(k.dtype)
             products += tl.where(pairs, tl.dot(k_decayed, tl.trans(k_decayed), input_precision=DOT), 0.0)
-            q = load_chunk(q_row_ptr, here, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS)
+            q = load_chunk(q_row_ptr, first + again, n_tokens, q_token_stride, col, KEY_DIM, CHUNK, COLS)
             q_decayed = (q.to(tl.float32) * factors).to(q.dtype)
             weights += tl.where(pairs, tl.dot(q_decayed, tl.trans(k_decayed), input_precision=DOT), 0.0)
 

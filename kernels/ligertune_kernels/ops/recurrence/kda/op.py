@@ -147,71 +147,80 @@ class _Shape(NamedTuple):
     has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
 
 
+class _Constants(NamedTuple):
+    """Constants that several kernels take."""
+
+    scan: dict[str, int | bool | str]  # kernels of a scan over chunks
+    by_chunk: dict[str, int | str]  # kernels of one chunk and value head without decays
+    by_level: dict[str, int | bool | str]  # kernels of one chunk and value head with decays
+
+    @staticmethod
+    def of(shape: _Shape, chunk: int, chip: Chip) -> _Constants:
+        """Return the constants for chunks of so many tokens."""
+        sizes = {"CHUNK": chunk, "VALUE_DIM": shape.value_dim, "DOT": "ieee"}
+        by_chunk = sizes | {"VALUE_HEADS": shape.heads * shape.group}
+        scan = by_chunk | {
+            "HAS_DOCUMENTS": shape.has_documents, "HAS_INITIAL": shape.has_initial, "HAS_FINAL": shape.has_final,
+            "KEY_DIM": shape.key_dim, "KEYS": padded(shape.key_dim, chip),
+        }  # fmt: skip
+        by_level = sizes | {
+            "HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm, "HAS_DOCUMENTS": shape.has_documents,
+            "LEVELS": chunk.bit_length() - 1, "KEY_DIM": shape.key_dim, "SPLIT": shape.dtype.itemsize == 2,
+        }  # fmt: skip
+        return _Constants(scan, by_chunk, by_level)
+
+
+def _launcher(
+    kernel: Callable, tile: tiles.KdaTile | tiles.ChannelTile, chip: Chip, *constants: dict[str, object], **more: object
+) -> Launcher:
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} | delta_options(chip)
+    for shared in constants:
+        options |= shared
+    return Launcher(kernel, options | more)
+
+
 @cached
 def _launches(shape: _Shape, chip: Chip) -> _Launches:
     chosen = tiles.kda_tiles(max(shape.key_dim, shape.value_dim), shape.dtype.itemsize, chip)
-    precision = inverse_precision(shape.dtype.itemsize, chip)
+    of = _Constants.of(shape, chosen.chunk, chip)
     keys = padded(shape.key_dim, chip)
     values = padded(shape.value_dim, chip)
     channels = min(chosen.readers.cols, keys)
     parts = 1 + -(-shape.key_dim // channels)
-    sizes = {"CHUNK": chosen.chunk, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim, "DOT": "ieee"}
-    by_value_head = sizes | {"VALUE_HEADS": shape.heads * shape.group}
-    heads = {"HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm}
-    by_level = sizes | heads | {
-        "HAS_DOCUMENTS": shape.has_documents, "LEVELS": chosen.chunk.bit_length() - 1,
-        "SPLIT": shape.dtype.itemsize == 2, "SCALE": shape.key_dim**-0.5,
-    }  # fmt: skip
-    scan = by_value_head | {
-        "KEYS": keys, "HAS_DOCUMENTS": shape.has_documents, "HAS_INITIAL": shape.has_initial,
-        "HAS_FINAL": shape.has_final,
-    }  # fmt: skip
+    precision = {"PRECISION": inverse_precision(shape.dtype.itemsize, chip)}
+    scale = {"SCALE": shape.key_dim**-0.5}
+    of_parts = {"COLS": channels, "VALUES": min(chosen.readers.values, values), "PARTS": parts}
+    heads = {name: of.by_level[name] for name in ("HEADS", "GROUP", "NORMED", "KEY_DIM")}
 
-    def launch(
-        kernel: Callable, tile: tiles.KdaTile | tiles.ChannelTile, constants: dict[str, object], **more: object
-    ) -> Launcher:
-        options = {"num_warps": tile.warps, "num_stages": tile.stages} | delta_options(chip)
-        return Launcher(kernel, constants | more | options)
+    def launch(kernel: Callable, tile: tiles.KdaTile, *constants: dict[str, object], width: int = values) -> Launcher:
+        return _launcher(kernel, tile, chip, *constants, COLS=min(tile.cols, width))
 
-    unscaled = {name: number for name, number in by_level.items() if name != "SCALE"}
-    without_keys = {name: number for name, number in by_value_head.items() if name != "KEY_DIM"}
-    state_cols = min(chosen.states.cols, values)
-    scan_cols = min(chosen.scan.cols, values)
-    widest = max(keys, values)
     return _Launches(
         chunk=chosen.chunk,
         key_tokens=chosen.keys.cols,
-        state_cols=state_cols,
-        scan_cols=scan_cols,
+        state_cols=min(chosen.states.cols, values),
+        scan_cols=min(chosen.scan.cols, values),
         parts=parts,
-        products=launch(
-            kernels.kda_products_kernel, chosen.products, by_level, COLS=min(chosen.products.cols, keys),
-            PRECISION=precision,
-        ),
-        factors=launch(kernels.kda_factors_kernel, chosen.factors, by_level, COLS=min(chosen.factors.cols, widest)),
-        states=launch(kernels.kda_states_kernel, chosen.states, scan, COLS=state_cols),
+        products=launch(kernels.kda_products_kernel, chosen.products, of.by_level, precision, scale, width=keys),
+        factors=launch(kernels.kda_factors_kernel, chosen.factors, of.by_level, scale, width=max(keys, values)),
+        states=launch(kernels.kda_states_kernel, chosen.states, of.scan),
         outputs=launch(
-            kernels.kda_outputs_kernel, chosen.outputs, by_value_head, KEYS=keys, COLS=min(chosen.outputs.cols, values)
+            kernels.kda_outputs_kernel, chosen.outputs, of.by_chunk, {"KEY_DIM": shape.key_dim, "KEYS": keys}
         ),
-        local=launch(
-            kda_gradients.kda_local_gradients_kernel, chosen.local, without_keys, COLS=min(chosen.local.cols, values)
-        ),
-        scan=launch(kda_gradients.kda_state_gradients_kernel, chosen.scan, scan, COLS=scan_cols),
+        local=launch(kda_gradients.kda_local_gradients_kernel, chosen.local, of.by_chunk),
+        scan=launch(kda_gradients.kda_state_gradients_kernel, chosen.scan, of.scan),
         values=launch(
-            kda_gradients.kda_value_gradients_kernel, chosen.values, without_keys,
-            COLS=min(chosen.values.cols, values), PARTS=parts, SCALE=shape.key_dim**-0.5,
+            kda_gradients.kda_value_gradients_kernel, chosen.values, of.by_chunk, scale, {"PARTS": parts}
         ),
-        readers=launch(
-            kda_gradients.kda_reader_gradients_kernel, chosen.readers, by_level, COLS=channels,
-            VALUES=min(chosen.readers.values, values), PARTS=parts,
+        readers=_launcher(
+            kda_gradients.kda_reader_gradients_kernel, chosen.readers, chip, of.by_level, of_parts, scale
         ),
-        decays=launch(
-            kda_gradients.kda_decay_gradients_kernel, chosen.decays, unscaled, COLS=channels,
-            VALUES=min(chosen.decays.values, values), PARTS=parts, PRECISION=precision,
+        decays=_launcher(
+            kda_gradients.kda_decay_gradients_kernel, chosen.decays, chip, of.by_level, of_parts, precision
         ),
-        keys=launch(
-            kda_gradients.kda_key_gradients_kernel, chosen.keys, heads, TOKENS=chosen.keys.cols, KEYS=keys,
-            KEY_DIM=shape.key_dim, PARTS=parts,
+        keys=_launcher(
+            kda_gradients.kda_key_gradients_kernel, chosen.keys, chip, heads, KEYS=keys, PARTS=parts,
+            TOKENS=chosen.keys.cols,
         ),
     )  # fmt: skip
 

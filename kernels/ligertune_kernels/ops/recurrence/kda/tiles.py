@@ -22,7 +22,10 @@ class KdaTile(NamedTuple):
 
 
 class ChannelTile(NamedTuple):
-    """Launch of a kernel for some channels of a head. cols: channels; values: columns of v that it holds at a time."""
+    """Launch of a kernel for some channels of a head.
+
+    cols: channels of a program; values: columns of v that it holds at a time.
+    """
 
     cols: int
     values: int
@@ -45,12 +48,12 @@ class KdaTiles(NamedTuple):
     scan: KdaTile
     values: KdaTile
     readers: ChannelTile
-    decays: ChannelTile  # as many channels as `readers`
+    decays: ChannelTile  # with the columns of `readers`
     keys: KdaTile  # cols: tokens of a program
 
 
-# None of them was timed. They are the largest that spill nothing; chunks of 64 tokens halve the steps of the scans and
-# the states in memory.
+# None of them was timed. They are the largest that spill nothing, or, on Hopper, addresses outside of the inner loops;
+# chunks of 64 tokens halve the steps of the scans and the states in memory.
 KDA_TILES = (
     KdaTiles(
         ("hopper",), width=128, itemsize=2, chunk=64,
@@ -60,23 +63,37 @@ KDA_TILES = (
         keys=KdaTile(32, 4),
     ),
     KdaTiles(
-        ("hopper", "nvidia", "cdna", "interpreter"), width=256, itemsize=2, chunk=32,
-        products=KdaTile(64, 4), factors=KdaTile(64, 4), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
+        ("hopper", "nvidia", "interpreter"), width=256, itemsize=2, chunk=32,
+        products=KdaTile(64, 4), factors=KdaTile(64, 4, 2), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
         local=KdaTile(64, 4), scan=KdaTile(32, 4), values=KdaTile(64, 4),
         readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
         keys=KdaTile(16, 4),
     ),
     KdaTiles(
-        ("rdna",), width=256, itemsize=2, chunk=16,
+        ("cdna",), width=256, itemsize=2, chunk=32,  # a thread of 4 warps has 512 registers
+        products=KdaTile(64, 4), factors=KdaTile(64, 4), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
+        local=KdaTile(64, 4), scan=KdaTile(16, 4), values=KdaTile(64, 4),
+        readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
+        keys=KdaTile(16, 4),
+    ),
+    KdaTiles(
+        ("rdna",), width=128, itemsize=2, chunk=16,
         products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 4),
         local=KdaTile(32, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4),
+        readers=ChannelTile(32, 32, 4), decays=ChannelTile(32, 32, 4),
+        keys=KdaTile(16, 4),
+    ),
+    KdaTiles(
+        ("rdna",), width=256, itemsize=2, chunk=16,
+        products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 16), outputs=KdaTile(16, 4),
+        local=KdaTile(32, 4), scan=KdaTile(16, 16), values=KdaTile(32, 4),
         readers=ChannelTile(32, 32, 4), decays=ChannelTile(32, 32, 4),
         keys=KdaTile(16, 4),
     ),
     # float32 without matrix units: both factors of a product are in registers
     KdaTiles(
         ("hopper", "nvidia", "rdna"), width=128, itemsize=4, chunk=16,
-        products=KdaTile(32, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 8),
+        products=KdaTile(16, 4), factors=KdaTile(32, 4), states=KdaTile(16, 8), outputs=KdaTile(16, 8),
         local=KdaTile(16, 4), scan=KdaTile(16, 8), values=KdaTile(32, 4),
         readers=ChannelTile(32, 16, 4), decays=ChannelTile(32, 16, 4),
         keys=KdaTile(16, 4),
