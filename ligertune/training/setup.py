@@ -28,7 +28,7 @@ from ligertune.features.task import Task
 from ligertune.files.storage import MetricsFile, newest_checkpoint
 from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
-from ligertune.models.mixers.decays import give_decays_the_dtype_of_weights
+from ligertune.models.mixers.decays import give_weights_one_dtype
 from ligertune.models.save import prompt_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.optimization import total_rows
@@ -318,7 +318,7 @@ def _wrap(plan: Plan, accelerator: Accelerator, model: nn.Module, custom: Custom
     task = (custom.task or feature.task)(plan, model)
     expert_load = ExpertLoad(model) if feature.counts_experts else None
     if plan.strategy not in ("single", "ddp"):
-        give_decays_the_dtype_of_weights(model)
+        give_weights_one_dtype(model)
     optimizer = build_optimizer(model, plan.optimizer)
     if _takes_kernel_step(plan, accelerator, optimizer):
         optimizer = with_kernel_step(optimizer)

@@ -6,7 +6,7 @@ from support.models.tiny_families import tiny_family
 from transformers import PreTrainedModel
 
 from ligertune.models.load import build_model
-from ligertune.models.mixers.decays import give_decays_the_dtype_of_weights
+from ligertune.models.mixers.decays import give_weights_one_dtype
 from ligertune.models.read_config import read_config
 from ligertune.planning.options import ModelOptions
 
@@ -32,9 +32,9 @@ def build(path, **values) -> PreTrainedModel:
     return build_model(spec, read_config(spec), dtype=torch.bfloat16, device="cpu", seed=0)
 
 
-def dtypes(model, but=DECAYS) -> set[torch.dtype]:
-    """Return the dtypes of the parameters but some, and those that transformers keeps in float32."""
-    others = (*but, *(set(type(model)._keep_in_fp32_modules_strict or ()) - {*DECAYS}))
+def dtypes(model) -> set[torch.dtype]:
+    """Return the dtypes of the parameters but decays, and those that transformers keeps in float32."""
+    others = (*DECAYS, *(type(model)._keep_in_fp32_modules_strict or ()))
     return {p.dtype for name, p in model.named_parameters() if not name.endswith(others)}
 
 
@@ -57,8 +57,8 @@ def test_random_decays_are_float32(stored) -> None:
 
 def test_shards_have_weights_of_one_dtype(stored) -> None:
     model = build(stored[0])
-    give_decays_the_dtype_of_weights(model)
-    assert dtypes(model, but=()) == {torch.bfloat16}
+    give_weights_one_dtype(model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_frozen_decays_stay_for_a_shard(stored) -> None:
@@ -66,5 +66,5 @@ def test_frozen_decays_stay_for_a_shard(stored) -> None:
     model = build(path)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in decays)
-    give_decays_the_dtype_of_weights(model)
+    give_weights_one_dtype(model)
     assert {p.dtype for name, p in model.named_parameters() if name in decays} == {torch.float32}

@@ -6,6 +6,7 @@ bfloat16 would round A_log by up to 0.4 %, which a state multiplies up over hund
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -41,13 +42,18 @@ def make_decays_float32(model: nn.Module) -> None:
         parameter.data = parameter.data.float()
 
 
-def give_decays_the_dtype_of_weights(model: nn.Module) -> None:
-    """Convert the decays that train back: a shard of FSDP2 and ZeRO has weights of one dtype."""
-    decays = {id(parameter): parameter for _, parameter in _decays(model) if parameter.requires_grad}
-    others = (p.dtype for p in model.parameters() if p.requires_grad and id(p) not in decays)
-    dtype = next(others, torch.float32)
-    for parameter in decays.values():
-        parameter.data = parameter.data.to(dtype)
+def give_weights_one_dtype(model: nn.Module) -> None:
+    """Convert what trains to the dtype of most of it: a shard of FSDP2 and ZeRO has weights of one dtype.
+
+    These are decays, and weights that transformers keeps in float32, as those of some routers.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel() * parameter.requires_grad
+    dtype = max(sizes, key=sizes.__getitem__, default=torch.float32)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _decays(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
