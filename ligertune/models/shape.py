@@ -239,8 +239,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
     query, key = _attention_widths(config) if has.attention else (0, 0)
     experts = read_experts(config, layer)
     hidden = config_value(config, "hidden_size")
-    # null in GPT-2, whose MLP is this wide then
-    mlp = (config_value(config, "intermediate_size") or 4 * hidden) if has.mlp else 0
+    mlp = _mlp_width(config, layer) if has.mlp else 0
     if experts is not None:
         mlp = experts.chosen * experts.mlp + experts.shared
     of_experts = tuple(expert_stacks(layer, config))
@@ -270,6 +269,14 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         ),
     )
     return shape if has.mixer is None else with_mixer(shape, has.mixer)
+
+
+def _mlp_width(config: PreTrainedConfig, layer: nn.Module) -> int:
+    """Return F of a dense MLP: of its gate, since LFM2 changes the configured one, else as configured."""
+    gates = (module for name, module in layer.named_modules() if name.rpartition(".")[2] in ("gate_proj", "w1"))
+    built = next((getattr(gate, "out_features", 0) for gate in gates), 0)
+    # null in GPT-2, whose MLP is four times as wide as its hidden states then
+    return built or config_value(config, "intermediate_size") or 4 * config_value(config, "hidden_size")
 
 
 def _attention_widths(config: PreTrainedConfig) -> tuple[int, int]:

@@ -42,22 +42,26 @@ def test_the_kernels_apply_to_every_layer_of_a_published_model(name, corpus, tmp
     assert plan.rows.packed and plan.rows.fill > 0.98
 
 
-# recipe -> the configuration in the corpus, layers with attention and with a gated delta rule
+# recipe -> the configuration in the corpus, a tokenizer, and layers by kernel
 HYBRIDS = {
-    "qwen/qwen3.5-4b-alpaca.yaml": ("Qwen3.5-4B", 8, 24),
-    "qwen/qwen3.5-4b-alpaca-lora.yaml": ("Qwen3.5-4B", 8, 24),
-    "qwen/qwen3.5-35b-a3b-alpaca-lora.yaml": ("Qwen3.5-35B-A3B", 10, 30),
-}
+    "nemotron/nemotron-h-8b-alpaca-lora.yaml": ("Nemotron-H-8B", "mistral-7b-v0.1", {"ssd": 24, "rms_norm": 53}),
+    "qwen/qwen3.5-4b-alpaca.yaml": ("Qwen3.5-4B", "qwen2.5", {"apply_rope": 8, "gated_delta_rule": 24}),
+    "qwen/qwen3.5-4b-alpaca-lora.yaml": ("Qwen3.5-4B", "qwen2.5", {"apply_rope": 8, "gated_delta_rule": 24}),
+    "qwen/qwen3.5-35b-a3b-alpaca-lora.yaml": (
+        "Qwen3.5-35B-A3B", "qwen2.5", {"apply_rope": 10, "gated_delta_rule": 30},
+    ),
+    "kimi/kimi-linear-48b-a3b-alpaca-lora.yaml": ("Kimi-Linear-48B-A3B", "qwen2.5", {"kda": 21, "experts": 26}),
+}  # fmt: skip
 FASTEST_HYBRID, *SLOWER_HYBRIDS = HYBRIDS
 
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", [FASTEST_HYBRID, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER_HYBRIDS)])
 def test_a_hybrid_is_packed_with_a_kernel_in_every_mixer(name, corpus, tmp_path):
-    folder, attention, recurrent = HYBRIDS[name]
-    plan = plan_for(recipe_on_corpus(name, folder, "qwen2.5", corpus, tmp_path)).plan
+    folder, tokenizer, layers = HYBRIDS[name]
+    plan = plan_for(recipe_on_corpus(name, folder, tokenizer, corpus, tmp_path)).plan
     lines = {line.kernel: line for line in plan.kernels}
-    assert not any(line.left for line in plan.kernels)
-    assert (lines["apply_rope"].applied, lines["gated_delta_rule"].applied) == (attention, recurrent)
+    assert not any(line.left for line in plan.kernels if line.kernel != "swiglu")  # MLPs of Nemotron-H have no gate
+    assert {kernel: lines[kernel].applied for kernel in layers} == layers
     assert plan.batching.global_batch_size * plan.rows.length == 32768
     assert plan.rows.packed and plan.rows.fill > 0.97
