@@ -39,7 +39,7 @@ sum in another order. After `unpatch` each model gave the same bits as before.
 
 Image-text models got text only, unless they need an image. `norm`, `RoPE`, `MLP`, `mixer` and `loss` count the modules
 that a kernel computes and those that are left as they are; the note says why. MLPs without a gate do not need a kernel.
-Mixers are those of [hybrid models](hybrids.md): a gated delta rule and its convolution.
+Mixers are those of [hybrid models](hybrids.md): recurrences and convolutions.
 "Logits are made": the family changes its logits before the loss, so the loss is not fused with the output head.
 
 {headline}

@@ -14,7 +14,7 @@ from ligertune.patching.patch import PatchReport
 from ligertune.planning.plan import KernelLine
 
 PAGE = ROOT / "docs" / "families.md"
-MIXER = {"rms_norm", "gated_rms_norm", "linear_cross_entropy"}  # Mamba 2
+MIXER = {"rms_norm", "gated_rms_norm", "linear_cross_entropy"}
 DELTA_RULE = {*MIXER, "gated_delta_rule"}
 # Norms without a weight, gated norms, rotation of q alone, latent attention, state spaces, encoders, images
 FAMILIES = {
@@ -23,7 +23,7 @@ FAMILIES = {
     ("causal", "qwen3_next"): {*DELTA_RULE, "apply_rope", "swiglu", "experts"},
     ("causal", "qwen4_exp_text"): {*DELTA_RULE, "apply_rope", "swiglu", "experts"},
     ("causal", "deepseek_v3"): {"apply_rope", "rms_norm", "swiglu", "experts", "linear_cross_entropy"},
-    ("causal", "mamba2"): MIXER,
+    ("causal", "mamba2"): {*MIXER, "ssd"},
     ("causal", "bart"): {"layer_norm"},
     ("image-text", "paligemma"): {"apply_rope", "rms_norm", "layer_norm", "geglu", "linear_cross_entropy"},
 }

@@ -213,6 +213,26 @@ def test_generation_with_a_cache_gives_the_same_tokens(model) -> None:
     assert not any(isinstance(module, KernelMixer) for module in model.modules())
 
 
+def in_parts(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a prompt in two parts and one token, with a cache; no part is a multiple of a chunk."""
+    logits, cache = [], {}
+    with torch.no_grad():
+        for part in ids.split((70, 12, 1), 1):
+            output = model(input_ids=part, use_cache=True, **cache)
+            name = "cache" if hasattr(output, "cache") else "past_key_values"  # 5.24 renamed it
+            cache = {name: getattr(output, name)}
+            logits.append(output.logits)
+    return torch.cat(logits, 1)
+
+
+def test_a_prompt_in_parts_goes_through_the_cache_as_without_kernels(model) -> None:
+    """As without, not as a whole: Bamba of transformers 5.24 itself has other logits in the second part."""
+    ids = torch.randint(3, 100, (2, 83), generator=torch.Generator().manual_seed(7))
+    expected = in_parts(model, ids)
+    patch(model, loss="torch")
+    torch.testing.assert_close(in_parts(model, ids), expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "key, value, why",
     [
