@@ -52,7 +52,7 @@ FAMILIES = sorted(name for kind, name in families() if kind == "causal" and has_
 
 
 # the others have the code of one of these
-FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1", "kimi_linear"}
+FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "mamba2", "nemotron_h", "kimi_linear"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES])
