@@ -162,7 +162,7 @@ def state_gradients_kernel(
 
 
 @triton.jit
-def _through_norm(grad, x, inverse_norm):
+def through_norm(grad, x, inverse_norm):
     """Return the gradient of x, given that of its unit vector x / |x|."""
     x = x.to(tl.float32)
     along = tl.sum(grad * x, 1) * inverse_norm * inverse_norm
@@ -233,7 +233,7 @@ def query_gradients_kernel(
         dq += dq_new
     if NORMED:
         q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, CHUNK, KEYS)
-        dq = _through_norm(dq, q, q_scale)
+        dq = through_norm(dq, q, q_scale)
     at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
     store_chunk(dq_ptr + at_keys, dq, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
 
@@ -470,7 +470,7 @@ def product_gradients_kernel(
     dk = tl.dot(sums.to(k.dtype), k, input_precision=DOT)
     dk += load_chunk(partial_dk_ptr + at_keys, first, n_tokens, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
     if NORMED:
-        dk = _through_norm(dk, k, k_scale)
+        dk = through_norm(dk, k, k_scale)
     store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, CHUNK, KEYS)
     tl.debug_barrier()  # other threads have written d_logs
     for member in range(GROUP):  # a loop of its own: its masks would take the other loop's registers

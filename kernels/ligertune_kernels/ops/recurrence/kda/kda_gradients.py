@@ -27,6 +27,7 @@ from ligertune_kernels.ops.recurrence.chunks import (
     store_tile,
     visible_tokens_transposed,
 )
+from ligertune_kernels.ops.recurrence.delta_gradients import through_norm
 from ligertune_kernels.ops.recurrence.kda.decay_levels import (
     factors_from_state,
     factors_of_state,
@@ -101,11 +102,16 @@ def kda_state_gradients_kernel(
             d_state += load_tile(d_final_ptr + at_state, col, 0, VALUE_DIM, KEY_DIM, COLS, KEYS).to(tl.float32)
     first_chunk = own_first // CHUNK
     end_chunk = tl.cdiv(own_end, CHUNK)
+    at_chunk = (batch * n_chunks + end_chunk - 1) * VALUE_HEADS + value_head
+    kept_ahead = tl.load(kept_ptr + at_chunk * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
     for back in range(0, end_chunk - first_chunk):
         chunk = end_chunk - 1 - back
         first = chunk * CHUNK
         at_chunk = (batch * n_chunks + chunk) * VALUE_HEADS + value_head
-        kept = tl.load(kept_ptr + at_chunk * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
+        at_next = at_chunk - tl.where(chunk > 0, VALUE_HEADS, 0)
+        kept = kept_ahead
+        # the compiler does not load these ahead
+        kept_ahead = tl.load(kept_ptr + at_next * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
         at_keys = at_chunk * CHUNK * KEY_DIM
         # `read` and `erased` are 0 for tokens of other programs, if the gradient is needed before the chunk
         read = load_tile(read_ptr + at_keys, 0, 0, CHUNK, KEY_DIM, CHUNK, KEYS)
@@ -365,13 +371,6 @@ def kda_decay_gradients_kernel(
     store_chunk(d_decay_ptr + at_keys, d_decay, first, exists, stride, col, KEY_DIM, CHUNK, COLS)
 
 
-@triton.jit
-def _through_length(grad, x, inverse_length):
-    """Return the gradient of vectors x, given that of x / |x|."""
-    along = tl.sum(grad * x, 1) * inverse_length * inverse_length
-    return inverse_length[:, None] * (grad - x * along[:, None])
-
-
 @triton.jit(do_not_specialize=["n_tokens"])
 def kda_key_gradients_kernel(
     q_ptr, k_ptr,  # (B, T, H, K)
@@ -409,8 +408,8 @@ def kda_key_gradients_kernel(
         k_row_ptr = k_ptr + batch * k_batch_stride + head * k_head_stride
         q = load_chunk(q_row_ptr, first, n_tokens, q_token_stride, 0, KEY_DIM, TOKENS, KEYS).to(tl.float32)
         k = load_chunk(k_row_ptr, first, n_tokens, k_token_stride, 0, KEY_DIM, TOKENS, KEYS).to(tl.float32)
-        dq = _through_length(dq, q, inverse_lengths(q_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, TOKENS))
-        dk = _through_length(dk, k, inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, TOKENS))
+        dq = through_norm(dq, q, inverse_lengths(q_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, TOKENS))
+        dk = through_norm(dk, k, inverse_lengths(k_norm_ptr, batch, head, tokens, n_tokens, HEADS, NORMED, TOKENS))
     at_keys = (batch * n_tokens * HEADS + head) * KEY_DIM
     store_chunk(dq_ptr + at_keys, dq, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, TOKENS, KEYS)
     store_chunk(dk_ptr + at_keys, dk, first, exists, HEADS * KEY_DIM, 0, KEY_DIM, TOKENS, KEYS)

@@ -217,10 +217,16 @@ def kda_states_kernel(
     if HAS_INITIAL:  # noqa: SIM102  # a constant alone removes the branch
         if own_first == 0:
             state += load_tile(initial_ptr + at_state, col, 0, VALUE_DIM, KEY_DIM, COLS, KEYS).to(tl.float32)
+    # a program without documents begins behind the last chunk
+    at_chunk = (batch * n_chunks + tl.minimum(own_first // CHUNK, n_chunks - 1)) * VALUE_HEADS + value_head
+    kept_ahead = tl.load(kept_ptr + at_chunk * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
     for chunk in range(own_first // CHUNK, tl.cdiv(own_end, CHUNK)):
         first = chunk * CHUNK
         at_chunk = (batch * n_chunks + chunk) * VALUE_HEADS + value_head
-        kept = tl.load(kept_ptr + at_chunk * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
+        at_next = at_chunk + tl.where(chunk + 1 < n_chunks, VALUE_HEADS, 0)
+        kept = kept_ahead
+        # the compiler does not load these ahead
+        kept_ahead = tl.load(kept_ptr + at_next * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
         erased = load_tile(erased_ptr + at_chunk * CHUNK * KEY_DIM, 0, 0, CHUNK, KEY_DIM, CHUNK, KEYS)
         written = load_tile(written_ptr + at_chunk * CHUNK * KEY_DIM, 0, 0, CHUNK, KEY_DIM, CHUNK, KEYS)
         at_values = corrected_ptr + at_chunk * VALUE_DIM * CHUNK

@@ -70,8 +70,15 @@ KDA_TILES = (
         keys=KdaTile(16, 4),
     ),
     KdaTiles(
-        ("cdna",), width=256, itemsize=2, chunk=32,  # a thread of 4 warps has 512 registers
+        ("cdna",), width=128, itemsize=2, chunk=32,  # a thread of 4 warps has 512 registers
         products=KdaTile(64, 4), factors=KdaTile(64, 4), states=KdaTile(32, 4), outputs=KdaTile(64, 4),
+        local=KdaTile(64, 4), scan=KdaTile(32, 4), values=KdaTile(64, 4),
+        readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
+        keys=KdaTile(16, 4),
+    ),
+    KdaTiles(
+        ("cdna",), width=256, itemsize=2, chunk=32,
+        products=KdaTile(64, 4), factors=KdaTile(64, 4), states=KdaTile(16, 4), outputs=KdaTile(64, 4),
         local=KdaTile(64, 4), scan=KdaTile(16, 4), values=KdaTile(64, 4),
         readers=ChannelTile(64, 64, 4), decays=ChannelTile(64, 64, 4),
         keys=KdaTile(16, 4),
