@@ -136,7 +136,7 @@ def test_limits_of_dt_stop_its_gradient(limits, softplus, device) -> None:
     tensors = inputs((40,), (2, 1, 16, 16), torch.float32, device, form=(0, False, softplus))
     if limits[0] < 0 or softplus:
         tensors["dt"] = 0.5 * tensors["dt"]
-    compare(tensors, (40,), 5e-6, dt_limit=limits)
+    compare(tensors, (40,), 1e-5, dt_limit=limits)  # the gradient of A is a sum that cancels
 
 
 def test_softplus_of_small_and_large_numbers(device) -> None:

@@ -181,7 +181,7 @@ def _prepare(x: _Inputs, shape: SsdShape, chip: Chip, final_state: torch.Tensor)
     kept = factors.new_empty((batch, n_chunks, heads))
     states = x.x.new_empty((batch, n_chunks, heads, state_dim, head_dim))
     launches.prepare(
-        (n_chunks * heads, batch, 1),
+        (n_chunks * launches.prepare_tiles, batch, 1),
         (x.B, x.C, x.dt, x.dt_bias, x.A, x.starts, products, factors, kept),
         x.strides("B", "C", "dt"), n_tokens, n_chunks,
     )  # fmt: skip

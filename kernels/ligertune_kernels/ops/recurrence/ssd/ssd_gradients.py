@@ -15,6 +15,7 @@ from ligertune_kernels.launcher import tl, triton
 from ligertune_kernels.ops.recurrence.chunks import (
     decay_to_state,
     load_chunk,
+    load_numbers,
     load_starts,
     load_tile,
     store_chunk,
@@ -24,12 +25,20 @@ from ligertune_kernels.ops.recurrence.ssd.kernels import (
     LINEAR_ABOVE,
     N_FACTORS,
     load_begins,
-    load_raw_steps,
     load_skips,
     seen_decays,
     seen_decays_transposed,
     time_steps,
 )
+
+
+@triton.jit
+def load_raw_steps(dt_ptr, dt_bias_ptr, tokens, n_tokens, token_stride, HAS_BIAS: tl.constexpr):
+    """Load dt + dt_bias of a head, whose numbers the pointers point to."""
+    raw = load_numbers(dt_ptr, tokens, n_tokens, token_stride).to(tl.float32)
+    if HAS_BIAS:
+        raw += tl.load(dt_bias_ptr).to(tl.float32)
+    return raw
 
 
 @triton.jit

@@ -13,7 +13,8 @@ from ligertune_kernels.ops.recurrence.tiles import Chips, delta_options, padded,
 REFERENCE_CHUNK = 64  # tokens of a chunk of the reference
 PART = 1024  # tokens of a packed row in which a program of the scan looks for documents of its own
 PART_HEADS = 16  # of a group whose gradients a program adds: more programs, and more partial sums in memory
-SUM_TOKENS = 16  # whose numbers of a chunk are added at once to those of tokens: masks of more take registers
+SUM_TOKENS = 32  # whose numbers of a chunk are added at once to those of tokens: masks of more take registers
+TILE_HEADS = 16  # whose factors a program computes: neighbouring numbers of dt, and the least columns of a product
 MAX_WIDTH = 256  # of a head and of a state
 STEP_ROWS = 16  # of the state in a program of the step: 256 columns of them are 32 registers of a thread
 
