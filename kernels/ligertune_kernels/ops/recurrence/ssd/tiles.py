@@ -65,7 +65,7 @@ SSD_TILES = (
     SsdTiles(
         ("nvidia",), itemsize=2, chunk=64, product_rows=64,
         prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4, 2), outputs=SsdTile(64, 64, 8, 2),
-        inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 4, 2),
+        inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 8, 2),
     ),
     SsdTiles(
         ("cdna",), itemsize=2, chunk=64, product_rows=64,
