@@ -169,7 +169,7 @@ def test_numbers_that_differ_within_a_head_are_refused(name) -> None:
 
 def test_numbers_expanded_to_columns_of_the_state_alone_are_refused() -> None:
     given = expanded(token(tensors(1, 1, torch.device("cpu")), 0))
-    of_rows = -torch.rand(HEADS, HEAD_DIM, 1).expand(-1, -1, STATE_DIM)
+    of_rows = torch.rand(HEADS, HEAD_DIM, 1).neg().expand(-1, -1, STATE_DIM)
     with pytest.raises(ValueError, match="selective_state_update: A differs within a head"):
         selective_state_update(torch.zeros(1, HEADS, HEAD_DIM, STATE_DIM), **given | {"A": of_rows})
 
