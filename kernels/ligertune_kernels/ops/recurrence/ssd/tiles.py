@@ -68,7 +68,7 @@ SSD_TILES = (
         inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 8, 2),
     ),
     SsdTiles(
-        ("cdna",), itemsize=2, chunk=64, product_rows=64,
+        ("cdna",), itemsize=2, chunk=64, product_rows=32,
         prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4), outputs=SsdTile(64, 64, 4),
         inputs=SsdTile(64, 64, 4), products=SsdTile(64, 64, 8), keys=SsdTile(64, 64, 4),
     ),
