@@ -88,14 +88,14 @@ SSD_TILES = (
         prepare=SsdTile(32, 32, 4), scan=SsdTile(32, 32, 4), outputs=SsdTile(32, 32, 4),
         inputs=SsdTile(32, 32, 4), products=SsdTile(32, 32, 4), keys=SsdTile(32, 32, 4),
     ),
-    # two columns' tiles in narrow heads, so that tests reach the loops over them
+    # tiles of few columns and rows, so that tests of narrow heads reach the loops over them
     SsdTiles(
-        ("interpreter",), itemsize=2, chunk=64, product_rows=64,
+        ("interpreter",), itemsize=2, chunk=64, product_rows=32,
         prepare=SsdTile(32, 32, 4), scan=SsdTile(32, 32, 4), outputs=SsdTile(32, 32, 4),
         inputs=SsdTile(32, 32, 4), products=SsdTile(32, 32, 4), keys=SsdTile(32, 32, 4),
     ),
     SsdTiles(
-        ("interpreter",), itemsize=4, chunk=32, product_rows=32,
+        ("interpreter",), itemsize=4, chunk=32, product_rows=16,
         prepare=SsdTile(16, 16, 4), scan=SsdTile(16, 16, 4), outputs=SsdTile(16, 16, 4),
         inputs=SsdTile(16, 16, 4), products=SsdTile(16, 16, 4), keys=SsdTile(16, 16, 4),
     ),
