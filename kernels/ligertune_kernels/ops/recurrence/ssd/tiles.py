@@ -69,7 +69,7 @@ SSD_TILES = (
     ),
     SsdTiles(
         ("cdna",), itemsize=2, chunk=64, product_rows=32,
-        prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4), outputs=SsdTile(64, 64, 4),
+        prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4), outputs=SsdTile(64, 64, 8),
         inputs=SsdTile(64, 64, 4), products=SsdTile(64, 64, 8), keys=SsdTile(64, 64, 4),
     ),
     SsdTiles(
