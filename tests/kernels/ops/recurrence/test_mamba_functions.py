@@ -21,7 +21,7 @@ FORMS = {
     "document_places": torch.stack((DOCUMENTS.starts, DOCUMENTS.ends)),
     "seq_idx": torch.tensor([3, 1, 2, 1]).repeat_interleave(torch.tensor(LENGTHS))[None].int(),  # neighbours differ
 }
-HEADS, GROUPS, HEAD_DIM, STATE_DIM = 4, 2, 8, 12
+HEADS, GROUPS, HEAD_DIM, STATE_DIM = 4, 2, 20, 12  # rows of a head in two programs of a step
 INNER = HEADS * HEAD_DIM
 MIXED = INNER + 2 * GROUPS * STATE_DIM
 TAPS = 4
@@ -81,7 +81,7 @@ def test_a_step_has_no_gradient_and_takes_wide_states_and_no_row(device) -> None
     given = token(tensors(1, 1, device), 0)
     given["x"].requires_grad_()
     state = torch.zeros(1, HEADS, HEAD_DIM, STATE_DIM, device=device)
-    assert not ssd_step(state, **given).requires_grad and state.any()
+    assert not ssd_step(state, **given, dt_softplus=True).requires_grad and state.any()
     wide = torch.randn(1, GROUPS, 300, device=device)
     wide_state = torch.zeros(1, HEADS, HEAD_DIM, 300, device=device)
     one = ssd_step(wide_state, given["x"], given["dt"], given["A"], wide, wide)
@@ -167,6 +167,13 @@ def test_numbers_that_differ_within_a_head_are_refused(name) -> None:
         selective_state_update(state, **given | {name: varied[..., 0]})
 
 
+def test_numbers_expanded_to_columns_of_the_state_alone_are_refused() -> None:
+    given = expanded(token(tensors(1, 1, torch.device("cpu")), 0))
+    of_rows = torch.rand(HEADS, HEAD_DIM, 1).neg().expand(-1, -1, STATE_DIM)
+    with pytest.raises(ValueError, match="selective_state_update: A differs within a head"):
+        selective_state_update(torch.zeros(1, HEADS, HEAD_DIM, STATE_DIM), **given | {"A": of_rows})
+
+
 @pytest.mark.parametrize("function", [mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined])
 def test_documents_with_states_are_refused(function) -> None:
     given = tensors(1, sum(LENGTHS), torch.device("cpu"))
@@ -186,13 +193,13 @@ def test_what_the_functions_do_not_compute_is_refused() -> None:
     state = torch.zeros(1, HEADS, HEAD_DIM, STATE_DIM)
     with pytest.raises(ValueError, match="state_batch_indices is given"):
         selective_state_update(state, **step, state_batch_indices=torch.zeros(1))
-    with pytest.raises(ValueError, match=r"state \(4, 8, 12\) and x \(4, 8\); expected \(B, H, P, N\)"):
+    with pytest.raises(ValueError, match=r"state \(4, 20, 12\) and x \(4, 20\); expected \(B, H, P, N\)"):
         selective_state_update(state[0], **step | {"x": step["x"][0]})
     with pytest.raises(TypeError, match="selective_state_update: A is None"):
         selective_state_update(state, **step | {"A": None})
     given = mixer(torch.device("cpu"))[0] | {"zxbcdt": torch.randn(1, 3, INNER + MIXED + HEADS)}
     for change, message in (
-        ({"zxbcdt": torch.randn(1, 3, 50)}, r"zxbcdt is \(1, 3, 50\), with 4 heads, 32 columns of heads and 2 groups"),
+        ({"zxbcdt": torch.randn(1, 3, 50)}, r"zxbcdt is \(1, 3, 50\), with 4 heads, 80 columns of heads and 2 groups"),
         ({"headdim": None}, r"D is \(4,\) and headdim None"),
         ({"activation": "gelu"}, "activation is 'gelu'"),
     ):

@@ -3,7 +3,7 @@
 A row of tokens is cut into chunks of CHUNK tokens, which documents may begin and end within. A document's first token
 takes nothing from the state: the state before it is multiplied by 0. So no kernel knows how many documents there are.
 
-    prepare    chunk, head                          dt', G, factors of tokens; for the first head of a group C Bᵀ
+    prepare    chunk, some heads or a group         dt', G and factors of tokens; or C Bᵀ
     scan       part of a row, head, tile of S       S before each chunk; in the backward dS after each chunk
     outputs    chunk, head                          y; in the backward dy and dz from the gated outputs' gradient
 
@@ -21,10 +21,7 @@ from __future__ import annotations
 from ligertune_kernels.jit.device_functions import silu, silu_grad
 from ligertune_kernels.launcher import tl, triton
 from ligertune_kernels.ops.recurrence.chunks import (
-    decay_from_state,
-    decay_to_state,
     load_chunk,
-    load_numbers,
     load_starts,
     load_tile,
     owned_tokens,
@@ -66,15 +63,6 @@ def time_steps(
 
 
 @triton.jit
-def load_raw_steps(dt_ptr, dt_bias_ptr, tokens, n_tokens, token_stride, HAS_BIAS: tl.constexpr):
-    """Load dt + dt_bias of a head, whose numbers the pointers point to."""
-    raw = load_numbers(dt_ptr, tokens, n_tokens, token_stride).to(tl.float32)
-    if HAS_BIAS:
-        raw += tl.load(dt_bias_ptr).to(tl.float32)
-    return raw
-
-
-@triton.jit
 def load_begins(starts_ptr, first, rows, n_tokens, HAS_DOCUMENTS: tl.constexpr):
     """Return the place in the chunk at which each token's document begins; 0 or less for one from before the chunk."""
     if HAS_DOCUMENTS:
@@ -105,6 +93,58 @@ def seen_decays_transposed(logs, begins, rows, HAS_DOCUMENTS: tl.constexpr):
     return tl.exp(tl.where(seen, logs[None, :] - logs[:, None], float("-inf")))
 
 
+@triton.jit
+def write_factors(
+    dt_ptr, dt_bias_ptr, a_ptr, starts_ptr, factors_ptr, kept_ptr, first, heads, n_tokens, token_stride, head_stride,
+    HEADS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    FLOORED: tl.constexpr, CAPPED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, TILE_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Write dt', G, w, m and s of a chunk and some heads. dt, factors and kept: those of the row, and of the chunk."""
+    rows = tl.arange(0, CHUNK)
+    tokens = first + rows
+    is_head = heads < HEADS
+    a = tl.load(a_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
+    bias = tl.zeros([TILE_HEADS], tl.float32)
+    if HAS_BIAS:
+        bias += tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
+    head_ptrs = dt_ptr + heads.to(tl.int64) * head_stride
+    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
+    begins = load_begins(starts_ptr, first, rows, n_tokens, HAS_DOCUMENTS)
+    logs = tl.zeros([CHUNK, TILE_HEADS], tl.float32)
+    # a few tokens at a time: both factors of a product in fp32 are in registers
+    for block in range(0, CHUNK, BLOCK):
+        places = block + tl.arange(0, BLOCK)
+        ptrs = head_ptrs[None, :] + tl.minimum(first + places, n_tokens - 1).to(tl.int64)[:, None] * token_stride
+        some = tl.load(ptrs, mask=is_head[None, :], other=0.0).to(tl.float32) + bias[None, :]
+        some = time_steps(some, SOFTPLUS, FLOORED, CAPPED, LOW, HIGH)
+        # finite, so that a decay of another document becomes 0 and leaves the bits of these sums
+        decays = tl.minimum(tl.maximum(some * a[None, :], -LARGEST_DECAY), LARGEST_DECAY)
+        decays = tl.where((first + places < n_tokens)[:, None], decays, 0.0)
+        seen = rows[:, None] >= places[None, :]
+        if HAS_DOCUMENTS:
+            seen = seen & (begins[:, None] <= places[None, :])
+        logs = tl.dot(tl.where(seen, 1.0, 0.0), decays, logs, input_precision="ieee")
+
+    ptrs = head_ptrs[None, :] + tl.minimum(tokens, n_tokens - 1).to(tl.int64)[:, None] * token_stride
+    raw = tl.load(ptrs, mask=is_head[None, :], other=0.0).to(tl.float32) + bias[None, :]
+    steps = time_steps(raw, SOFTPLUS, FLOORED, CAPPED, LOW, HIGH)
+    steps = tl.where((tokens < n_tokens)[:, None], steps, 0.0)
+    last = tl.minimum(first + CHUNK, n_tokens) - 1
+    last_log = tl.sum(tl.where((tokens == last)[:, None], logs, 0.0), 0)
+    last_start = load_starts(starts_ptr, last, last + 1, HAS_DOCUMENTS)
+    # masked before exp, as everywhere
+    to_state = tl.exp(tl.where((starts == last_start)[:, None], last_log[None, :] - logs, float("-inf")))
+    from_state = tl.where((starts < tl.maximum(first, 1))[:, None], tl.exp(logs), 0.0)
+    kept = tl.where(last_start < tl.maximum(first, 1), tl.exp(last_log), 0.0)
+    tl.store(kept_ptr + heads, kept, mask=is_head)
+    ptrs = factors_ptr + heads[None, :] * (N_FACTORS * CHUNK) + rows[:, None]
+    tl.store(ptrs, steps, mask=is_head[None, :])
+    tl.store(ptrs + CHUNK, logs, mask=is_head[None, :])
+    tl.store(ptrs + 2 * CHUNK, to_state * steps, mask=is_head[None, :])
+    tl.store(ptrs + 3 * CHUNK, from_state, mask=is_head[None, :])
+
+
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
 def ssd_prepare_kernel(
     b_ptr, c_ptr,  # (B, T, G, N)
@@ -119,17 +159,27 @@ def ssd_prepare_kernel(
     n_tokens, n_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, FLOORED: tl.constexpr, CAPPED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STATE_DIM: tl.constexpr, STATE_COLS: tl.constexpr, DOT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TILE_HEADS: tl.constexpr, STATE_DIM: tl.constexpr,
+    STATE_COLS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Write what a chunk computes without the state."""
-    chunk = tl.program_id(0) // HEADS
-    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    """Write what a chunk computes without the state: the factors of some heads, or the products of a group."""
+    HEAD_TILES: tl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
+    GROUPS: tl.constexpr = HEADS // GROUP
+    chunk = tl.program_id(0) // (HEAD_TILES + GROUPS)
+    member = tl.program_id(0) % (HEAD_TILES + GROUPS)
     batch = tl.program_id(1).to(tl.int64)
     first = chunk * CHUNK
-    rows = tl.arange(0, CHUNK)
-    tokens = first + rows
-    if head % GROUP == 0:  # else another program writes them
-        group = head // GROUP
+    at_chunk = batch * n_chunks + chunk
+    if member < HEAD_TILES:
+        heads = member * TILE_HEADS + tl.arange(0, TILE_HEADS)
+        write_factors(
+            dt_ptr + batch * dt_batch_stride, dt_bias_ptr, a_ptr, starts_ptr,
+            factors_ptr + at_chunk * HEADS * N_FACTORS * CHUNK, kept_ptr + at_chunk * HEADS, first, heads, n_tokens,
+            dt_token_stride, dt_head_stride, HEADS, HAS_DOCUMENTS, HAS_BIAS, SOFTPLUS, FLOORED, CAPPED, LOW, HIGH,
+            CHUNK, BLOCK, TILE_HEADS,
+        )  # fmt: skip
+    else:
+        group = (member - HEAD_TILES).to(tl.int64)
         b_row_ptr = b_ptr + batch * b_batch_stride + group * b_group_stride
         c_row_ptr = c_ptr + batch * c_batch_stride + group * c_group_stride
         products = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -137,36 +187,8 @@ def ssd_prepare_kernel(
             c = load_chunk(c_row_ptr, first, n_tokens, c_token_stride, col, STATE_DIM, CHUNK, STATE_COLS)
             b = load_chunk(b_row_ptr, first, n_tokens, b_token_stride, col, STATE_DIM, CHUNK, STATE_COLS)
             products = tl.dot(c, tl.trans(b), products, input_precision=DOT)
-        at_products = products_ptr + ((batch * n_chunks + chunk) * (HEADS // GROUP) + group) * CHUNK * CHUNK
+        at_products = products_ptr + (at_chunk * GROUPS + group) * CHUNK * CHUNK
         store_tile(at_products, products, True, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK, KEEP_ALL=True)
-
-    starts = load_starts(starts_ptr, tokens, n_tokens, HAS_DOCUMENTS)
-    dt_row_ptr = dt_ptr + batch * dt_batch_stride + head * dt_head_stride
-    raw = load_raw_steps(dt_row_ptr, dt_bias_ptr + head, tokens, n_tokens, dt_token_stride, HAS_BIAS)
-    steps = tl.where(tokens < n_tokens, time_steps(raw, SOFTPLUS, FLOORED, CAPPED, LOW, HIGH), 0.0)
-    a = tl.load(a_ptr + head).to(tl.float32)
-    logs = tl.zeros([CHUNK], tl.float32)
-    # a few tokens at a time, whose masks take few registers
-    for block in range(0, CHUNK, BLOCK):
-        earlier = first + block + tl.arange(0, BLOCK)
-        some = load_raw_steps(dt_row_ptr, dt_bias_ptr + head, earlier, n_tokens, dt_token_stride, HAS_BIAS)
-        decays = tl.maximum(time_steps(some, SOFTPLUS, FLOORED, CAPPED, LOW, HIGH) * a, -LARGEST_DECAY)
-        decays = tl.where(earlier < n_tokens, decays, 0.0)
-        # sums over the document alone: those over the chunk would round by the decays of other documents
-        seen = tokens[:, None] >= earlier[None, :]
-        if HAS_DOCUMENTS:
-            seen = seen & (starts[:, None] <= earlier[None, :])
-        logs += tl.sum(tl.where(seen, decays[None, :], 0.0), 1)
-    last = tl.minimum(first + CHUNK, n_tokens) - 1
-    last_log = tl.sum(tl.where(tokens == last, logs, 0.0))
-    to_state, kept = decay_to_state(logs, starts, last_log, starts_ptr, first, last, HAS_DOCUMENTS)
-    at_chunk = (batch * n_chunks + chunk) * HEADS + head
-    factors_ptr += at_chunk * N_FACTORS * CHUNK + rows
-    tl.store(factors_ptr, steps)
-    tl.store(factors_ptr + CHUNK, logs)
-    tl.store(factors_ptr + 2 * CHUNK, to_state * steps)
-    tl.store(factors_ptr + 3 * CHUNK, decay_from_state(logs, starts, first))
-    tl.store(kept_ptr + at_chunk, kept)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks", "part_tokens"])

@@ -53,6 +53,7 @@ class SsdLaunches(NamedTuple):
 
     chunk: int  # tokens
     parts: int  # of a group's heads
+    prepare_tiles: int  # of a chunk: heads, and products
     scan_tiles: int  # of a state
     key_tiles: int  # of N
     row_tiles: int  # of the products of a chunk
@@ -99,6 +100,8 @@ def ssd_launches(shape: SsdShape, chip: Chip) -> SsdLaunches:
     ends_back = {"HAS_BEGIN": shape.has_final, "HAS_END": shape.has_initial, "BACK": True}
     shared = group | documents | both
     outputs = shared | skip | {"HAS_Z": shape.has_z}
+    of_heads = {"TILE_HEADS": tiles.TILE_HEADS}
+    prepare_tiles = -(-shape.heads // tiles.TILE_HEADS) + shape.heads // shape.group
     in_parts = {"PARTS": parts}
     row_tiles = chosen.chunk // chosen.product_rows
     in_rows = in_parts | {"ROWS": chosen.product_rows}
@@ -107,10 +110,11 @@ def ssd_launches(shape: SsdShape, chip: Chip) -> SsdLaunches:
     return SsdLaunches(
         chunk=chosen.chunk,
         parts=parts,
+        prepare_tiles=prepare_tiles,
         scan_tiles=-(-shape.state_dim // scan.state_cols) * -(-shape.head_dim // scan.head_cols),
         key_tiles=key_tiles,
         row_tiles=row_tiles,
-        prepare=launch(kernels.ssd_prepare_kernel, chosen.prepare, group, state, to_steps),
+        prepare=launch(kernels.ssd_prepare_kernel, chosen.prepare, group, state, to_steps, of_heads),
         scan=launch(kernels.ssd_scan_kernel, chosen.scan, shared, ends),
         scan_back=launch(kernels.ssd_scan_kernel, chosen.scan, shared, ends_back),
         outputs=launch(kernels.ssd_outputs_kernel, chosen.outputs, outputs, {"BACK": False}),

@@ -25,7 +25,7 @@ dt' is limited. C_i·B_j is computed once for all heads of a group.
 
 The state, sums and decays are fp32; factors of products are rounded to the tensors' dtype. The backward keeps the
 inputs alone and computes the states again. While it runs it takes, per token and head, 2 N P / chunk numbers for states
-and their gradients, P for dx, 2 P with z, and 6 + 2 N / 64 in fp32; per token and group 2 chunk numbers, and in groups
+and their gradients, P for dx, 2 P with z, and 8 + 2 N / 64 in fp32; per token and group 2 chunk numbers, and in groups
 of more than 16 heads 2 N in fp32 for each 16 of them. A chunk has 128 tokens on Hopper GPUs, fewer elsewhere.
 
 Every document starts from a state of zeros. A scan over chunks runs in parts: documents that begin in different parts
@@ -181,7 +181,7 @@ def _prepare(x: _Inputs, shape: SsdShape, chip: Chip, final_state: torch.Tensor)
     kept = factors.new_empty((batch, n_chunks, heads))
     states = x.x.new_empty((batch, n_chunks, heads, state_dim, head_dim))
     launches.prepare(
-        (n_chunks * heads, batch, 1),
+        (n_chunks * launches.prepare_tiles, batch, 1),
         (x.B, x.C, x.dt, x.dt_bias, x.A, x.starts, products, factors, kept),
         x.strides("B", "C", "dt"), n_tokens, n_chunks,
     )  # fmt: skip

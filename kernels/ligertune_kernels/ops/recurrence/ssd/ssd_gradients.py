@@ -15,6 +15,7 @@ from ligertune_kernels.launcher import tl, triton
 from ligertune_kernels.ops.recurrence.chunks import (
     decay_to_state,
     load_chunk,
+    load_numbers,
     load_starts,
     load_tile,
     store_chunk,
@@ -24,12 +25,20 @@ from ligertune_kernels.ops.recurrence.ssd.kernels import (
     LINEAR_ABOVE,
     N_FACTORS,
     load_begins,
-    load_raw_steps,
     load_skips,
     seen_decays,
     seen_decays_transposed,
     time_steps,
 )
+
+
+@triton.jit
+def load_raw_steps(dt_ptr, dt_bias_ptr, tokens, n_tokens, token_stride, HAS_BIAS: tl.constexpr):
+    """Load dt + dt_bias of a head, whose numbers the pointers point to."""
+    raw = load_numbers(dt_ptr, tokens, n_tokens, token_stride).to(tl.float32)
+    if HAS_BIAS:
+        raw += tl.load(dt_bias_ptr).to(tl.float32)
+    return raw
 
 
 @triton.jit
@@ -159,13 +168,14 @@ def ssd_product_gradients_kernel(
         at_out = (batch * n_tokens * HEADS + head) * HEAD_DIM
         dy = load_chunk(dy_ptr + at_out, first + first_row, n_tokens, stride, col, HEAD_DIM, ROWS, HEAD_COLS)
         x = load_chunk(x_row_ptr, first, n_tokens, x_token_stride, col, HEAD_DIM, CHUNK, HEAD_COLS)
+        at_chunk = (batch * n_chunks + chunk) * HEADS + head
+        head_factors_ptr = factors_ptr + at_chunk * N_FACTORS * CHUNK
+        # loaded before the product, so that nothing waits for them after it
+        steps = tl.load(head_factors_ptr + cols)
+        logs = tl.load(head_factors_ptr + CHUNK + cols)
+        row_logs = tl.load(head_factors_ptr + CHUNK + rows)
         pairs = tl.dot(dy, tl.trans(x), pairs, input_precision=DOT)
         if step % N_STEPS == N_STEPS - 1:
-            at_chunk = (batch * n_chunks + chunk) * HEADS + head
-            head_factors_ptr = factors_ptr + at_chunk * N_FACTORS * CHUNK
-            steps = tl.load(head_factors_ptr + cols)
-            logs = tl.load(head_factors_ptr + CHUNK + cols)
-            row_logs = tl.load(head_factors_ptr + CHUNK + rows)
             begins = load_begins(starts_ptr, first, rows, n_tokens, HAS_DOCUMENTS)
             pairs *= seen_decays(row_logs, begins, rows, logs, cols, HAS_DOCUMENTS)
             sums += pairs * steps[None, :]
@@ -225,6 +235,8 @@ def ssd_key_gradients_kernel(
         d_products = load_tile(at_products, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     others = load_chunk(other_row_ptr, first, n_tokens, others_token_stride, key, STATE_DIM, CHUNK, STATE_COLS)
     d_keys = tl.dot(d_products, others, input_precision=DOT)
+    keys = load_chunk(key_row_ptr, first, n_tokens, keys_token_stride, key, STATE_DIM, CHUNK, STATE_COLS)
+    FACTOR: tl.constexpr = 2 if WRITES else 3
     by_state = tl.zeros([CHUNK, STATE_COLS], tl.float32)
     carried = 0.0
     # one loop over heads and their columns, so that what the next needs is loaded ahead
@@ -236,21 +248,20 @@ def ssd_key_gradients_kernel(
         row_ptr = values_ptr + batch * values_batch_stride + head * values_head_stride
         values = load_chunk(row_ptr, first, n_tokens, values_token_stride, col, HEAD_DIM, CHUNK, HEAD_COLS)
         state = load_tile(states_ptr + at_state, key, col, STATE_DIM, HEAD_DIM, STATE_COLS, HEAD_COLS)
-        by_state = tl.dot(values, tl.trans(state), by_state, input_precision=DOT)
+        # loaded before the product, so that nothing waits for them after it
+        factors = tl.load(factors_ptr + (at_chunk * N_FACTORS + FACTOR) * CHUNK + rows)
         if WRITES:
             before = load_tile(before_ptr + at_state, key, col, STATE_DIM, HEAD_DIM, STATE_COLS, HEAD_COLS)
+        by_state = tl.dot(values, tl.trans(state), by_state, input_precision=DOT)
+        if WRITES:
             carried += tl.sum(before.to(tl.float32) * state.to(tl.float32))
         if step % N_STEPS == N_STEPS - 1:
-            factors_row_ptr = factors_ptr + at_chunk * N_FACTORS * CHUNK + rows
-            keys = load_chunk(key_row_ptr, first, n_tokens, keys_token_stride, key, STATE_DIM, CHUNK, STATE_COLS)
             products = tl.sum(by_state * keys.to(tl.float32), 1)
             at_sum = (tl.program_id(1).to(tl.int64) * batches * n_chunks + batch * n_chunks + chunk) * HEADS + head
             if WRITES:
-                factors = tl.load(factors_row_ptr + 2 * CHUNK)
                 tl.store(products_ptr + at_sum * CHUNK + rows, products)
                 tl.store(carried_ptr + at_sum, carried)
             else:
-                factors = tl.load(factors_row_ptr + 3 * CHUNK)
                 tl.store(products_ptr + at_sum * CHUNK + rows, products * factors)
             d_keys += by_state * factors[:, None]
             by_state = tl.zeros([CHUNK, STATE_COLS], tl.float32)

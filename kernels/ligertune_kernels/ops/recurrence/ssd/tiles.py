@@ -13,7 +13,8 @@ from ligertune_kernels.ops.recurrence.tiles import Chips, delta_options, padded,
 REFERENCE_CHUNK = 64  # tokens of a chunk of the reference
 PART = 1024  # tokens of a packed row in which a program of the scan looks for documents of its own
 PART_HEADS = 16  # of a group whose gradients a program adds: more programs, and more partial sums in memory
-SUM_TOKENS = 16  # whose numbers of a chunk are added at once to those of tokens: masks of more take registers
+SUM_TOKENS = 32  # whose numbers of a chunk are added at once to those of tokens: masks of more take registers
+TILE_HEADS = 16  # whose factors a program computes: neighbouring numbers of dt, and the least columns of a product
 MAX_WIDTH = 256  # of a head and of a state
 STEP_ROWS = 16  # of the state in a program of the step: 256 columns of them are 32 registers of a thread
 
@@ -64,11 +65,11 @@ SSD_TILES = (
     SsdTiles(
         ("nvidia",), itemsize=2, chunk=64, product_rows=64,
         prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4, 2), outputs=SsdTile(64, 64, 8, 2),
-        inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 4, 2),
+        inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 8, 2),
     ),
     SsdTiles(
-        ("cdna",), itemsize=2, chunk=64, product_rows=64,
-        prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4), outputs=SsdTile(64, 64, 4),
+        ("cdna",), itemsize=2, chunk=64, product_rows=32,
+        prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4), outputs=SsdTile(64, 64, 8),
         inputs=SsdTile(64, 64, 4), products=SsdTile(64, 64, 8), keys=SsdTile(64, 64, 4),
     ),
     SsdTiles(
@@ -87,14 +88,14 @@ SSD_TILES = (
         prepare=SsdTile(32, 32, 4), scan=SsdTile(32, 32, 4), outputs=SsdTile(32, 32, 4),
         inputs=SsdTile(32, 32, 4), products=SsdTile(32, 32, 4), keys=SsdTile(32, 32, 4),
     ),
-    # two columns' tiles in narrow heads, so that tests reach the loops over them
+    # tiles of few columns and rows, so that tests of narrow heads reach the loops over them
     SsdTiles(
-        ("interpreter",), itemsize=2, chunk=64, product_rows=64,
+        ("interpreter",), itemsize=2, chunk=64, product_rows=32,
         prepare=SsdTile(32, 32, 4), scan=SsdTile(32, 32, 4), outputs=SsdTile(32, 32, 4),
         inputs=SsdTile(32, 32, 4), products=SsdTile(32, 32, 4), keys=SsdTile(32, 32, 4),
     ),
     SsdTiles(
-        ("interpreter",), itemsize=4, chunk=32, product_rows=32,
+        ("interpreter",), itemsize=4, chunk=32, product_rows=16,
         prepare=SsdTile(16, 16, 4), scan=SsdTile(16, 16, 4), outputs=SsdTile(16, 16, 4),
         inputs=SsdTile(16, 16, 4), products=SsdTile(16, 16, 4), keys=SsdTile(16, 16, 4),
     ),
