@@ -70,7 +70,8 @@ class _DequantisedBuffer:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
         self._dense: Tensor | None = None  # the weight in the memory
-        self._key: tuple[weakref.ref[Tensor], int, torch.dtype] | None = None  # parameter, address of its bytes, dtype
+        # parameter, address and versions of its bytes and scales, dtype
+        self._key: tuple[weakref.ref[Tensor], int, tuple[int, ...], torch.dtype] | None = None
 
     def read(self, weight: FourBitWeight) -> Tensor:
         parameter = weight.parameter
@@ -80,7 +81,7 @@ class _DequantisedBuffer:
             self._dense = None
             self._key = None
             return dequantize_nf4(weight.nf4, (1, *weight.shape), weight.dtype)[0]
-        now = parameter.data_ptr(), weight.dtype
+        now = parameter.data_ptr(), weight.nf4.versions, weight.dtype
         if self._dense is None or self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
             self._key = None
             with torch.inference_mode(False):  # the next training step may read it, too

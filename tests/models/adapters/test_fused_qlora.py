@@ -69,6 +69,16 @@ def test_all_weights_are_dequantised_into_one_buffer_and_the_last_one_is_not_deq
     assert torch.equal(first.dequantize(), dense)
 
 
+@pytest.mark.parametrize("part", ["packed", "scales"])
+def test_a_weight_that_was_written_over_is_dequantised_again(part):
+    (first, before), (second, after) = packed_and_dense(0), packed_and_dense(1)
+    assert torch.equal(first.dequantize(), before)
+    with torch.no_grad():
+        getattr(first.nf4, part).copy_(getattr(second.nf4, part))
+    assert torch.equal(first.dequantize(), dequantize_nf4(first.nf4, (1, F, E), torch.float32)[0])
+    assert not torch.equal(first.dequantize(), before)
+
+
 def test_weights_of_two_dtypes_share_the_buffer():
     (first, dense), (second, other) = packed_and_dense(0), packed_and_dense(1)
     narrow = replace(first, dtype=torch.bfloat16)

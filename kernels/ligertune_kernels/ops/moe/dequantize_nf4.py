@@ -57,6 +57,11 @@ class Nf4(NamedTuple):
         return self.packed, self.scales, self.block_scales, self.offset
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """How often torch has written each part in place, as loading a state dict does."""
+        return tuple(0 if t.is_inference() else t._version for t in self.tensors)
+
+    @property
     def is_nested(self) -> bool:
         """Whether the scales are quantised, too (double quantisation)."""
         return self.scales.dtype == torch.uint8

@@ -193,7 +193,7 @@ def _rebuilt(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype, transposed: b
 
 # ---- the weights that were dequantised last
 
-_RECENT: OrderedDict[int, tuple[weakref.ref, torch.Tensor]] = OrderedDict()
+_RECENT: OrderedDict[int, tuple[weakref.ref, tuple[int, ...], torch.Tensor]] = OrderedDict()
 
 
 def _recent(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -205,8 +205,8 @@ def _recent(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     if capturing or torch.compiler.is_compiling() or not KEPT_WEIGHTS:
         return _computed(nf4, shape, dtype)
     key = id(nf4.packed)
-    owner, kept = _RECENT.get(key, (None, None))
-    if owner is not None and owner() is nf4.packed and kept.dtype == dtype:
+    owner, versions, kept = _RECENT.get(key, (None, (), None))
+    if owner is not None and owner() is nf4.packed and versions == nf4.versions and kept.dtype == dtype:
         _RECENT.move_to_end(key)
         return kept
     _RECENT.pop(key, None)
@@ -214,7 +214,7 @@ def _recent(nf4: Nf4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
         _RECENT.popitem(last=False)
     whole = _computed(nf4, shape, dtype)
     # the weight's own bytes decide: with the model, its dequantised weights are freed
-    _RECENT[key] = weakref.ref(nf4.packed, lambda gone: _forget(key, gone)), whole
+    _RECENT[key] = weakref.ref(nf4.packed, lambda gone: _forget(key, gone)), nf4.versions, whole
     return whole
 
 

@@ -104,6 +104,14 @@ def test_the_weights_of_one_layer_are_kept_and_no_more(weight, computed):
     assert kept() is None  # freed with the model
 
 
+def test_a_weight_that_was_loaded_over_is_dequantised_again():
+    weight, other = to_nf4(torch.randn(SHAPE)), to_nf4(torch.randn(SHAPE))
+    weight.dequantize()
+    for mine, its in zip(weight.nf4.tensors, other.nf4.tensors, strict=True):
+        mine.copy_(its)
+    assert torch.equal(weight.dequantize(), other.dequantize())
+
+
 def test_a_weight_that_inference_dequantised_serves_training(weight):
     with torch.inference_mode():
         weight.dequantize()
