@@ -213,14 +213,16 @@ def test_generation_with_a_cache_gives_the_same_tokens(model) -> None:
     assert not any(isinstance(module, KernelMixer) for module in model.modules())
 
 
+CACHES = ("cache", "past_key_values", "cache_params")  # their names in versions and families
+
+
 def in_parts(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of a prompt in two parts and one token, with a cache; no part is a multiple of a chunk."""
     logits, cache = [], {}
     with torch.no_grad():
         for part in ids.split((70, 12, 1), 1):
             output = model(input_ids=part, use_cache=True, **cache)
-            name = "cache" if hasattr(output, "cache") else "past_key_values"  # 5.24 renamed it
-            cache = {name: getattr(output, name)}
+            cache = {name: output[name] for name in CACHES if output.get(name) is not None}
             logits.append(output.logits)
     return torch.cat(logits, 1)
 
