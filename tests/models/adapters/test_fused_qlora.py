@@ -71,7 +71,7 @@ def test_all_weights_are_dequantised_into_one_buffer_and_the_last_one_is_not_deq
 
 @pytest.mark.parametrize("part", ["packed", "scales"])
 def test_a_weight_that_was_written_over_is_dequantised_again(part):
-    (first, before), (second, after) = packed_and_dense(0), packed_and_dense(1)
+    (first, before), (second, _) = packed_and_dense(0), packed_and_dense(1)
     assert torch.equal(first.dequantize(), before)
     with torch.no_grad():
         getattr(first.nf4, part).copy_(getattr(second.nf4, part))
