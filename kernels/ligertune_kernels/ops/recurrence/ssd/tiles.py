@@ -63,7 +63,7 @@ SSD_TILES = (
         inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 8, 3),
     ),
     SsdTiles(
-        ("nvidia",), itemsize=2, chunk=64, product_rows=64,
+        ("nvidia",), itemsize=2, chunk=64, product_rows=32,
         prepare=SsdTile(64, 64, 4), scan=SsdTile(64, 64, 4, 2), outputs=SsdTile(64, 64, 8, 2),
         inputs=SsdTile(64, 64, 8, 2), products=SsdTile(64, 64, 8, 2), keys=SsdTile(64, 64, 8, 2),
     ),
