@@ -18,6 +18,7 @@ from ligertune.data.batching.collate import collate_packed
 from ligertune.data.examples import Example
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, message_of
+from ligertune.models.mixers.layer_parts import parts_of_layers
 from ligertune.models.score_head import gives_scores
 from ligertune.models.shape import text_layers
 
@@ -158,7 +159,7 @@ def first_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
 def _try_packed_row(model: PreTrainedModel) -> str | None:
     """Run a packed row, and return what `why_not_isolated` returns."""
     documents = [np.zeros(FIRST, dtype=np.int64), np.zeros(SECOND, dtype=np.int64)]
-    ROWS.attended = False
+    ROWS.attended = ROWS.mixed = False
     name = type(model).__name__
     try:
         _logits_of(model, documents, multiple_of=1)
@@ -170,7 +171,14 @@ def _try_packed_row(model: PreTrainedModel) -> str | None:
             return None
     except Exception as error:
         return _failure(model, error)
-    return None if ROWS.attended else f"{name} does not attend by transformers' attention functions"
+    if ROWS.attended or (ROWS.mixed and not _attends(model)):
+        return None
+    return f"{name} does not attend by transformers' attention functions"
+
+
+def _attends(model: PreTrainedModel) -> bool:
+    """Return whether a layer attends; in Mamba 2, none does."""
+    return any(parts.attention for parts in parts_of_layers(text_layers(model) or []))
 
 
 def _failure(model: nn.Module, error: Exception) -> str:

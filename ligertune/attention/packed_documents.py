@@ -42,6 +42,7 @@ class _RowState(threading.local):
     documents: Mapping[str, Any] = MappingProxyType({})  # entries of the batch that name the documents, for mixers
     documents_known = False  # nothing is gained by searching its position_ids for documents
     attended = False  # per_document has separated documents since this was last set to False
+    mixed = False  # a kernel of a mixer has, since then
 
 
 ROWS = _RowState()

@@ -28,8 +28,9 @@ from ligertune.models.score_head import embedding_of, is_tied, lm_head_of, score
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ligertune.planning.options import MethodOptions
-
+    from ligertune.patching.mixers.recognise_mixers import is_mixer
+from ligertune.patching.mixers.recognise_mixers import is_mixer
+from ligertune.planning.options import MethodOptions
 
 ALL_LINEAR = "all-linear"
 # PEFT refuses the output projection of these models, whose mixer reads its weight alone where mamba-ssm is installed
@@ -57,6 +58,7 @@ def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     outside = _linears_outside_text(model)
     experts = expert_parameters(model)
     layers = [name for name in _adapted_layers(model, spec) if name not in outside]
+    _refuse_convolutions(model, layers)
     renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
     # in a family of mixtures PEFT takes these names for those of experts, even in a model with dense layers only
     if not experts and not spec.lora_target_parameters and not renamed:
@@ -241,6 +243,18 @@ def _asked_layers(model: PreTrainedModel, spec: MethodOptions, layers: list[str]
     if wanted == ALL_LINEAR and _refused_layer(model) is None:
         return wanted
     return shortest_names(layers, [name for name, _ in model.named_modules()]) if isinstance(wanted, str) else [*wanted]
+
+
+def _refuse_convolutions(model: PreTrainedModel, layers: Sequence[str]) -> None:
+    """Raise UserError for the convolution of a mixer, whose adapter would train nothing."""
+    for name in layers:
+        mixer = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(model.get_submodule(name), nn.Conv1d) and is_mixer(mixer):
+            raise UserError(
+                f"method.lora_target_modules: {_relative(name)} is the convolution of a {type(mixer).__name__}, which "
+                "reads its weight alone: an adapter would train nothing.",
+                hint="Name other layers in method.lora_target_modules.",
+            )
 
 
 def _refused_layer(model: PreTrainedModel) -> str | None:

@@ -14,8 +14,8 @@ from ligertune.planning.memory.mixer_shapes import (
     ChannelDeltaShape,
     ConvolutionShape,
     DeltaRuleShape,
+    Mamba2Shape,
     MixerShape,
-    SsdShape,
 )
 from ligertune.planning.memory.model_shape import LayerShape
 
@@ -69,7 +69,7 @@ def _shape_of(module: AnyModule) -> MixerShape | None:
     if op == "ssd" and hasattr(module, "ssm_state_size"):
         sizes = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.chunk_size
         own_input = module.hidden_size if hasattr(module, "ssm_in_multiplier") else 0
-        return SsdShape(*sizes, has_norm=getattr(module, "mamba_rms_norm", True), own_input=own_input)
+        return Mamba2Shape(*sizes, has_norm=getattr(module, "mamba_rms_norm", True), own_input=own_input)
     if op == "kda" and hasattr(module, "head_dim"):
         return ChannelDeltaShape(module.num_heads, module.head_dim, module.head_dim)
     if op == "causal_conv1d" and hasattr(module, "in_proj") and isinstance(getattr(module, "conv", None), nn.Conv1d):

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ligertune_kernels import causal_conv1d_reference, causal_conv1d_step_reference, gated_delta_rule_reference
-from ligertune_kernels.ops.recurrence.kda.op import kda_reference
-from ligertune_kernels.ops.recurrence.ssd.op import NO_LIMIT, ssd_reference
-from ligertune_kernels.ops.recurrence.ssd.ssd_decode import ssd_step_reference
+from ligertune_kernels import (
+    causal_conv1d_reference,
+    causal_conv1d_step_reference,
+    gated_delta_rule_reference,
+    kda_reference,
+    ssd_reference,
+    ssd_step_reference,
+)
 from torch import Tensor
 
 from ligertune.patching.probe import Refusal, answer, close, numbers
@@ -19,6 +23,7 @@ STRONG = 30.0  # of decays that forget a state within a token
 TOKENS = 70  # of a trial: more than a chunk of 64
 RTOL = 1e-4  # of fp32 results of two ways through a chunk
 ATOL = 1e-5
+NO_LIMIT = (0.0, float("inf"))  # of Mamba 2's steps of time
 BIASES_AND_ACTIVATIONS = ((None, "silu"), (numbers(3, seed=3), "silu"), (None, None))
 
 
@@ -116,7 +121,8 @@ def try_ssd(function: Callable[..., Any]) -> Refusal | None:
     dt = numbers(2, TOKENS, 4, seed=1)
     A = -numbers(4, seed=2).abs()
     B, C = (numbers(2, TOKENS, 2, 5, seed=seed) for seed in (3, 4))
-    D, dt_bias = numbers(4, seed=5), numbers(4, seed=6)
+    D = numbers(4, seed=5)
+    dt_bias = numbers(4, seed=6)
     state = numbers(2, 4, 3, 5, seed=7)
     trials = (
         (A, NO_LIMIT, None, 16),
@@ -139,9 +145,12 @@ def try_ssd(function: Callable[..., Any]) -> Refusal | None:
 
 
 def try_ssd_step(function: Callable[..., Any]) -> Refusal | None:
-    x, dt, A = numbers(2, 4, 3), numbers(2, 4, seed=1), -numbers(4, seed=2).abs()
+    x = numbers(2, 4, 3)
+    dt = numbers(2, 4, seed=1)
+    A = -numbers(4, seed=2).abs()
     B, C = (numbers(2, 2, 5, seed=seed) for seed in (3, 4))
-    D, dt_bias = numbers(4, seed=5), numbers(4, seed=6)
+    D = numbers(4, seed=5)
+    dt_bias = numbers(4, seed=6)
     states = [numbers(2, 4, 3, 5, seed=7) for _ in range(2)]
     expanded = dt[..., None].expand(2, 4, 3), A[:, None, None].expand(4, 3, 5)
     of_columns = {"D": D[:, None].expand(4, 3), "dt_bias": dt_bias[:, None].expand(4, 3), "dt_softplus": True}
@@ -155,8 +164,8 @@ def try_ssd_step(function: Callable[..., Any]) -> Refusal | None:
 
 def try_nothing(function: Callable[..., Any]) -> Refusal | None:
     """Try out a function that stands for one of a package alone, and returns None for the mixer to go on."""
-    x, of_heads = numbers(1, 2, 30), numbers(2)
-    given = answer(function, x, numbers(18, 4), None, of_heads, -of_heads.abs(), of_heads, 16)
+    of_heads = numbers(2)
+    given = answer(function, numbers(1, 2, 30), numbers(18, 4), None, of_heads, -of_heads.abs(), of_heads, 16)
     if isinstance(given, Refusal):
         return given
     return None if given is None else Refusal("it computes something, which kernels do in steps")

@@ -15,7 +15,7 @@ from ligertune_kernels.ops.recurrence import package_functions
 from torch import nn
 
 from ligertune.attention.packed_documents import ROWS
-from ligertune.patching.mixers.mixer_functions import FUNCTIONS, MixerFunction, torch_function
+from ligertune.patching.mixers.mixer_functions import FUNCTIONS, our_function, torch_function
 from ligertune.patching.mixers.recognise_mixers import MixerSpec
 from ligertune.patching.module_patch import ModulePatch, decorator_chain, rebuild_function
 
@@ -26,25 +26,26 @@ class KernelMixer(ModulePatch):
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: MixerSpec) -> dict[str, Any]:
         namespace = decorator_chain(original.forward)[-1].__globals__
-        ours = {name: _replacement(torch_function(namespace[name]), FUNCTIONS[role]) for name, role in spec.functions}
+        ours = {name: _replacement(torch_function(namespace[name]), role) for name, role in spec.functions}
         return {"forward": rebuild_function(original.forward, ours)}
 
 
-def _replacement(original: Callable[..., Any], role: MixerFunction) -> Callable[..., Any]:
+def _replacement(original: Callable[..., Any], role: str) -> Callable[..., Any]:
     """Return our function, with the arguments that `original` names; it gets what attention gets, too."""
-    ours = role.ours
+    ours = our_function(role)
     if ours is None:
         return original
     names = tuple(inspect.signature(original).parameters)
-    inputs = names[: role.inputs]
-    options = {*names[role.inputs :], *package_functions.DOCUMENTS}
+    inputs = names[: FUNCTIONS[role].inputs]
+    options = {*names[len(inputs) :], *package_functions.DOCUMENTS}
 
     @functools.wraps(ours)
     def compute(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         chosen = {name: value for name, value in given.items() if name in options}
         if ROWS.packed and all(chosen.get(name) is None for name in package_functions.DOCUMENTS):
-            raise ValueError(f"it tells its {ours.__name__} nothing of the documents of a packed row")
+            raise ValueError(f"it tells its {role} nothing of the documents of a packed row")
+        ROWS.mixed |= ROWS.packed
         return ours(*(given[name] for name in inputs), **chosen)
 
     return compute

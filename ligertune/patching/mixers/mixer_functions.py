@@ -6,15 +6,13 @@ flash-linear-attention, mamba-ssm) where it is installed.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ligertune_kernels.ops.recurrence import package_functions
-from ligertune_kernels.ops.recurrence.kda import kda_functions
-from ligertune_kernels.ops.recurrence.ssd import mamba_functions
 from torch import nn
 
 from ligertune.patching.mixers import function_trials
@@ -37,7 +35,7 @@ class MixerFunction:
     pattern: re.Pattern[str]  # of its names in modelling files
     inputs: int  # its tensors, which a forward may give by position or by name
     options: frozenset[str]  # its further arguments, which ours takes as those of the files do
-    ours: Callable[..., Any] | None  # None: the file's own, which computes nothing
+    module: str | None  # of ours, below ops.recurrence; None: the file's own stays, which computes nothing
     trial: Callable[[Callable[..., Any]], Refusal | None]  # why another function computes something else, or None
 
 
@@ -48,7 +46,7 @@ FUNCTIONS = {
         re.compile(r"(torch_)?causal_conv1d_fn"),
         2,
         CONVOLUTION_OPTIONS,
-        package_functions.causal_conv1d_fn,
+        "package_functions",
         function_trials.try_convolution,
     ),
     "causal_conv1d_update": MixerFunction(
@@ -56,7 +54,7 @@ FUNCTIONS = {
         re.compile(r"(torch_)?causal_conv1d_update"),
         3,
         CONVOLUTION_OPTIONS,
-        package_functions.causal_conv1d_update,
+        "package_functions",
         function_trials.try_next_convolution,
     ),
     "chunk_gated_delta_rule": MixerFunction(
@@ -64,7 +62,7 @@ FUNCTIONS = {
         re.compile(r"(torch_)?chunk_gated_delta_rule"),
         5,
         RULE_OPTIONS,
-        package_functions.chunk_gated_delta_rule,
+        "package_functions",
         function_trials.try_delta_rule,
     ),
     "fused_recurrent_gated_delta_rule": MixerFunction(
@@ -72,7 +70,7 @@ FUNCTIONS = {
         re.compile(r"(torch_|fused_)?recurrent_gated_delta_rule"),
         5,
         RULE_OPTIONS,
-        package_functions.fused_recurrent_gated_delta_rule,
+        "package_functions",
         function_trials.try_delta_rule,
     ),
     "chunk_kda": MixerFunction(
@@ -80,7 +78,7 @@ FUNCTIONS = {
         re.compile(r"chunk_(kimi_delta_attention|kda)"),
         5,
         RULE_OPTIONS,
-        kda_functions.chunk_kda,
+        "kda.kda_functions",
         function_trials.try_channel_delta_rule,
     ),
     "fused_recurrent_kda": MixerFunction(
@@ -88,7 +86,7 @@ FUNCTIONS = {
         re.compile(r"recurrent_kimi_delta_attention|fused_recurrent_kda"),
         5,
         RULE_OPTIONS,
-        kda_functions.fused_recurrent_kda,
+        "kda.kda_functions",
         function_trials.try_channel_delta_rule,
     ),
     "mamba_chunk_scan_combined": MixerFunction(
@@ -96,7 +94,7 @@ FUNCTIONS = {
         re.compile(r"mamba2_chunk_scan|mamba_chunk_scan_combined"),
         6,
         SCAN_OPTIONS,
-        mamba_functions.mamba_chunk_scan_combined,
+        "ssd.mamba_functions",
         function_trials.try_ssd,
     ),
     "selective_state_update": MixerFunction(
@@ -104,7 +102,7 @@ FUNCTIONS = {
         re.compile(r"(mamba2_)?selective_state_update"),
         6,
         frozenset({"D", "z", "dt_bias", "dt_softplus"}),
-        mamba_functions.selective_state_update,
+        "ssd.mamba_functions",
         function_trials.try_ssd_step,
     ),
     # the whole mixer in one: it would go past adapters of the output projection, and past hooks
@@ -112,12 +110,21 @@ FUNCTIONS = {
         "ssd",
         re.compile(r"(mamba2|mamba)_split_conv1d_scan_combined"),
         7,
-        frozenset(inspect.signature(mamba_functions.mamba_split_conv1d_scan_combined).parameters),
+        frozenset(),
         None,
         function_trials.try_nothing,
     ),
 }
 OPS = tuple(dict.fromkeys(function.op for function in FUNCTIONS.values()))
+
+
+def our_function(role: str) -> Callable[..., Any] | None:
+    """Return our function of the packages' name; None where the file's own stays."""
+    module = FUNCTIONS[role].module
+    if module is None:
+        return None
+    found: Callable[..., Any] = getattr(importlib.import_module(f"ligertune_kernels.ops.recurrence.{module}"), role)
+    return found
 
 
 def torch_function(function: Any) -> Callable[..., Any]:
@@ -137,7 +144,8 @@ def _exchanges(wrapper: Any) -> bool:
 
 def why_not_ours(function: Callable[..., Any], role: MixerFunction) -> Refusal | None:
     """Return why our function cannot take the place of a modelling file's own, or None."""
-    for option in list(inspect.signature(function).parameters.values())[role.inputs :]:
+    options = list(inspect.signature(function).parameters.values())[role.inputs :]
+    for option in options if role.module else ():
         if option.kind is not option.VAR_KEYWORD and option.name not in role.options:
             return Refusal(f"it takes {option.name}, which kernels do not have")
     return role.trial(function)

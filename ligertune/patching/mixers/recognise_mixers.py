@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ligertune_kernels.ops.recurrence.input_checks import MAX_TAPS
-from ligertune_kernels.ops.recurrence.package_functions import ACTIVATIONS
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ligertune.errors import plural
 from ligertune.patching.mixers.mixer_functions import CONVOLUTION, FUNCTIONS, torch_function, why_not_ours
 from ligertune.patching.module_patch import decorator_chain, names_in
 from ligertune.patching.probe import Definition, Refusal, definition_of, settings_of
 
+SILU = ("silu", "swish")  # its names in transformers
 DECAYS = ("A_log", "A")  # parameters of a recurrence
 # parts of the names of functions that compute a recurrence, ours or another
 RECURRENCES = ("delta_rule", "recurren", "scan", "delta_attention", "kda")
@@ -86,9 +87,9 @@ def _refuse_convolution(module: nn.Module) -> Refusal | None:
     for filters in _channel_filters(module):
         taps = filters.kernel_size[0]
         if not 2 <= taps <= MAX_TAPS:
-            return Refusal(f"its convolution has {taps} taps; kernels have 2 to {MAX_TAPS}")
+            return Refusal(f"its convolution has {plural(taps, 'tap')}; kernels have 2 to {MAX_TAPS}")
     for name, value in settings_of(module):
-        if value in ACT2FN and value not in ACTIVATIONS:
+        if value in ACT2FN and value not in SILU:
             return Refusal(f"its {name} is {value}; kernels have silu")
     return None
 

@@ -18,7 +18,7 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.memory.activation_bytes import TILE, ActivationPolicy
 from ligertune.planning.memory.estimate import MemoryEstimate, largest
 from ligertune.planning.memory.layer_bytes import Float8
-from ligertune.planning.memory.mixer_shapes import ChannelDeltaShape, DeltaRuleShape, MixerShape, SsdShape
+from ligertune.planning.memory.mixer_shapes import ChannelDeltaShape, DeltaRuleShape, Mamba2Shape, MixerShape
 from ligertune.planning.memory.states import Strategy
 from ligertune.planning.plan import Plan
 from ligertune.recipe.rules.check_rules import contradicts_itself
@@ -86,7 +86,7 @@ def mixer_chunk(mixer: MixerShape, itemsize: int, machine: Machine) -> int:
     warp_size = 64 if machine.arch.startswith("gfx9") else 32
     chip = Chip(machine.vendor, machine.arch, warp_size, processors=1, l2_bytes=1)
     tiles: DeltaTiles | SsdTiles | KdaTiles | None
-    if isinstance(mixer, SsdShape):
+    if isinstance(mixer, Mamba2Shape):
         tiles = ssd_tiles(mixer.state_dim, mixer.head_dim, itemsize, chip)
     elif isinstance(mixer, ChannelDeltaShape):
         tiles = kda_tiles(max(mixer.key_dim, mixer.value_dim), itemsize, chip)

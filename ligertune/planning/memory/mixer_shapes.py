@@ -151,7 +151,7 @@ class ConvolutionShape:
 
 
 @dataclass(frozen=True)
-class SsdShape:
+class Mamba2Shape:
     """A state space duality, Mamba 2."""
 
     heads: int  # H

@@ -145,6 +145,18 @@ def test_packing_is_on_where_our_kernels_keep_documents_apart(hybrid, tmp_path) 
     assert plan_of(tmp_path, hybrid).rows.kind == "packed"
 
 
+@pytest.mark.parametrize("names", [["conv"], ["conv", "in_proj"], ".*conv.conv"])
+def test_an_adapter_of_a_convolution_is_refused(names, tmp_path) -> None:
+    """The mixer reads the convolution's weight and does not call it, so PEFT's adapter would get no gradient."""
+    model = save_tiny("lfm2", tmp_path / "model")
+    with pytest.raises(UserError, match="is the convolution of a Lfm2ShortConv, which reads its weight"):
+        plan_of(tmp_path, model, **{"method.type": "lora", "method.lora_r": 64, "method.lora_target_modules": names})
+
+
+def test_a_model_without_attention_packs(tmp_path) -> None:
+    assert plan_of(tmp_path, save_tiny("mamba2", tmp_path / "model")).rows.kind == "packed"
+
+
 def test_packing_is_off_where_transformers_carries_a_state(hybrid, tmp_path) -> None:
     plan = plan_of(tmp_path, hybrid, **{"kernels.mixer": False})
     assert plan.rows.kind != "packed"
