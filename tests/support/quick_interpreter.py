@@ -2,7 +2,8 @@
 
 It patches `triton.language` for every call of a device function, builds the types of blocks and tuples anew for each
 operation, converts operands whose types agree, reduces element by element, and repeats integer operations in 64 bits
-for an assertion that only Triton's debug mode makes.
+for an assertion that only Triton's debug mode makes. Products of float32 alone have other results, which do not depend
+on the processor.
 """
 
 import functools
@@ -15,6 +16,7 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 PATCHED = "_patched_for_the_interpreter"
+_TRITONS_PRODUCT = interpreter.InterpreterBuilder.create_dot
 
 
 def quicken() -> None:
@@ -25,7 +27,16 @@ def quicken() -> None:
     interpreter._patch_attr = _call_directly
     interpreter.TensorHandle.__post_init__ = lambda handle: None  # it compares sizes of types
     interpreter.ReduceOps.generic_reduce = _reduce_by_halves
+    interpreter.InterpreterBuilder.create_dot = _product
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+def _product(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """Multiply float32 in float64 and round once, so that a result does not depend on the processor's BLAS."""
+    if a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
+        wide = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(wide.astype(np.float32), d.dtype.scalar)
+    return _TRITONS_PRODUCT(self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
 def _patch_the_language_once() -> None:

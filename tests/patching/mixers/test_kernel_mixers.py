@@ -47,7 +47,6 @@ LEFT_ALONE = {
     "inkling2_loop_text": "this model does not pass the places of documents to its attention",
     "lfm3": "can't keep packed sequences apart",  # the convolution has 7 taps
 }
-ROUNDING = {"bailing_hybrid": 2}  # of one number of a gradient; in float64 all agree to 1e-6
 FLOAT32 = ("nemotron_h",)  # experts in torch, which take no float64
 FAMILIES = sorted(name for kind, name in families() if kind == "causal" and has_mixers(name))
 
@@ -117,8 +116,10 @@ def test_left_padding_does_not_enter_the_state(model) -> None:
 
 
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-5), (torch.float64, 1e-6)])
-def test_a_packed_document_equals_itself_alone(dtype, within, model) -> None:
+def test_a_packed_document_equals_itself_alone(dtype, within, model, request) -> None:
     """In float64, too: only what the model rounds to float32 then differs."""
+    if dtype is torch.float32 and model.config.model_type == "bailing_hybrid":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="one number of a gradient is off by 1.5e-5"))
     if dtype is torch.float64 and model.config.model_type in FLOAT32:
         pytest.skip("the family takes no float64")
     model.to(dtype)
@@ -135,8 +136,6 @@ def test_a_packed_document_equals_itself_alone(dtype, within, model) -> None:
         torch.autograd.backward(logits, grads)
         grads_of = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append({"logits": logits, **grads_of})
-    if dtype is torch.float32:
-        within *= ROUNDING.get(model.config.model_type, 1)
     for name, alone in results[1].items():
         atol = within * max(1.0, float(alone.detach().abs().max()))
         torch.testing.assert_close(results[0][name], alone, rtol=within, atol=atol)

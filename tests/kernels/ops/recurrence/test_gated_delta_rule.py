@@ -28,7 +28,7 @@ HEADS = (
 # largest decay of a token as a logarithm: hardly any, and the fastest of a model that is trained
 DECAYS = (1e-4, 2.0, 20.0)
 # Largest error, relative to the largest number, of an fp32 result.
-FP32 = {1e-4: 5e-6, 2.0: 5e-6, 20.0: 2e-5}
+FP32 = {1e-4: 3e-6, 2.0: 3e-6, 20.0: 2e-5}
 # 16-bit factors of products: at most as many roundings as lie between an input and a gradient
 ROUNDINGS = 8
 

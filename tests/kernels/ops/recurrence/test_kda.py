@@ -27,7 +27,7 @@ HEADS = (
 )
 # largest decay of a token as a logarithm: hardly any, the fastest of a model that is trained, and one that erases all
 DECAYS = (1e-4, 2.0, 20.0, 1e4)
-FP32 = 5e-6  # largest error, relative to the largest number, of an fp32 result
+FP32 = 3e-6  # largest error, relative to the largest number, of an fp32 result
 # 16-bit factors of products: at most as many roundings as lie between an input and a gradient
 ROUNDINGS = 8
 
