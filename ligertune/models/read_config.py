@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ISOLATED_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}  # layer types that keep no state
 LINEAR_LAYERS = {"linear_attention", "conv", "mamba"}  # those without attention
-RECURRENT_LAYERS = LINEAR_LAYERS | {"hybrid", "hybrid_sliding"}  # those of which `carried_state` decides
+RECURRENT_LAYERS = LINEAR_LAYERS | {"hybrid", "hybrid_sliding"}  # `carried_state` looks at the model itself
 # Keys of a configuration whose model may have a recurrence or a convolution: Mamba's, linear attention's, LFM2's.
 STATE_KEYS = re.compile(r"mamba|ssm|conv|state_size|linear_|recurren|rwkv|delta", re.IGNORECASE)
 

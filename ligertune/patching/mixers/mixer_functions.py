@@ -1,7 +1,7 @@
 """The functions that mixers of hybrid models call, by the names that the packages give them, and ours in their place.
 
-A modelling file has each as a function of its own, which transformers exchanges for that of a package (causal-conv1d,
-flash-linear-attention, mamba-ssm) where it is installed.
+Each modelling file defines them. Where a package (causal-conv1d, flash-linear-attention, mamba-ssm) is installed,
+transformers calls the package's function instead.
 """
 
 from __future__ import annotations

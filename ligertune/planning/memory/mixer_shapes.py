@@ -160,7 +160,7 @@ class Mamba2Shape:
     state_dim: int  # N
     torch_chunk: int  # tokens per chunk in transformers' function
     has_norm: bool = True  # its output goes through a gated norm; else it is multiplied by the activated gate
-    own_input: int = 0  # elements of an input that attention beside it does not read, as the scaled one of Falcon-H1
+    own_input: int = 0  # elements of an input that only the mixer reads: Falcon-H1 scales it
 
     @property
     def values(self) -> int:

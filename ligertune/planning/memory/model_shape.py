@@ -205,7 +205,7 @@ class ModelShape:
     heads: AddedHeadsShape | None = None
     linear_layers: int = 0  # layers without attention
     linear_in_front: int = 0  # of those, how many are among the `in_front`
-    mixers: int = 0  # layers with a mixer, some of which have attention, too
+    mixers: int = 0  # layers with a mixer; some also have attention
     mixers_in_front: int = 0
 
     @property
