@@ -169,6 +169,13 @@ def fla_conv(case: Case) -> Callable:
     return lambda x, weight: causal_conv1d(x, weight, activation="silu")[0]
 
 
+def package_conv(case: Case) -> Callable:
+    """It takes a tensor (B, C, T) whose channels lie side by side, and is slower for others."""
+    from causal_conv1d import causal_conv1d_fn
+
+    return lambda x, weight: causal_conv1d_fn(x.transpose(1, 2), weight, activation="silu").transpose(1, 2)
+
+
 def copied(case: Case) -> Callable:
     import torch
 
@@ -275,6 +282,7 @@ SIDES = {
         "copy": copied,
         "transformers": torch_conv,
         "fla": fla_conv,
+        "causal_conv1d": package_conv,
         "compiled": compiled(torch_conv),
     },
     "ssd": {

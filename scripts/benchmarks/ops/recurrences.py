@@ -17,6 +17,7 @@ Sides:
     compiled         these with torch.compile, up to 8,192 tokens, where a minute is enough
     fla              flash-linear-attention, where it is installed; its refusals are named
     mamba_ssm        mamba-ssm's scan, where it is installed
+    causal_conv1d    the package's convolution, where it is installed
     copy             a copy of the convolution's input: forward one copy, backward one and a half (x and dy to dx)
 
 All sides run in one process on the same tensors. Times are medians of runs by CUDA events. "Kept" is what the backward
@@ -173,7 +174,8 @@ def page(options: argparse.Namespace, points: list[dict], reason: str | None) ->
         page="recurrences" + "_small" * options.small,
         title="Recurrences of hybrid models and their convolution" + " (with --small: tiny shapes)" * options.small,
         intro="This page compares `gated_delta_rule`, `ssd`, `kda` and `causal_conv1d` with transformers' functions in "
-        "torch, with torch.compile of them, with flash-linear-attention (fla) and mamba-ssm, by the length of the row.",
+        "torch, with torch.compile of them, with flash-linear-attention (fla), mamba-ssm and causal-conv1d, "
+        "by the length of the row.",
         caveats=[
             "Random bfloat16 tensors in the shapes of Qwen3.5-4B and 9B (gated_delta_rule: 16 heads of keys, 32 of "
             "values, 128 wide; causal_conv1d: 8,192 channels, 4 taps), Nemotron-H-8B (ssd: 128 heads of 64, 8 groups "

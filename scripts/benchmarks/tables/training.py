@@ -49,6 +49,12 @@ def _of_llama_1b(name: str, data: str, batch: int, **fields: object) -> Case:
     return Case(name, fields.pop("about", ""), "Llama-3.2-1B", data, (batch,), **fields)
 
 
+def _of_four_rows(name: str, model: str, *, layers: int, about: str = "") -> Case:
+    return Case(
+        name, about or f"{model}, {{batch}} rows of 2,048", model, "full rows", (4,), layers=layers, length=2048
+    )
+
+
 # (model.dtype, method.bnb_4bit_quant_type, method.bnb_4bit_use_double_quant): each value of each key
 QLORA_FORMATS = (("bfloat16", "nf4", True), ("float32", "nf4", False), ("float32", "fp4", True))
 
@@ -143,7 +149,26 @@ STEP_TABLES = {
         title="Whole steps, Qwen3.5-4B's layers",
         intro=WHOLE_STEPS,
         caveats=(CUT.format(8, 32), FULL_ROWS, IN_TORCH),
-        cases=(Case("hybrid", "{batch} rows of 2,048", QWEN35, "full rows", (4,), layers=8, length=2048),),
+        cases=(_of_four_rows("hybrid", QWEN35, layers=8, about="{batch} rows of 2,048"),),
+        sides=("with", "hf"),
+        settings=FULL,
+        by_step=True,
+    ),
+    "hybrids": Table(
+        page="hybrids",
+        title="Whole steps of other hybrid models' layers, beside Llama's",
+        intro=WHOLE_STEPS,
+        caveats=(
+            "Nemotron-H-8B has 14 of its 52 layers, Kimi-Linear-48B-A3B 4 of its 27, Llama-3.1-8B 8 of its 32, so the "
+            "output head takes a larger share of the step than in the whole models.",
+            FULL_ROWS,
+            IN_TORCH,
+        ),
+        cases=(
+            _of_four_rows("nemotron_h", "Nemotron-H-8B", layers=14),
+            _of_four_rows("kimi_linear", "Kimi-Linear-48B-A3B", layers=4),
+            _of_four_rows("llama", "Llama-3.1-8B", layers=8),
+        ),
         sides=("with", "hf"),
         settings=FULL,
         by_step=True,

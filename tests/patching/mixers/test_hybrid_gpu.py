@@ -12,7 +12,7 @@ import torch
 from ligertune_kernels.ops.moe.dequantize_nf4 import BLOCK, SCALE_BLOCK, dequantize_nf4, quantize_nf4
 from support.command_line import RECIPE, losses
 from support.models import tiny_models
-from support.models.tiny_families import MAPPINGS, WORDS, tiny_config
+from support.models.tiny_families import MAPPINGS, WORDS, save_tiny, tiny_config, tiny_family
 from support.quickstart_runs import recipe_for, train
 from support.same_training import losses_and_gradients, relative_error
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from ligertune.errors import UserError
 from ligertune.hardware import this_machine
 from ligertune.models.trainable import apply_method
 from ligertune.patching.lora.fused_lora import fuse_adapters
+from ligertune.patching.mixers.mixer_functions import OPS
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
@@ -56,6 +57,7 @@ SETTINGS = {
     "train.cuda_graphs": False,  # else rows are padded to one length wherever a step can be recorded
 }
 DOCUMENT = 131_072  # tokens
+OTHERS = ("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "zamba2")
 
 
 def tiny_model(kind: str = "causal", family: str = "qwen3_5_text", **text: object) -> PreTrainedModel:
@@ -145,7 +147,24 @@ def plain(saved, tmp_path_factory) -> Finished:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_trains_as_a_plain_one(name, saved, plain, tmp_path) -> None:
-    way = WAYS[name]
+    found = check_a_run(WAYS[name], saved, plain, tmp_path)
+    applied = {line.kernel: line.applied for line in found.report.kernels}
+    assert WAYS[name].applied.items() <= applied.items()
+
+
+@pytest.fixture(scope="module", params=["nemotron_h", "kimi_linear", "lfm2"])
+def other(request, tmp_path_factory) -> tuple[Path, Finished]:
+    """Return a tiny model of another family, and its plain run."""
+    folder = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+    return folder, run_of(tmp_path_factory.mktemp("plain"), folder)
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "CUDA graphs", "compiled", "float8"])
+def test_a_run_of_another_family_trains_as_a_plain_one(name, other, tmp_path) -> None:
+    check_a_run(WAYS[name], *other, tmp_path)
+
+
+def check_a_run(way: Way, saved: Path, plain: Finished, tmp_path: Path) -> Finished:
     try:
         check_float8(recipe_for(tmp_path, **way.settings), this_machine())
     except UserError as problem:
@@ -159,9 +178,8 @@ def test_a_run_trains_as_a_plain_one(name, saved, plain, tmp_path) -> None:
         assert found.norms[0] == pytest.approx(plain.norms[0], rel=5 * way.within)
     if way.saves_memory:
         assert found.peak < plain.peak
-    applied = {line.kernel: line.applied for line in found.report.kernels}
-    assert way.applied.items() <= applied.items()
     assert re.search(way.says, " ".join(found.report.notes))
+    return found
 
 
 # ---- adapters
@@ -268,8 +286,22 @@ def image_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("kind", "family"), [("image-text", "qwen3_5"), ("causal", "qwen3_5_moe_text")])
 def test_a_step_has_the_loss_and_gradients_of_transformers(kind, family) -> None:
     plain = tiny_model(kind, family).to(DEVICE)
-    patched = patched_copy(plain, MIXERS)
-    batch = image_inputs(plain) if kind == "image-text" else tiny_models.batch(rows=2, length=100)
+    check_a_step(plain, patched_copy(plain, MIXERS))
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_step_of_another_family_has_the_loss_and_gradients_of_transformers(family) -> None:
+    plain = tiny_family("causal", family).to(DEVICE)
+    patched = copy.deepcopy(plain)
+    report = patch(patched)
+    rows = [row for row in report.rows if row.kernel in OPS]
+    assert report.backend == "triton" and any(row.applied for row in rows) and not any(row.left for row in rows)
+    check_a_step(plain, patched)
+
+
+def check_a_step(plain: PreTrainedModel, patched: PreTrainedModel) -> None:
+    has_images = hasattr(plain.config, "vision_config")
+    batch = image_inputs(plain) if has_images else tiny_models.batch(rows=2, length=100)
     batch = {name: value.to(DEVICE) for name, value in batch.items()}
     (loss, gradients), (expected, truth) = (
         losses_and_gradients(model, batch, use_cache=False) for model in (patched, plain)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.command_line import RECIPE, losses
 from support.forked_ranks import on_ranks
-from support.models.tiny_families import tiny_family
+from support.models.tiny_families import save_tiny
 from support.quickstart_runs import plan_run, train
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -24,17 +24,6 @@ LENGTHS = (20, 200)  # tokens to recall across: the second is learned within few
 STEPS = 500  # that the recall may take
 LEARNED = 0.02  # cross entropy; guessing has log 4
 SETTINGS = {"data.packing": True, "data.max_length": 256, "train.global_batch_size": 4, "train.max_steps": 3}
-
-
-def save_tiny(family: str, folder: Path) -> Path:
-    """Save a tiny model of the family in float32, whose vocabulary holds the quickstart's."""
-    config = tiny_family("causal", family).config
-    config.vocab_size = 512
-    config.tie_word_embeddings = True
-    config.max_position_embeddings = 512
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,6 +185,17 @@ def tiny_family(kind: str, model_type: str) -> PreTrainedModel:
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} million parameters: it has a size under a name that we do not know")
     return random_model(auto_class, config)
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    """Save a tiny model of the family in float32, whose vocabulary holds the quickstart's."""
+    config = tiny_family("causal", family).config
+    config.vocab_size = 512
+    config.tie_word_embeddings = True
+    config.max_position_embeddings = 512
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def _image_places() -> torch.Tensor:
