@@ -51,7 +51,7 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     Sums are in float64, so that the norm is the same however the gradients are sharded: rounded to the last bit, it
     would change the rounding of bfloat16 weights, and with them the losses of all later steps.
     """
-    norms = torch._foreach_norm([local_shard(gradient) for gradient in gradients], 2.0, dtype=torch.float64)
+    norms = _norms([local_shard(gradient) for gradient in gradients])
     # the process groups over which gradients are sharded -> norms of shards
     groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms, strict=True):
@@ -63,6 +63,20 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
             torch.distributed.all_reduce(partial, group=group)
         total += partial.to(total.device)
     return total.sqrt().float()
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the L2 norm () of each tensor, in float64.
+
+    A call is for one dtype: torch would copy each tensor of a mixed list to float64, as those of a hybrid model, whose
+    decays are float32. On an H200 these copies took 40 of 169 ms of a step of Kimi-Linear's layers.
+    """
+    norms: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        found = torch._foreach_norm([tensors[place] for place in places], 2.0, dtype=torch.float64)
+        norms |= zip(places, found, strict=True)
+    return [norms[place] for place in range(len(tensors))]
 
 
 def _sharding_groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:

@@ -60,9 +60,12 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.dtypes: list[set[torch.dtype]] = []  # of the tensors of each _foreach_norm
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
+        if "_foreach_norm" in str(func):
+            self.dtypes.append({tensor.dtype for tensor in args[0]})
         return func(*args, **(kwargs or {}))
 
 
@@ -83,6 +86,41 @@ def test_the_norm_of_bfloat16_gradients_is_float32(accelerator):
     norm = clip_gradients(accelerator, adamw(model), model.parameters(), 1.0)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def mixed() -> torch.nn.Module:
+    """Return a model in bfloat16 whose norms are float32, as decays of hybrid models are."""
+    model = tiny().bfloat16()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+            parameter.grad = torch.randn_like(parameter)
+        else:
+            parameter.grad = 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def test_the_norm_of_gradients_of_several_dtypes_copies_none(accelerator):
+    """torch copies every tensor of a list of several dtypes to float64."""
+    model = mixed()
+    with Operations() as operations:
+        norm = clip_gradients(accelerator, adamw(model), model.parameters(), 1e9)
+    assert sorted(map(str, operations.dtypes)) == ["{torch.bfloat16}", "{torch.float32}"]
+    expected = torch.cat([p.grad.flatten().double() for p in model.parameters()]).norm()
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_norm_of_gradients_of_several_dtypes_takes_no_memory():
+    model = mixed().cuda()
+    model.embed = torch.nn.Parameter(torch.zeros(1 << 26, device="cuda", dtype=torch.bfloat16))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    norm = clip_gradients(Accelerator(), adamw(model), model.parameters(), 1e9)
+    assert torch.cuda.max_memory_allocated() - held < 16 << 20
+    assert norm.item() == pytest.approx(sum(p.numel() for p in model.parameters()) ** 0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw that is not fused", "sgd"])
