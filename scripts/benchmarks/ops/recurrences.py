@@ -39,7 +39,6 @@ from benchmarks.ops.recurrence_sides import DOCUMENT, LONGEST_IN_TORCH, SIDES, C
 
 TOKENS = (2048, 8192, 32768, 131072)
 SMALL_TOKENS = (130,)
-LIMIT = 60  # seconds of a side at a length, with its compilation
 MIB = 2**20
 TIMING = SimpleNamespace(repeats=20, seconds=0.6)
 SAME = 0.03  # largest relative difference of two sides' results, in bfloat16
@@ -63,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", help="comma-separated (default: all)")
     parser.add_argument("--sides", help="comma-separated (default: all)")
     parser.add_argument("--budget", type=float, default=420, help="seconds after which the process is ended")
+    parser.add_argument("--limit", type=int, default=60, help="seconds of a side at a length, with its compilation")
     parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument("--line", action="store_true", help=argparse.SUPPRESS)
     options = pages.parse(parser)
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
                     continue
                 case = case_of(op, tokens, device, small=options.small)
                 point = {"op": op, "tokens": tokens, "side": side}
-                with guarded(point), ended_after(LIMIT):
+                with guarded(point), ended_after(options.limit):
                     point |= point_of(case, make(case), device)
                     found = point.pop("found")
                     if found and side not in ("packed", "copy"):
