@@ -8,6 +8,7 @@ import ligertune_kernels as kernels
 import pytest
 import torch
 from ligertune_kernels import backend, runs_triton
+from ligertune_kernels.launcher import Launcher
 from ligertune_kernels.table import OPS
 from torch.utils.checkpoint import checkpoint
 
@@ -196,6 +197,27 @@ def test_only_the_gradients_that_are_needed_are_computed(name, device) -> None:
         some = [leaf if i in needed else leaf.detach() for i, leaf in enumerate(leaves)]
         found = torch.autograd.grad(call(*some).square().sum(), [some[i] for i in needed])
         torch.testing.assert_close(found, tuple(whole[i] for i in needed))
+
+
+@pytest.mark.parametrize("name", [*CALLS, *LONG_ROWS, *IN_PLACE])
+def test_no_launch_gets_two_parts_of_one_allocation(name, device, monkeypatch) -> None:
+    """torch.compile does not follow what a kernel writes to two views of one tensor: gradients are then wrong."""
+    launch = Launcher.__call__
+    shared = []
+
+    def check(self, grid, tensors, *others) -> None:
+        before = [t.clone() for t in tensors]
+        launch(self, grid, tensors, *others)
+        for t, old in zip(tensors, before, strict=True):
+            storage = t.untyped_storage().data_ptr()
+            parts = {other.data_ptr() for other in tensors if other.untyped_storage().data_ptr() == storage}
+            written = not torch.equal(t.view(torch.uint8), old.view(torch.uint8))
+            shared.extend([self.kernel.fn.__name__] * (written and len(parts) > 1))
+
+    monkeypatch.setattr(Launcher, "__call__", check)
+    call, leaves = example(name, device)
+    torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    assert not shared
 
 
 @pytest.mark.parametrize("name, shapes", EMPTY, ids=str)

@@ -234,10 +234,8 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
     kept = logs.new_empty((batch, n_chunks, value_heads))
     t = x.q.new_empty((batch, n_chunks, value_heads, chunk, chunk))
     corrected = x.q.new_empty((batch, n_chunks, value_heads, chunk, value_dim))
-    norms = torch.empty(
-        (2, batch, n_tokens, heads) if shape.l2_norm else (2, 0), dtype=torch.float32, device=x.q.device
-    )
-    q_norm, k_norm = norms
+    of_norms = (batch, n_tokens, heads) if shape.l2_norm else (0,)
+    q_norm, k_norm = (torch.empty(of_norms, dtype=torch.float32, device=x.q.device) for _ in range(2))
     states = x.q.new_empty((batch, n_chunks, value_heads, value_dim, key_dim))
     launches.prepare.launcher(
         (n_chunks, value_heads, batch),

@@ -275,10 +275,8 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
     n_chunks = -(-n_tokens // chunk)
     places = (batch, n_chunks, value_heads)
     t, weights = (x.q.new_empty((*places, chunk, chunk)) for _ in range(2))
-    norms = torch.empty(
-        (2, batch, n_tokens, heads) if shape.l2_norm else (2, 0), dtype=torch.float32, device=x.q.device
-    )
-    q_norm, k_norm = norms
+    of_norms = (batch, n_tokens, heads) if shape.l2_norm else (0,)
+    q_norm, k_norm = (torch.empty(of_norms, dtype=torch.float32, device=x.q.device) for _ in range(2))
     launches.products(
         (n_chunks, value_heads, batch),
         (x.q, x.k, x.decay, x.beta, x.starts, t, weights, q_norm, k_norm),
@@ -286,7 +284,7 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
     )  # fmt: skip
     read, written, erased = (x.q.new_empty((*places, chunk, key_dim)) for _ in range(3))
     corrected = x.q.new_empty((*places, value_dim, chunk))
-    kept = norms.new_empty((*places, key_dim))
+    kept = q_norm.new_empty((*places, key_dim))
     launches.factors(
         (n_chunks, value_heads, batch),
         (x.q, x.k, x.decay, x.v, x.beta, q_norm, k_norm, x.starts, t, read, written, erased, corrected, kept),
@@ -374,7 +372,8 @@ class _Kda(torch.autograd.Function):
             (x.v, d_out, x.beta, made.t, made.corrected, y, dv, d_beta_parts, d_products, d_weights),
             x.strides("v"), n_tokens, n_chunks,
         )  # fmt: skip
-        dq_of_units, dk_of_units = made.kept.new_empty((2, batch, n_tokens, value_heads, key_dim))
+        of_keys = (batch, n_tokens, value_heads, key_dim)
+        dq_of_units, dk_of_units = (made.kept.new_empty(of_keys) for _ in range(2))
         d_decay = x.decay.new_empty(x.decay.shape)
         launches.readers(
             (n_chunks * (launches.parts - 1), value_heads, batch),
