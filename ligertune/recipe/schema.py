@@ -95,7 +95,7 @@ class KernelsSpec(Section):
     mlp: Switch = True
     """Use the kernels for SwiGLU, GeGLU and the experts of a mixture."""
     mixer: Switch = True
-    """Use the kernels for the gated delta rule of hybrid models, and the convolution in front of it."""
+    """Use the kernels for recurrences of hybrid models, and the convolution in front of them."""
     loss: Literal["linear_cross_entropy", "cross_entropy", "torch"] = "linear_cross_entropy"
     """Loss; linear_cross_entropy: never stores the logits; cross_entropy: on stored logits; torch: PyTorch's."""
     attention: AutoSwitch = "auto"

@@ -49,10 +49,9 @@ def _of_llama_1b(name: str, data: str, batch: int, **fields: object) -> Case:
     return Case(name, fields.pop("about", ""), "Llama-3.2-1B", data, (batch,), **fields)
 
 
-def _of_four_rows(name: str, model: str, *, layers: int, about: str = "") -> Case:
-    return Case(
-        name, about or f"{model}, {{batch}} rows of 2,048", model, "full rows", (4,), layers=layers, length=2048
-    )
+def _beside_llama(name: str, model: str, *, layers: int) -> Case:
+    about = f"{model}, micro-batches of {{batch}}"
+    return Case(name, about, model, "full rows", (1, 4), 2048, layers=layers, step_rows=4)
 
 
 # (model.dtype, method.bnb_4bit_quant_type, method.bnb_4bit_use_double_quant): each value of each key
@@ -149,7 +148,7 @@ STEP_TABLES = {
         title="Whole steps, Qwen3.5-4B's layers",
         intro=WHOLE_STEPS,
         caveats=(CUT.format(8, 32), FULL_ROWS, IN_TORCH),
-        cases=(_of_four_rows("hybrid", QWEN35, layers=8, about="{batch} rows of 2,048"),),
+        cases=(Case("hybrid", "{batch} rows of 2,048", QWEN35, "full rows", (4,), layers=8, length=2048),),
         sides=("with", "hf"),
         settings=FULL,
         by_step=True,
@@ -161,13 +160,14 @@ STEP_TABLES = {
         caveats=(
             "Nemotron-H-8B has 14 of its 52 layers, Kimi-Linear-48B-A3B 4 of its 27, Llama-3.1-8B 8 of its 32, so the "
             "output head takes a larger share of the step than in the whole models.",
+            "Every optimizer step has four rows of 2,048 tokens: four micro-batches of one, or one of four.",
             FULL_ROWS,
             IN_TORCH,
         ),
         cases=(
-            _of_four_rows("nemotron_h", "Nemotron-H-8B", layers=14),
-            _of_four_rows("kimi_linear", "Kimi-Linear-48B-A3B", layers=4),
-            _of_four_rows("llama", "Llama-3.1-8B", layers=8),
+            _beside_llama("nemotron_h", "Nemotron-H-8B", layers=14),
+            _beside_llama("kimi_linear", "Kimi-Linear-48B-A3B", layers=4),
+            _beside_llama("llama", "Llama-3.1-8B", layers=8),
         ),
         sides=("with", "hf"),
         settings=FULL,
