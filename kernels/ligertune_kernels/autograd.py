@@ -54,6 +54,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors in the dtype of autocast, where it is on."""
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None or tensors[0].dtype is torch.float64:
+        return tensors
+    return tuple(t.to(dtype) for t in tensors)
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     """Return a context without autocast on this device."""
     if autocast_dtype(device) is None:

@@ -13,6 +13,7 @@ from ligertune.any_types import AnyModule
 from ligertune.data.modalities.modality import modality_of
 from ligertune.models.experts.experts_shape import expert_stacks, full_shape, read_experts
 from ligertune.models.mixers.layer_parts import ATTENTION_IN, MIXER_OUT, LayerParts, parts_of_layers, with_mixer
+from ligertune.models.mlp_shape import MLP_IN, mlp_width, reads_product, saved_without_gate
 from ligertune.models.read_config import LINEAR_LAYERS, config_value
 from ligertune.models.score_head import embedding_of, lm_head_of, score_head
 from ligertune.planning.memory.model_shape import (
@@ -24,10 +25,6 @@ from ligertune.planning.memory.model_shape import (
     ParameterKind,
 )
 from ligertune.planning.memory.states import NF4_BYTES
-
-# Linear layers by the input they save for the backward.
-MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "Wi", "wi", "wi_0", "wi_1"}
-MLP_OUT = {"down_proj", "fc2", "w2", "Wo", "wo"}
 
 
 def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelShape:
@@ -239,7 +236,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
     query, key = _attention_widths(config) if has.attention else (0, 0)
     experts = read_experts(config, layer)
     hidden = config_value(config, "hidden_size")
-    mlp = _mlp_width(config, layer) if has.mlp else 0
+    mlp = mlp_width(config, layer) if has.mlp else 0
     if experts is not None:
         mlp = experts.chosen * experts.mlp + experts.shared
     of_experts = tuple(expert_stacks(layer, config))
@@ -251,10 +248,11 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         key=key,
         heads=config_value(config, "num_attention_heads") if has.attention else 0,
         mlp=mlp,
+        ungated=saved_without_gate(layer, hidden, mlp) if has.mlp and experts is None else None,
         norms=_norm_inputs(layer, query, key),
         attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
         mlp_in=reads_input or any(MLP_IN & set(parts) for parts in trained),
-        mlp_out=any(MLP_OUT & set(parts) for parts in trained),
+        mlp_out=any(map(reads_product, trained)),
         adapters=sum(
             p.shape[0] for name, p in layer.named_parameters() if ".lora_A." in name and not name.startswith(of_experts)
         ),
@@ -269,14 +267,6 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         ),
     )
     return shape if has.mixer is None else with_mixer(shape, has.mixer)
-
-
-def _mlp_width(config: PreTrainedConfig, layer: nn.Module) -> int:
-    """Return F of a dense MLP: of its gate, since LFM2 changes the configured one, else as configured."""
-    gates = (module for name, module in layer.named_modules() if name.rpartition(".")[2] in ("gate_proj", "w1"))
-    built = next((getattr(gate, "out_features", 0) for gate in gates), 0)
-    # null in GPT-2, whose MLP is four times as wide as its hidden states then
-    return built or config_value(config, "intermediate_size") or 4 * config_value(config, "hidden_size")
 
 
 def _attention_widths(config: PreTrainedConfig) -> tuple[int, int]:

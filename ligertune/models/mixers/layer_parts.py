@@ -20,7 +20,8 @@ from ligertune.planning.memory.mixer_shapes import (
 from ligertune.planning.memory.model_shape import LayerShape
 
 # Linear layers by the input they save for the backward. Attention itself saves o_proj's input.
-ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa"}
+ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj_with_mqa", "c_attn",
+                "Wqkv"}  # fmt: skip
 MIXER_OUT = {"o_proj", "out_proj"}  # also of gated attention
 
 

@@ -128,10 +128,9 @@ class StepBytes:
 
 def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_length: int) -> int:
     """Return the bytes that one layer saves per token. `row_length` matters for eager attention's (T, T) scores."""
-    mlp = layer.dense_mlp
-    elements = layer.norms + 2 * layer.query + round(2 * layer.key * policy.keys_per_token) + 2 * mlp
+    elements = layer.norms + 2 * layer.query + round(2 * layer.key * policy.keys_per_token) + layer.saved_by_mlp
     mlp_in = layer.mlp_in or (layer.experts is not None and policy.fused_experts)  # our op saves its input always
-    elements += layer.attn_in * layer.hidden + mlp_in * layer.hidden + layer.mlp_out * mlp
+    elements += layer.attn_in * layer.hidden + mlp_in * layer.hidden
     # q_norm reads a part of q_proj's output and saves all of it, and the gate's sigmoid is saved
     elements += layer.gated_out + 2 * layer.gated * layer.query
     elements -= sum(recomputed_elements(layer, policy))
@@ -142,8 +141,8 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
         size += layer.norms * (4 if itemsize < 4 else 0) + layer.norms * itemsize
     elif not policy.fused_norm:  # with frozen weights an eager norm saves its input in float32 only
         size += layer.norms * (4 - itemsize)
-    if not policy.fused_mlp:  # eager code also saves act(gate)
-        size += mlp * itemsize
+    if not policy.fused_mlp and layer.ungated is None:  # eager code also saves act(gate)
+        size += layer.dense_mlp * itemsize
     if layer.experts is not None:
         size += saved_by_experts(layer.experts, layer.hidden, itemsize, fused=policy.fused_experts)
     size += float8_saved(layer, policy.float8, itemsize, fused_mlp=policy.float8_mlp)
@@ -163,10 +162,11 @@ def recomputed_elements(layer: LayerShape, policy: ActivationPolicy) -> tuple[in
         return 0, 0, 0
     normed = policy.fused_norm and layer.normed and policy.recompute != "mlps"
     dense = layer.experts is None
+    fused_mlp = policy.fused_mlp and layer.ungated is None
     return (
         (layer.attn_in and normed) * layer.hidden,
         (layer.mlp_in and normed and dense) * layer.hidden,
-        (layer.mlp_out and policy.fused_mlp and dense and policy.recompute != "norms") * layer.mlp,
+        (layer.mlp_out and fused_mlp and dense and policy.recompute != "norms") * layer.mlp,
     )
 
 

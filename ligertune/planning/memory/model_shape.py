@@ -87,11 +87,19 @@ class LayerShape:
     mixer_out: bool = True
     attn_out: bool = True
     gated: bool = False  # attention's output is multiplied by a gate, the other half of q_proj's output
+    # of an MLP without a gate: elements of its width that its activation saves, and whether its output is among them
+    ungated: tuple[int, bool] | None = None
 
     @property
     def dense_mlp(self) -> int:
         """Width of the MLP that each token goes through: the shared experts' in a mixture, which may have none."""
         return self.mlp if self.experts is None else self.experts.shared
+
+    @property
+    def saved_by_mlp(self) -> int:
+        """Elements per token that the dense MLP saves besides its input, by our kernels if it has a gate."""
+        saved, with_output = (2, False) if self.ungated is None else self.ungated
+        return self.dense_mlp * (saved + (self.mlp_out and not with_output))
 
     @property
     def gated_out(self) -> int:

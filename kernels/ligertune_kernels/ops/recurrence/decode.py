@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from ligertune_kernels.autograd import autocast
 from ligertune_kernels.chips import Chip, launch_options
 from ligertune_kernels.jit.device_functions import silu
 from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, tl, triton
 from ligertune_kernels.ops.recurrence import tiles
 from ligertune_kernels.ops.recurrence.causal_conv1d import Activation
-from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, autocast
+from ligertune_kernels.ops.recurrence.delta_frame import EPS
 from ligertune_kernels.ops.recurrence.input_checks import check_conv_state, check_convolution, check_rule
 
 

@@ -38,16 +38,21 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.autograd import autocast_dtype, no_double_backward, without_autocast
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence import delta_gradients, delta_kernels, tiles
+from ligertune_kernels.ops.recurrence.delta_frame import (
+    ChunkTerms,
+    DeltaInputs,
+    DeltaRule,
+    DeltaShape,
+    chunked_inputs,
+    scan_chunks,
+)
 from ligertune_kernels.ops.recurrence.hopper_scans import ScannedChunks, runs_hopper_scans, scan_gradients, scan_states
-from ligertune_kernels.ops.recurrence.input_checks import check_documents, check_rule
-from ligertune_kernels.ops.recurrence.tiles import PART, REFERENCE_CHUNK, DeltaTile
-
-EPS = 1e-6  # of the norm of q and k
+from ligertune_kernels.ops.recurrence.tiles import REFERENCE_CHUNK, DeltaTile
 
 
 def gated_delta_rule_reference(
@@ -62,54 +67,22 @@ def gated_delta_rule_reference(
     documents: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `gated_delta_rule` and `gated_delta_rule_with_states` in plain torch, in chunks."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    group = value.shape[2] // key.shape[2]
-    n_tokens = query.shape[1]
-    q, k = (t.to(wide).repeat_interleave(group, 2) for t in (query, key))
-    if l2_norm:
-        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
-    q = q * query.shape[-1] ** -0.5
-    starts = torch.zeros(n_tokens, dtype=torch.int32, device=query.device) if documents is None else documents.starts
-    missing = -n_tokens % REFERENCE_CHUNK
-    if missing:  # tokens of the last document that change nothing
-        starts = torch.cat((starts, starts[-1:].expand(missing)))
-    q, k, v, g, b = (_in_chunks(t.to(wide), missing) for t in (q, k, value, decay, beta))
-    starts = starts.view(-1, REFERENCE_CHUNK)  # (N, C)
-    firsts = torch.arange(len(starts), device=query.device) * REFERENCE_CHUNK
-
-    seen = (starts[:, :, None] == starts[:, None, :]).tril()
+    options = {"l2_norm": l2_norm, "documents": documents, "chunk": REFERENCE_CHUNK}
+    x = chunked_inputs(query, key, value, decay, beta, **options)
     # added up from j to i: a difference of sums since the start of the chunk would lose digits where these are large
-    spans = g[..., None].expand(*g.shape, REFERENCE_CHUNK).tril(-1).cumsum(-2)  # (B, X, N, C, C): of g after j up to i
-    between = spans.masked_fill(~seen, float("-inf")).exp()
-    logs = (seen.to(wide) @ g[..., None])[..., 0]  # (B, X, N, C)
-    reads = logs.exp() * (starts < firsts.clamp(min=1)[:, None])
-    to_state = between[..., -1, :]
-    kept = reads[..., -1]
-    identity = torch.eye(REFERENCE_CHUNK, dtype=wide, device=query.device)
-    system = (b[..., None] * between * (k @ k.mT)).tril(-1) + identity
-    u, w = (
-        torch.linalg.solve_triangular(system, t, upper=False, unitriangular=True)
-        for t in (b[..., None] * v, (b * reads)[..., None] * k)
+    spans = x.decay[..., None].expand(*x.decay.shape, REFERENCE_CHUNK).tril(-1).cumsum(-2)  # of g after j up to i
+    between = spans.masked_fill(~x.seen, float("-inf")).exp()  # (B, X, N, C, C)
+    logs = (x.seen.to(x.q.dtype) @ x.decay[..., None])[..., 0]
+    reads = logs.exp() * x.reads_state  # (B, X, N, C)
+    terms = ChunkTerms(
+        products=between * (x.k @ x.k.mT),
+        weights=between * (x.q @ x.k.mT),
+        read=x.q * reads[..., None],
+        erased=x.k * reads[..., None],
+        written=x.k * between[..., -1, :, None],
+        kept=reads[..., -1, None, None],
     )
-    weights = between * (q @ k.mT)
-    q = q * reads[..., None]
-    k = k * to_state[..., None]
-    batch, heads, n_chunks, _, key_dim = k.shape
-    state = u.new_zeros(batch, heads, key_dim, v.shape[-1]) if initial_state is None else initial_state.to(wide)
-    out = []
-    for i in range(n_chunks):
-        corrected = u[:, :, i] - w[:, :, i] @ state
-        out.append(q[:, :, i] @ state + weights[:, :, i] @ corrected)
-        state = kept[:, :, i, None, None] * state + k[:, :, i].mT @ corrected
-    joined = torch.cat(out, 2)[:, :, :n_tokens].transpose(1, 2)  # (B, T, X, V)
-    return joined.to(query.dtype).contiguous(), state
-
-
-def _in_chunks(t: torch.Tensor, missing: int) -> torch.Tensor:
-    """(B, T, X, ...) -> (B, X, N, C, ...), with zeros for the missing tokens."""
-    if missing:
-        t = torch.cat((t, t.new_zeros(t.shape[0], missing, *t.shape[2:])), 1)
-    return t.unflatten(1, (-1, REFERENCE_CHUNK)).movedim(3, 1)
+    return scan_chunks(x, terms, initial_state)
 
 
 class _Launch(NamedTuple):
@@ -135,22 +108,8 @@ class _Launches(NamedTuple):
     products: _Launch
 
 
-class _Shape(NamedTuple):
-    """Key of the launches."""
-
-    heads: int
-    group: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    l2_norm: bool
-    has_documents: bool = False
-    has_initial: bool = False
-    has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
-
-
 @cached
-def _launches(shape: _Shape, chip: Chip) -> _Launches:
+def _launches(shape: DeltaShape, chip: Chip) -> _Launches:
     chosen = tiles.delta_tiles(max(shape.key_dim, shape.value_dim), shape.dtype.itemsize, chip)
     shared = {
         "HEADS": shape.heads, "GROUP": shape.group, "NORMED": shape.l2_norm, "HAS_DOCUMENTS": shape.has_documents,
@@ -183,28 +142,6 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
     )
 
 
-class _Inputs(NamedTuple):
-    """What autograd keeps."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    decay: torch.Tensor
-    beta: torch.Tensor
-    initial_state: torch.Tensor
-    starts: torch.Tensor
-    ends: torch.Tensor
-
-    @staticmethod
-    def of(*tensors: torch.Tensor | None) -> _Inputs:
-        """Return the inputs. Where one of the last three is None, no kernel reads it, and the decays take its place."""
-        return _Inputs(*(tensors[3] if t is None else t for t in tensors))
-
-    def strides(self, *names: str) -> tuple[int, ...]:
-        """Return strides of rows, tokens and heads, which Triton specialises on."""
-        return tuple(stride for name in names for stride in getattr(self, name).stride()[:3])
-
-
 class _Prepared(NamedTuple):
     """Results of the first two kernels."""
 
@@ -218,12 +155,7 @@ class _Prepared(NamedTuple):
     states: torch.Tensor  # (B, N, X, V, K)
 
 
-def _part(shape: _Shape, n_tokens: int) -> int:
-    """Return the tokens of a part of a row, in which a program of a scan looks for its documents."""
-    return min(PART, n_tokens) if shape.has_documents else n_tokens
-
-
-def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
+def _prepare(x: DeltaInputs, shape: DeltaShape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
     batch, n_tokens, heads, key_dim = x.k.shape
     value_heads, value_dim = x.v.shape[2:]
     launches = _launches(shape, chip)
@@ -242,7 +174,7 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
         (x.q, x.k, x.decay, x.beta, x.starts, logs, factors, kept, t, q_norm, k_norm),
         x.strides("q", "k"), n_tokens, n_chunks,
     )  # fmt: skip
-    part = _part(shape, n_tokens)
+    part = shape.part(n_tokens)
     if not (shape.has_initial or shape.has_final) and runs_hopper_scans(chip, x.k, x.v):
         chunks = ScannedChunks(t, factors, kept, x.starts, x.ends, part, shape.has_documents)
         scan_states(x.k, x.v, chunks, states, corrected)
@@ -257,7 +189,7 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
 
 
 def _scan_back(
-    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor, d_read: torch.Tensor
+    x: DeltaInputs, made: _Prepared, shape: DeltaShape, d_out: torch.Tensor, d_final: torch.Tensor, d_read: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return y, dS after each chunk and the gradient of the initial state, which come from later tokens.
 
@@ -278,7 +210,7 @@ def _scan_back(
         x.initial_state.shape if shape.has_initial else (0,), dtype=torch.float32, device=d_out.device
     )
     d_final = d_final.contiguous() if shape.has_final else d_out
-    part = _part(shape, n_tokens)
+    part = shape.part(n_tokens)
     if not (shape.has_initial or shape.has_final) and runs_hopper_scans(chip, x.q, x.k, d_read):
         chunks = ScannedChunks(made.t, made.factors, made.kept, x.starts, x.ends, part, shape.has_documents)
         scan_gradients(x.q, x.k, d_read, chunks, y, d_states)
@@ -295,7 +227,7 @@ def _scan_back(
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shape, *inputs):
-        x = _Inputs.of(*inputs)
+        x = DeltaInputs.of(*inputs)
         chip = chip_of(x.q.device)
         batch, n_tokens, value_heads, value_dim = x.v.shape
         final_state = x.decay.new_empty(
@@ -318,13 +250,13 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx, d_out, d_final):
-        x = _Inputs.of(*ctx.saved_tensors)
+        x = DeltaInputs.of(*ctx.saved_tensors)
         shape = ctx.shape
         chip = chip_of(x.q.device)
         batch, n_tokens, heads, _ = x.k.shape
         d_out = d_out.contiguous()
         # without a gradient of the final state, the kernel that computes this state again need not store it
-        made = _prepare(x, shape._replace(has_final=False), chip, x.decay)
+        made = _prepare(x, shape._replace(has_final=False), chip, x.beta)
         launches = _launches(shape, chip)
         n_chunks = made.states.shape[1]
         chunks_of_keys = (n_chunks, heads, batch)
@@ -367,6 +299,9 @@ class _GatedDeltaRule(torch.autograd.Function):
         return None, dq, dk, dv, d_decay, d_beta, d_initial, None, None
 
 
+_RULE = DeltaRule("gated_delta_rule", _GatedDeltaRule, gated_delta_rule_reference, tiles.runs_delta_kernels)
+
+
 def gated_delta_rule(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
@@ -385,19 +320,7 @@ def gated_delta_rule(
 
     Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
-    check_rule("gated_delta_rule", query, key, value, decay, beta)
-    check_documents("gated_delta_rule", documents, value)
-    if value.numel() == 0:
-        return value * _zero(query, key, decay, beta).to(value.dtype)
-    query, key, value = autocast(query, key, value)
-    if not tiles.runs_delta_kernels(query, max(key.shape[-1], value.shape[-1])):
-        with without_autocast(query.device):
-            return gated_delta_rule_reference(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)[0]
-    shape = _shape(key, value, l2_norm)._replace(has_documents=documents is not None)
-    decay = decay.contiguous()
-    starts, ends = (None, None) if documents is None else (places.contiguous() for places in documents[:2])
-    out, _ = _GatedDeltaRule.apply(shape, *_rows(query, key, value), decay, beta.contiguous(), None, starts, ends)
-    return out
+    return _RULE.of_rows(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)
 
 
 def gated_delta_rule_with_states(
@@ -411,47 +334,4 @@ def gated_delta_rule_with_states(
     initial_state: torch.Tensor | None = None,  # (B, X, K, V)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T, X, V) contiguous; (B, X, K, V) float32
     """Compute `gated_delta_rule` from a state, or zeros, and the state after the last token; both have gradients."""
-    check_rule("gated_delta_rule", query, key, value, decay, beta, initial_state)
-    batch, _, value_heads, value_dim = value.shape
-    if value.numel() == 0:
-        zero = _zero(query, key, value, decay, beta)
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        state = value.new_zeros((batch, value_heads, key.shape[-1], value_dim), dtype=dtype)
-        state = state if initial_state is None else initial_state.to(dtype)
-        return value * zero.to(value.dtype), state + zero.to(dtype)
-    query, key, value = autocast(query, key, value)
-    if not tiles.runs_delta_kernels(query, max(key.shape[-1], value_dim)):
-        with without_autocast(query.device):
-            return gated_delta_rule_reference(
-                query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state
-            )
-    shape = _shape(key, value, l2_norm)._replace(has_initial=initial_state is not None, has_final=True)
-    decay = decay.contiguous()
-    initial = None if initial_state is None else initial_state.mT.contiguous()
-    inputs = *_rows(query, key, value), decay, beta.contiguous(), initial
-    out, final_state = _GatedDeltaRule.apply(shape, *inputs, None, None)
-    return out, final_state.mT.contiguous()
-
-
-def _zero(*tensors: torch.Tensor) -> torch.Tensor:
-    """Return 0, the sum of tensors without elements, with gradients for all of them."""
-    return sum(t.sum() for t in tensors)
-
-
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors in the dtype of autocast, where it is on."""
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None or tensors[0].dtype is torch.float64:
-        return tensors
-    return tuple(t.to(dtype) for t in tensors)
-
-
-def _shape(key: torch.Tensor, value: torch.Tensor, l2_norm: bool) -> _Shape:
-    heads, key_dim = key.shape[2:]
-    value_heads, value_dim = value.shape[2:]
-    return _Shape(heads, value_heads // heads, key_dim, value_dim, key.dtype, l2_norm)
-
-
-def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors with unit column stride."""
-    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+    return _RULE.with_states(query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ligertune_kernels.autograd import autocast
 from ligertune_kernels.ops.recurrence.decode import gated_delta_rule_step_reference, run_step
-from ligertune_kernels.ops.recurrence.gated_delta_rule import autocast
 from ligertune_kernels.ops.recurrence.input_checks import check_rule
 
 

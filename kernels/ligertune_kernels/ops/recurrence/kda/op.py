@@ -41,15 +41,21 @@ from typing import NamedTuple
 
 import torch
 
-from ligertune_kernels.autograd import no_double_backward, without_autocast
+from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
-from ligertune_kernels.ops.recurrence.gated_delta_rule import EPS, autocast
-from ligertune_kernels.ops.recurrence.input_checks import check_documents, check_rule
+from ligertune_kernels.ops.recurrence.delta_frame import (
+    ChunkTerms,
+    DeltaInputs,
+    DeltaRule,
+    DeltaShape,
+    chunked_inputs,
+    scan_chunks,
+)
 from ligertune_kernels.ops.recurrence.kda import kda_gradients, kernels, tiles
 from ligertune_kernels.ops.recurrence.kda.tiles import REFERENCE_CHUNK
-from ligertune_kernels.ops.recurrence.tiles import PART, delta_options, inverse_precision, padded
+from ligertune_kernels.ops.recurrence.tiles import delta_options, inverse_precision, padded
 
 
 def kda_reference(
@@ -64,53 +70,23 @@ def kda_reference(
     documents: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `kda` and `kda_with_states` in plain torch, in chunks."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    group = value.shape[2] // key.shape[2]
-    n_tokens = query.shape[1]
-    q, k = (t.to(wide).repeat_interleave(group, 2) for t in (query, key))
-    if l2_norm:
-        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPS) for t in (q, k))
-    q = q * query.shape[-1] ** -0.5
-    starts = torch.zeros(n_tokens, dtype=torch.int32, device=query.device) if documents is None else documents.starts
-    missing = -n_tokens % REFERENCE_CHUNK
-    if missing:  # tokens of the last document that change nothing
-        starts = torch.cat((starts, starts[-1:].expand(missing)))
-    q, k, v, g, b = (_in_chunks(t.to(wide), missing) for t in (q, k, value, decay, beta))
-    starts = starts.view(-1, REFERENCE_CHUNK)  # (N, C)
-    firsts = torch.arange(len(starts), device=query.device) * REFERENCE_CHUNK
-
-    seen = (starts[:, :, None] == starts[:, None, :]).tril()
+    options = {"l2_norm": l2_norm, "documents": documents, "chunk": REFERENCE_CHUNK}
+    x = chunked_inputs(query, key, value, decay, beta, **options)
     later = torch.ones(REFERENCE_CHUNK, REFERENCE_CHUNK, dtype=torch.bool, device=query.device).tril(-1)
     # added up from j to i: a difference of sums since the start of the chunk would lose digits where these are large
-    spans = g[..., :, None, :].masked_fill(~later[..., None], 0).cumsum(-3)  # (B, X, N, C, C, K): of g after j up to i
-    between = spans.masked_fill(~seen[..., None], float("-inf")).exp()
-    reads = (seen.to(wide) @ g).exp() * (starts < firsts.clamp(min=1)[:, None])[..., None]  # (B, X, N, C, K)
-    kept = reads[..., -1, :]
-    decayed = between * k[..., None, :, :]
-    identity = torch.eye(REFERENCE_CHUNK, dtype=wide, device=query.device)
-    system = (b[..., None] * (decayed @ k[..., None])[..., 0]).tril(-1) + identity
-    u, w = (
-        torch.linalg.solve_triangular(system, b[..., None] * t, upper=False, unitriangular=True) for t in (v, reads * k)
+    spans = x.decay[..., :, None, :].masked_fill(~later[..., None], 0).cumsum(-3)  # of g after j up to i
+    between = spans.masked_fill(~x.seen[..., None], float("-inf")).exp()  # (B, X, N, C, C, K)
+    reads = (x.seen.to(x.q.dtype) @ x.decay).exp() * x.reads_state[..., None]  # (B, X, N, C, K)
+    decayed = between * x.k[..., None, :, :]
+    terms = ChunkTerms(
+        products=(decayed @ x.k[..., None])[..., 0],
+        weights=(decayed @ x.q[..., None])[..., 0],
+        read=x.q * reads,
+        erased=x.k * reads,
+        written=decayed[..., -1, :, :],
+        kept=reads[..., -1, :, None],
     )
-    weights = (decayed @ q[..., None])[..., 0]
-    q = q * reads
-    k = decayed[..., -1, :, :]
-    batch, heads, n_chunks, _, key_dim = k.shape
-    state = u.new_zeros(batch, heads, key_dim, v.shape[-1]) if initial_state is None else initial_state.to(wide)
-    out = []
-    for i in range(n_chunks):
-        corrected = u[:, :, i] - w[:, :, i] @ state
-        out.append(q[:, :, i] @ state + weights[:, :, i] @ corrected)
-        state = kept[:, :, i, :, None] * state + k[:, :, i].mT @ corrected
-    joined = torch.cat(out, 2)[:, :, :n_tokens].transpose(1, 2)  # (B, T, X, V)
-    return joined.to(query.dtype).contiguous(), state
-
-
-def _in_chunks(t: torch.Tensor, missing: int) -> torch.Tensor:
-    """(B, T, X, ...) -> (B, X, N, C, ...), with zeros for the missing tokens."""
-    if missing:
-        t = torch.cat((t, t.new_zeros(t.shape[0], missing, *t.shape[2:])), 1)
-    return t.unflatten(1, (-1, REFERENCE_CHUNK)).movedim(3, 1)
+    return scan_chunks(x, terms, initial_state)
 
 
 class _Launches(NamedTuple):
@@ -133,20 +109,6 @@ class _Launches(NamedTuple):
     keys: Launcher
 
 
-class _Shape(NamedTuple):
-    """Key of the launches."""
-
-    heads: int
-    group: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    l2_norm: bool
-    has_documents: bool = False
-    has_initial: bool = False
-    has_final: bool = False  # forward: the final state is asked for; backward: it has a gradient
-
-
 class _Constants(NamedTuple):
     """Constants that several kernels take."""
 
@@ -155,7 +117,7 @@ class _Constants(NamedTuple):
     by_level: dict[str, int | bool | str]  # kernels of one chunk and value head with decays
 
     @staticmethod
-    def of(shape: _Shape, chunk: int, chip: Chip) -> _Constants:
+    def of(shape: DeltaShape, chunk: int, chip: Chip) -> _Constants:
         """Return the constants for chunks of so many tokens."""
         sizes = {"CHUNK": chunk, "VALUE_DIM": shape.value_dim, "DOT": "ieee"}
         by_chunk = sizes | {"VALUE_HEADS": shape.heads * shape.group}
@@ -180,7 +142,7 @@ def _launcher(
 
 
 @cached
-def _launches(shape: _Shape, chip: Chip) -> _Launches:
+def _launches(shape: DeltaShape, chip: Chip) -> _Launches:
     chosen = tiles.kda_tiles(max(shape.key_dim, shape.value_dim), shape.dtype.itemsize, chip)
     of = _Constants.of(shape, chosen.chunk, chip)
     keys = padded(shape.key_dim, chip)
@@ -225,28 +187,6 @@ def _launches(shape: _Shape, chip: Chip) -> _Launches:
     )  # fmt: skip
 
 
-class _Inputs(NamedTuple):
-    """What autograd keeps."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    decay: torch.Tensor
-    beta: torch.Tensor
-    initial_state: torch.Tensor
-    starts: torch.Tensor
-    ends: torch.Tensor
-
-    @staticmethod
-    def of(*tensors: torch.Tensor | None) -> _Inputs:
-        """Return the inputs. Where one of the last three is None, no kernel reads it, and beta takes its place."""
-        return _Inputs(*(tensors[4] if t is None else t for t in tensors))
-
-    def strides(self, *names: str) -> tuple[int, ...]:
-        """Return strides of rows, tokens and heads, which Triton specialises on."""
-        return tuple(stride for name in names for stride in getattr(self, name).stride()[:3])
-
-
 class _Prepared(NamedTuple):
     """What the first three kernels have written."""
 
@@ -262,12 +202,7 @@ class _Prepared(NamedTuple):
     states: torch.Tensor  # (B, N, X, V, K)
 
 
-def _part(shape: _Shape, n_tokens: int) -> int:
-    """Return the tokens of a part of a row, in which a program of a scan looks for its documents."""
-    return min(PART, n_tokens) if shape.has_documents else n_tokens
-
-
-def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
+def _prepare(x: DeltaInputs, shape: DeltaShape, chip: Chip, final_state: torch.Tensor) -> _Prepared:
     batch, n_tokens, heads, key_dim = x.k.shape
     value_heads, value_dim = x.v.shape[2:]
     launches = _launches(shape, chip)
@@ -291,7 +226,7 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
         x.strides("q", "k", "decay", "v"), n_tokens, n_chunks,
     )  # fmt: skip
     states = x.q.new_empty((*places, value_dim, key_dim))
-    part = _part(shape, n_tokens)
+    part = shape.part(n_tokens)
     launches.states(
         (-(-value_dim // launches.state_cols), value_heads, batch * -(-n_tokens // part)),
         (erased, written, kept, x.starts, x.ends, x.initial_state, states, final_state, corrected),
@@ -301,7 +236,7 @@ def _prepare(x: _Inputs, shape: _Shape, chip: Chip, final_state: torch.Tensor) -
 
 
 def _scan_back(
-    x: _Inputs, made: _Prepared, shape: _Shape, d_out: torch.Tensor, d_final: torch.Tensor
+    x: DeltaInputs, made: _Prepared, shape: DeltaShape, d_out: torch.Tensor, d_final: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return dv̂, dS after each chunk and the gradient of the initial state."""
     launches = _launches(shape, chip_of(x.q.device))
@@ -317,7 +252,7 @@ def _scan_back(
         x.initial_state.shape if shape.has_initial else (0,), dtype=torch.float32, device=d_out.device
     )
     d_final = d_final.contiguous() if shape.has_final else d_out
-    part = _part(shape, n_tokens)
+    part = shape.part(n_tokens)
     launches.scan(
         (-(-value_dim // launches.scan_cols), value_heads, batch * -(-n_tokens // part)),
         (made.read, made.written, made.erased, d_out, made.kept, x.starts, x.ends, d_final, d_corrected, d_states,
@@ -330,7 +265,7 @@ def _scan_back(
 class _Kda(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shape, *inputs):
-        x = _Inputs.of(*inputs)
+        x = DeltaInputs.of(*inputs)
         chip = chip_of(x.q.device)
         batch, n_tokens, value_heads, value_dim = x.v.shape
         final_state = torch.empty(
@@ -353,7 +288,7 @@ class _Kda(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx, d_out, d_final):
-        x = _Inputs.of(*ctx.saved_tensors)
+        x = DeltaInputs.of(*ctx.saved_tensors)
         shape = ctx.shape
         chip = chip_of(x.q.device)
         batch, n_tokens, heads, key_dim = x.k.shape
@@ -398,6 +333,9 @@ class _Kda(torch.autograd.Function):
         return None, dq, dk, dv, d_decay, d_beta, d_initial, None, None
 
 
+_RULE = DeltaRule("kda", _Kda, kda_reference, tiles.runs_kda_kernels, decays_of_channels=True)
+
+
 def kda(
     query: torch.Tensor,  # (B, T, H, K)
     key: torch.Tensor,  # (B, T, H, K)
@@ -416,19 +354,7 @@ def kda(
 
     Raises ValueError on mismatched shapes, dtypes or devices, TypeError for what is no tensor.
     """
-    check_rule("kda", query, key, value, decay, beta, decays_of_channels=True)
-    check_documents("kda", documents, value)
-    if value.numel() == 0:
-        return value * _zero(query, key, decay, beta).to(value.dtype)
-    query, key, value = autocast(query, key, value)
-    if not tiles.runs_kda_kernels(query, max(key.shape[-1], value.shape[-1])):
-        with without_autocast(query.device):
-            return kda_reference(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)[0]
-    shape = _shape(key, value, l2_norm)._replace(has_documents=documents is not None)
-    starts, ends = (None, None) if documents is None else (places.contiguous() for places in documents[:2])
-    inputs = *_rows(query, key, value, decay), beta.contiguous()
-    out, _ = _Kda.apply(shape, *inputs, None, starts, ends)
-    return out
+    return _RULE.of_rows(query, key, value, decay, beta, l2_norm=l2_norm, documents=documents)
 
 
 def kda_with_states(
@@ -442,36 +368,4 @@ def kda_with_states(
     initial_state: torch.Tensor | None = None,  # (B, X, K, V)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T, X, V) contiguous; (B, X, K, V) float32
     """Compute `kda` from a state, or zeros, and the state after the last token; both have gradients."""
-    check_rule("kda", query, key, value, decay, beta, initial_state, decays_of_channels=True)
-    batch, _, value_heads, value_dim = value.shape
-    if value.numel() == 0:
-        zero = _zero(query, key, value, decay, beta)
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        state = value.new_zeros((batch, value_heads, key.shape[-1], value_dim), dtype=dtype)
-        state = state if initial_state is None else initial_state.to(dtype)
-        return value * zero.to(value.dtype), state + zero.to(dtype)
-    query, key, value = autocast(query, key, value)
-    if not tiles.runs_kda_kernels(query, max(key.shape[-1], value_dim)):
-        with without_autocast(query.device):
-            return kda_reference(query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state)
-    shape = _shape(key, value, l2_norm)._replace(has_initial=initial_state is not None, has_final=True)
-    initial = None if initial_state is None else initial_state.mT.contiguous()
-    inputs = *_rows(query, key, value, decay), beta.contiguous(), initial
-    out, final_state = _Kda.apply(shape, *inputs, None, None)
-    return out, final_state.mT.contiguous()
-
-
-def _zero(*tensors: torch.Tensor) -> torch.Tensor:
-    """Return 0, the sum of tensors without elements, with gradients for all of them."""
-    return sum(t.sum() for t in tensors)
-
-
-def _shape(key: torch.Tensor, value: torch.Tensor, l2_norm: bool) -> _Shape:
-    heads, key_dim = key.shape[2:]
-    value_heads, value_dim = value.shape[2:]
-    return _Shape(heads, value_heads // heads, key_dim, value_dim, key.dtype, l2_norm)
-
-
-def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors with unit column stride."""
-    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+    return _RULE.with_states(query, key, value, decay, beta, l2_norm=l2_norm, initial_state=initial_state)

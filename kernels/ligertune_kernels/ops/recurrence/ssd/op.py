@@ -40,11 +40,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ligertune_kernels.autograd import no_double_backward, without_autocast
+from ligertune_kernels.autograd import autocast, no_double_backward, without_autocast
 from ligertune_kernels.chips import Chip
 from ligertune_kernels.launcher import chip_of
 from ligertune_kernels.ops.attention.document_attention import Documents
-from ligertune_kernels.ops.recurrence.gated_delta_rule import autocast
 from ligertune_kernels.ops.recurrence.input_checks import SsdTensors, check_ssd, check_tensors
 from ligertune_kernels.ops.recurrence.ssd import tiles
 from ligertune_kernels.ops.recurrence.ssd.launches import SsdLaunches, SsdShape, StepOptions, ssd_launches
