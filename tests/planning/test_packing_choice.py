@@ -52,9 +52,9 @@ def test_the_plan_packs_what_the_check_before_training_accepts(model_type) -> No
     [
         (
             "qwen3_next",
-            {"linear_conv_kernel_dim": 5},
+            {"linear_conv_kernel_dim": 9},
             "Qwen3NextGatedDeltaNet",
-            "its convolution has 5 taps; kernels have 2 to 4",
+            "its convolution has 9 taps; kernels have 2 to 8",
         ),
         ("mamba", {}, "MambaMixer", "kernels have no mamba_selective_scan, which PyTorch computes"),
         ("minimax", {}, "linear_attention", "their form is not recognised"),

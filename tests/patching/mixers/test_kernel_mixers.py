@@ -45,7 +45,6 @@ LEFT_ALONE = {
     "inkling_text": "it tells its causal_conv1d_fn nothing of the documents of a packed row",
     "inkling2_text": "this model does not pass the places of documents to its attention",
     "inkling2_loop_text": "this model does not pass the places of documents to its attention",
-    "lfm3": "can't keep packed sequences apart",  # the convolution has 7 taps
 }
 FLOAT32 = ("nemotron_h",)  # experts in torch, which take no float64
 FAMILIES = sorted(name for kind, name in families() if kind == "causal" and has_mixers(name))
@@ -241,7 +240,7 @@ def test_a_prompt_in_parts_goes_through_the_cache_as_without_kernels(model) -> N
     "key, value, why",
     [
         ("hidden_act", "gelu", "its activation is gelu; kernels have silu"),
-        ("linear_conv_kernel_dim", 5, "its convolution has 5 taps; kernels have 2 to 4"),
+        ("linear_conv_kernel_dim", 9, "its convolution has 9 taps; kernels have 2 to 8"),
     ],
 )
 def test_a_mixer_with_another_convolution_stays_transformers(key, value, why) -> None:

@@ -172,7 +172,7 @@ def _attention() -> list[Case]:
 
 
 def _causal_conv1d() -> list[Case]:
-    """Channels of Qwen3.5-4B, as projections make them; a row of documents; fewer taps."""
+    """Channels of Qwen3.5-4B, as projections make them; a row of documents; fewer taps, and more."""
 
     def case(channels: int, dtype: torch.dtype, taps: int = 4, packed: bool = True) -> Case:
         places = meta(ROWS, dtype=torch.int32)
@@ -184,7 +184,11 @@ def _causal_conv1d() -> list[Case]:
 
         return Case(call, ((1, ROWS, channels), (channels, taps), (channels,)), dtype)
 
-    return [case(8192, BF16), *on_the_first(case(8192, FP16, packed=False), case(1000, FP32, taps=2))]
+    return [
+        case(8192, BF16),
+        *on_the_first(case(8192, FP16, packed=False), case(1000, FP32, taps=2)),
+        case(2048, BF16, taps=7),
+    ]
 
 
 def _causal_conv1d_step() -> list[Case]:

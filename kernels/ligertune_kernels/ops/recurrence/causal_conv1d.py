@@ -1,4 +1,4 @@
-r"""Causal depthwise convolution of 2 to 4 taps, with bias and SiLU: what stands in front of a recurrence.
+r"""Causal depthwise convolution of 2 to 8 taps, with bias and SiLU: what stands in front of a recurrence.
 
 x (C, T), weight w (C, W), bias b (C,); x before the first token of t's document counts as 0:
 
@@ -13,7 +13,7 @@ Everything is computed in fp32 and rounded once. The backward keeps x and comput
 A program walks along a run of tokens with the last three x of its channels in registers, in the backward also dz and
 sums: as tiles, z would be computed once per tap, and its exponentials would take longer than the memory. The backward
 reads three tokens of the next run, and adds its part of dw and db to no other program's: column sums follow. There are
-no atomics.
+no atomics. More than four taps have kernels of their own: wide_conv1d.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, t
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence.input_checks import check_convolution
 from ligertune_kernels.ops.recurrence.tiles import CONV_BACKWARD, CONV_FORWARD, ConvTile
+from ligertune_kernels.ops.recurrence.wide_conv1d import convolve_wide, differentiate_wide
 
+RUN_TAPS = 4  # at most, of the kernels that walk along runs
 Activation = Literal["silu"]
 
 
@@ -386,6 +388,10 @@ def _or_stand_in(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, starts, shape):  # x (B, T, C) with neighbouring channels
+        ctx.save_for_backward(x, weight, bias, starts)
+        ctx.shape = shape
+        if shape.taps > RUN_TAPS:
+            return convolve_wide(x, weight, bias, starts, silu=shape.activation == "silu")
         batch, n_tokens, n_channels = x.shape
         (launcher, tile), _ = _launches(shape, chip_of(x.device))
         y = x.new_empty(x.shape)
@@ -394,37 +400,50 @@ class _Conv(torch.autograd.Function):
         launcher(
             grid, (x, weight, *_or_stand_in(weight, bias, starts), y), (*x.stride()[:2], n_channels), n_tokens, run
         )
-        ctx.save_for_backward(x, weight, bias, starts)
-        ctx.shape = shape
         return y
 
     @staticmethod
     @no_double_backward
     def backward(ctx, dy):
         x, weight, bias, starts = ctx.saved_tensors
-        batch, n_tokens, n_channels = x.shape
-        _, (launcher, tile) = _launches(ctx.shape, chip_of(x.device))
+        shape = ctx.shape
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        dx = x.new_empty(x.shape)
-        taps = ctx.shape.taps
-        has_bias = ctx.shape.has_bias
-        run = tile.run_of(batch * n_tokens, n_channels, chip_of(x.device))
-        runs = -(-n_tokens // run)
-        partial = torch.empty((batch * runs, taps + has_bias, n_channels), dtype=torch.float32, device=x.device)
-        launcher(
-            (runs, -(-n_channels // tile.cols), batch),
-            (x, dy, weight, *_or_stand_in(weight, bias, starts), dx, partial),
-            (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, run,
-        )  # fmt: skip
-        sums = partial.sum(0)
-        dw = torch.empty_like(weight).copy_(sums[:taps].t())
-        db = sums[taps].to(bias.dtype) if has_bias else None
+        if shape.taps > RUN_TAPS:
+            dx, sums = differentiate_wide(x, dy, weight, bias, starts, silu=shape.activation == "silu")
+        else:
+            dx, sums = _differentiate(x, dy, weight, bias, starts, shape)
+        dw = torch.empty_like(weight).copy_(sums[: shape.taps].t())
+        db = sums[shape.taps].to(bias.dtype) if shape.has_bias else None
         return dx, dw, db, None, None
+
+
+def _differentiate(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    shape: _Shape,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dx, and the gradients (W, C) of the taps in fp32, with that of the bias after them."""
+    batch, n_tokens, n_channels = x.shape
+    _, (launcher, tile) = _launches(shape, chip_of(x.device))
+    dx = x.new_empty(x.shape)
+    run = tile.run_of(batch * n_tokens, n_channels, chip_of(x.device))
+    runs = -(-n_tokens // run)
+    sums = (batch * runs, shape.taps + shape.has_bias, n_channels)
+    partial = torch.empty(sums, dtype=torch.float32, device=x.device)
+    launcher(
+        (runs, -(-n_channels // tile.cols), batch),
+        (x, dy, weight, *_or_stand_in(weight, bias, starts), dx, partial),
+        (*x.stride()[:2], *dy.stride()[:2], n_channels), n_tokens, run,
+    )  # fmt: skip
+    return dx, partial.sum(0)
 
 
 def causal_conv1d(
     x: torch.Tensor,  # (B, C, T)
-    weight: torch.Tensor,  # (C, W), W from 2 to 4
+    weight: torch.Tensor,  # (C, W), W from 2 to 8
     bias: torch.Tensor | None = None,  # (C,)
     *,
     activation: Activation | None = None,

@@ -83,7 +83,7 @@ def _conv_launch(taps: int, places: int, has_bias: bool, activation: Activation 
 def causal_conv1d_step(
     x: torch.Tensor,  # (B, C, L)
     conv_state: torch.Tensor,  # (B, C, S), S at least W - 1: the last tokens, in place
-    weight: torch.Tensor,  # (C, W), W from 2 to 4
+    weight: torch.Tensor,  # (C, W), W from 2 to 8
     bias: torch.Tensor | None = None,  # (C,)
     *,
     activation: Activation | None = None,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-MAX_TAPS = 4
+MAX_TAPS = 8
 
 
 def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
@@ -44,7 +44,7 @@ def check_convolution(
         check_given(op, x=x, weight=weight)
     check_tensors(op, x=x, weight=weight, bias=bias)
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not 2 <= weight.shape[1] <= MAX_TAPS:
-        raise ValueError(f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 4)")
+        raise ValueError(f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected (B, C, T) and (C, 2 to 8)")
     if bias is not None and bias.shape != x.shape[1:2]:
         raise ValueError(f"{op}: bias {tuple(bias.shape)}; expected {tuple(x.shape[1:2])}")
     if activation not in (None, "silu"):

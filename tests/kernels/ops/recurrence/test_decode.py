@@ -6,7 +6,7 @@ from ligertune_kernels import causal_conv1d_step, gated_delta_rule_step
 from support.kernels.recurrence_loops import convolution_loop, delta_rule_loop
 
 
-@pytest.mark.parametrize("taps, places, bias", [(4, 4, True), (4, 3, False), (2, 4, True)])
+@pytest.mark.parametrize("taps, places, bias", [(4, 4, True), (4, 3, False), (2, 4, True), (7, 6, True)])
 def test_a_convolution_token_by_token_is_that_of_the_row(taps, places, bias, device) -> None:
     x = torch.randn(2, 37, 9, device=device)
     weight = torch.randn(37, taps, device=device)
