@@ -45,12 +45,13 @@ SIZES = {
     **_names(4, "num_hidden_layers n_layer num_layers n_layers"),
     **_names(4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
                 "attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
-                "mamba_num_heads mamba_n_heads num_mamba_heads"),
+                "mamba_num_heads mamba_n_heads num_mamba_heads linear_num_heads"),
     **_names(2, "num_key_value_heads num_kv_heads multi_query_group_num num_experts_per_tok moe_topk top_k_experts "
                 "moe_top_k linear_num_key_heads num_experts_per_token moe_k"),
     **_names(16, "head_dim linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim "
                  "kv_lora_rank q_lora_rank index_head_dim mamba_head_dim mamba_d_head attention_head_dim d_kv "
-                 "rotary_dim kv_channels global_head_dim swa_head_dim hidden_size_per_layer_input"),
+                 "rotary_dim kv_channels global_head_dim swa_head_dim hidden_size_per_layer_input "
+                 "linear_head_dim"),
     **_names(1, "n_groups mamba_n_groups mamba_ngroups "
                 "n_group topk_group num_expert_group n_shared_experts num_shared_experts first_k_dense_replace"),
     **_names(256, "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions"),
@@ -93,7 +94,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
-    "glm5_next_text": {"linear_num_heads": 4},
     "glm4v_text": _HALF_MROPE,
     "glm4v_moe_text": _HALF_MROPE,
     "glm_ocr_text": _HALF_MROPE,
