@@ -50,3 +50,13 @@ def test_a_block_of_an_mlp_alone():
     shape = read_shape(tiny_family("causal", "nemotron_h"))
     (block,) = (one for one, _ in shape.other_layers if one.mlp and one.experts is None)
     assert (block.heads, block.mixer, block.ungated) == (0, None, (1, False))
+
+
+@pytest.mark.parametrize(
+    "family, first", [("lfm2", "feed_forward.w1"), ("opt", "fc1"), ("falcon", "mlp.dense_h_to_4h")]
+)
+def test_the_width_is_that_of_the_layer(family, first):
+    """LFM2 changes the configured width; OPT and Falcon have other names for it."""
+    model = tiny_family("causal", family)
+    width = text_layers(model)[-1].get_submodule(first).out_features
+    assert read_shape(model).layer.mlp == width != getattr(model.config, "intermediate_size", None)
