@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -248,7 +249,6 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         key=key,
         heads=config_value(config, "num_attention_heads") if has.attention else 0,
         mlp=mlp,
-        ungated=saved_without_gate(layer, hidden, mlp) if has.mlp and experts is None else None,
         norms=_norm_inputs(layer, query, key),
         attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
         mlp_in=reads_input or any(MLP_IN & set(parts) for parts in trained),
@@ -266,7 +266,15 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
             for name, module in layer.named_modules()
         ),
     )
+    shape = _with_activation(shape, layer)
     return shape if has.mixer is None else with_mixer(shape, has.mixer)
+
+
+def _with_activation(shape: LayerShape, layer: nn.Module) -> LayerShape:
+    """Return the sizes of a layer with what the activation of its dense MLP saves, if that has no gate."""
+    if shape.experts is not None or not shape.mlp:
+        return shape
+    return replace(shape, ungated=saved_without_gate(layer, shape.hidden, shape.mlp))
 
 
 def _attention_widths(config: PreTrainedConfig) -> tuple[int, int]:

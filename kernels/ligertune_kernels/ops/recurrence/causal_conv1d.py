@@ -13,7 +13,7 @@ Everything is computed in fp32 and rounded once. The backward keeps x and comput
 A program walks along a run of tokens with the last three x of its channels in registers, in the backward also dz and
 sums: as tiles, z would be computed once per tap, and its exponentials would take longer than the memory. The backward
 reads three tokens of the next run, and adds its part of dw and db to no other program's: column sums follow. There are
-no atomics. More than four taps have kernels of their own: wide_conv1d.py.
+no atomics. More than four taps have kernels of their own: wide_conv1d/.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ligertune_kernels.launcher import Launcher, cached, chip_of, runs_triton, t
 from ligertune_kernels.ops.attention.document_attention import Documents
 from ligertune_kernels.ops.recurrence.input_checks import check_convolution
 from ligertune_kernels.ops.recurrence.tiles import CONV_BACKWARD, CONV_FORWARD, ConvTile
-from ligertune_kernels.ops.recurrence.wide_conv1d import convolve_wide, differentiate_wide
+from ligertune_kernels.ops.recurrence.wide_conv1d.wide_launches import convolve_wide, differentiate_wide
 
 RUN_TAPS = 4  # at most, of the kernels that walk along runs
 Activation = Literal["silu"]

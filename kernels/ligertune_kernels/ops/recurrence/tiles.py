@@ -190,11 +190,6 @@ CONV_SHORTEST = 32  # tokens
 CONV_FORWARD = ConvTile(run=64, cols=1024, thread_cols=4)
 CONV_BACKWARD = ConvTile(run=256, cols=512, thread_cols=4)  # the three tokens after a run, read again, cost 1 %
 
-# More than four taps; not measured yet. A tile is 16 numbers of a thread.
-WIDE_TOKENS = 32
-WIDE_COLS = 64
-WIDE_WARPS = 4
-
 
 # Steps of generation.
 UPDATE_CHANNELS = 256  # of a program that takes one token

@@ -1,0 +1,1 @@
+"""causal_conv1d for 5 to 8 taps."""
