@@ -51,13 +51,8 @@ def test_outputs_and_gradients_round_within_their_factors(heads, dtype, decay, d
     wide = {name: t.double() for name, t in tensors.items()}
     expected = run(ssd_reference, wide, grad, documents=documents_of(lengths, device))
     for name, truth in expected.items():
-        check_rounding(name, found[name], truth, dtype)
-
-
-def check_rounding(name: str, found: torch.Tensor, truth: torch.Tensor, dtype=torch.bfloat16) -> None:
-    """dtype: that of the inputs; results in float32 are rounded as their factors are."""
-    error = (found.double() - truth.double()).abs().max()
-    assert error <= ROUNDINGS * ONE_ROUNDING[dtype] * truth.double().abs().max().clamp(min=0.1), name
+        error = (found[name].double() - truth).abs().max()
+        assert error <= ROUNDINGS * ONE_ROUNDING[dtype] * truth.abs().max().clamp(min=0.1), name
 
 
 @pytest.mark.parametrize("lengths", [(4096,), (700, 1, 64, 283, 2100, 1300)], ids=str)
@@ -80,7 +75,7 @@ def test_a_document_has_its_gradients_anywhere_in_more_than_2_31_elements(device
         part = tensors | {name: tensors[name][:, own] for name in ROWS}
         alone = run(ssd, part, grad[:, own])
         for name in ("out", *ROWS):
-            check_rounding(name, found[name][:, own], alone[name])
+            torch.testing.assert_close(found[name][:, own].float(), alone[name].float(), rtol=2e-2, atol=2e-2)
 
 
 def test_nothing_waits_for_the_device(no_synchronisation, device) -> None:

@@ -68,8 +68,9 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the L2 norm () of each tensor, in float64.
 
-    A call is for one dtype: torch would copy each tensor of a mixed list to float64, as those of a hybrid model, whose
-    decays are float32. On an H200 these copies took 40 of 169 ms of a step of Kimi-Linear's layers.
+    Each call has tensors of one dtype: of a list of several dtypes torch copies every tensor to float64. Hybrid models
+    have such lists, because their decays are float32. Without the copies a step of four layers of Kimi-Linear takes
+    135 ms on an H200, and 169 with them.
     """
     norms: dict[int, Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors}:

@@ -155,7 +155,7 @@ STEP_TABLES = {
     ),
     "hybrids": Table(
         page="hybrids",
-        title="Whole steps of other hybrid models' layers, beside Llama's",
+        title="Whole steps of layers of Nemotron-H, Kimi-Linear and Llama",
         intro=WHOLE_STEPS,
         caveats=(
             "Nemotron-H-8B has 14 of its 52 layers, Kimi-Linear-48B-A3B 4 of its 27, Llama-3.1-8B 8 of its 32, so the "

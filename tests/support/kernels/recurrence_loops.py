@@ -68,7 +68,6 @@ def ssd_loop(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs (B, T, H, P) and the last state (B, H, P, N) of state space duality, one token at a time.
 
-    A: (H,), or (B, T, H), whose gradient shows what each token adds to that of (H,).
     lengths: of packed documents, each of which starts from zeros.
     """
     batch, n_tokens, heads, head_dim = x.shape
@@ -84,8 +83,7 @@ def ssd_loop(
         step = functional.softplus(step) if dt_softplus else step
         step = step.clamp(*dt_limit)[:, :, None]  # (B, H, 1)
         b, c = (rows[:, t].repeat_interleave(heads // groups, 1) for rows in (B, C))
-        rate = (A if A.ndim == 1 else A[:, t])[..., None]
-        state = (step * rate).exp()[..., None] * state + (step * x[:, t])[..., None] * b[:, :, None]
+        state = (step * A[:, None]).exp()[..., None] * state + (step * x[:, t])[..., None] * b[:, :, None]
         y = (state @ c[..., None])[..., 0]
         if D is not None:
             y = y + x[:, t] * (D[:, None] if D.ndim == 1 else D)
