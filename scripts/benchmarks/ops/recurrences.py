@@ -146,8 +146,9 @@ def point_of(case: Case, function: Callable, device: str) -> dict:
         point["found"] = [t.detach() for t in both()]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
             both()
-            point["peak_mib"] = torch.cuda.max_memory_allocated() / MIB
+            point["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / MIB
         point["both_ms"] = statistics.median(run[2] for run in timed(both, cuda, TIMING))
     return point
 
@@ -183,14 +184,15 @@ def page(options: argparse.Namespace, points: list[dict], reason: str | None) ->
             "Medians of up to 20 runs by CUDA events, of 2 where one takes long: the GPU's time, without the host's. "
             "Small differences may be noise.",
             f"'packed' computes documents of {DOCUMENT} tokens, which the other sides do not keep apart.",
-            "'Kept' is what the backward needs besides the inputs. Sides in torch run up to "
-            f"{LONGEST_IN_TORCH:,} tokens.",
+            "'Kept' is what the backward needs besides the inputs. The peak counts outputs, gradients and what is in "
+            "use meanwhile, without the inputs.",
+            f"Sides in torch run up to {LONGEST_IN_TORCH:,} tokens.",
         ],
         columns=[["op", "op", ""], ["tokens", "tokens", ",d"], ["side", "side", ""],
                  ["forward_ms", "forward, ms", ".3f"], ["both_ms", "forward and backward, ms", ".3f"],
                  ["forward_times", "forward: ligertune's speed over it", ".2f"],
                  ["both_times", "both: ligertune's speed over it", ".2f"],
-                 ["kept_mib", "kept, MiB", ".0f"], ["peak_mib", "peak, MiB", ".0f"],
+                 ["kept_mib", "kept, MiB", ".0f"], ["peak_mib", "added at the peak, MiB", ".0f"],
                  ["differs", "differs by", ".1e"]],
         rows=rows,
         left_out=left_out(points, reason),

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from support.quickstart_runs import detach_loss, plan_run
 from test_optimizers import plan, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +27,9 @@ WAYS = {
 
 @pytest.fixture
 def accelerator():
-    return Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run may have been on a GPU
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def adamw(model: torch.nn.Module, *, fused: bool = True) -> torch.optim.AdamW:
