@@ -49,6 +49,8 @@ class ExecutionOptions:
     full_determinism: bool
     gradient_checkpointing: Literal["offload", "offload_gate", "offload_both"] | bool
     neftune_noise_alpha: float | None
+    label_smoothing_factor: float
+    loss_type: Literal["nll", "dft"]
 
 
 RowKind = Literal["packed", "grouped", "shuffled"]
@@ -169,6 +171,8 @@ class RunOptions:
                     full_determinism=train.full_determinism,
                     gradient_checkpointing=train.gradient_checkpointing,
                     neftune_noise_alpha=train.neftune_noise_alpha,
+                    label_smoothing_factor=train.label_smoothing_factor,
+                    loss_type=train.loss_type,
                 ),
             ),
             data_options=recipe.data,

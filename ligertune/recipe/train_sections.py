@@ -204,6 +204,10 @@ class TrainSpec(Section):
     """AdamW: term added to the denominator."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Norm to clip gradients to; 0: no clipping."""
+    label_smoothing_factor: ShareBelowOne = 0.0
+    """Share of each label's weight that all classes get in training; evaluation has none."""
+    loss_type: Literal["nll", "dft"] = "nll"
+    """nll: cross-entropy; dft (dynamic fine-tuning): each token's times its own probability, in training."""
     neftune_noise_alpha: PositiveFloat | None = None
     """NEFTune: noise on the input embeddings of at most this, divided by sqrt(length * hidden size); null: none."""
     group_by_length: Switch = True
