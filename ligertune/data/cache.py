@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from ligertune.data.examples import ARRAYS, Block, FileNames, Preparation
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.row_kind import row_code
-from ligertune.data.rows.sources import find_files, hub_rows
+from ligertune.data.rows.sources import files_of, hub_rows
 from ligertune.data.templates.bounded_jinja import template_path
 from ligertune.errors import UserError
 from ligertune.files.checked_files import open_regular, read_json_value
@@ -64,7 +64,7 @@ def data_key(spec: DatasetOptions, preparation: Preparation) -> str:
             file_text = opened.read(1 << 20).decode("utf-8", "replace")  # a longer one is refused
     template = [tokenizer.chat_template, file_text]
     parts = {
-        "files": [(display_path(found), _hash_of(found)) for found in find_files(spec.path, spec.split, spec.name)]
+        "files": [(display_path(found), _hash_of(found)) for found in files_of(spec)]
         or hub_rows(spec, download=True)._fingerprint,
         "path": display_path(Path(spec.path)),
         "dataset": {name: value for name, value in vars(spec).items() if name != "weight"},

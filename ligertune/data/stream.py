@@ -19,7 +19,7 @@ from ligertune.data.dataset_report import WARN_SHARE, DatasetReport, remedy
 from ligertune.data.examples import Example, Preparation
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.sources import RecordStream, find_files
+from ligertune.data.rows.sources import RecordStream, files_of
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import plural
 
@@ -94,7 +94,7 @@ class ExampleStream:
         digest = hashlib.sha256(repr(self._preparation.example_options).encode())
         for part in self.sets:
             digest.update(repr(part.spec).encode())
-            for file in find_files(part.spec.path, part.spec.split, part.spec.name):
+            for file in files_of(part.spec):
                 stat = file.stat()
                 digest.update(f"{file}|{stat.st_size}|{stat.st_mtime_ns}".encode())
         return digest.hexdigest()

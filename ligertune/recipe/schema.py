@@ -190,6 +190,12 @@ class DatasetSpec(Section):
     """Configuration (subset) of a hub data set."""
     split: Text = "train"
     """Split of a hub data set, or of a folder whose files are named by splits."""
+    data_dir: Text | None = None
+    """Subfolder of a folder or hub data set, in place of the whole."""
+    data_files: NameList = ()
+    """Files of a folder or hub data set, as paths or globs inside it; none: those of the split."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub data set; null: its newest."""
     format: Literal[
         "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava",
         "question_answer", "dialogue", "oasst",

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -43,7 +45,8 @@ def card_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
         _refuse(folder, f"of {config['config_name']} has `data_dir`, which is not read here")
     if patterns is None:
         return {}
-    return {split: _matches(paths, folder) for split, paths in _by_split(patterns, folder).items()}
+    refuse = partial(_refuse, folder)
+    return {split: matches(paths, folder, refuse) for split, paths in _by_split(patterns, folder).items()}
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
@@ -111,25 +114,25 @@ def _by_split(patterns: Any, folder: Path) -> dict[str, list[str]]:
     return by_split
 
 
-def _matches(patterns: list[str], folder: Path) -> list[Path]:
-    """Return the data files that patterns match, sorted. Raises UserError for one that matches none."""
+def matches(patterns: Sequence[str], folder: Path, refuse: Callable[[str], NoReturn]) -> list[Path]:
+    """Return the data files that patterns match, sorted. refuse: raises the error for one that matches none."""
     found: set[Path] = set()
     for pattern in patterns:
-        inside = _inside(pattern, folder)
+        inside = path_inside(pattern, refuse)
         names = glob.glob(inside, root_dir=folder, recursive=True) if glob.has_magic(inside) else [inside]
         files = [folder / name for name in names if (folder / name).is_file() and reader_of(Path(name))]
         if not files:
-            _refuse(folder, f"names {pattern:.200}, and no data file matches it")
+            refuse(f"names {pattern:.200}, and no data file matches it")
         found.update(files)
     return sorted(found)
 
 
-def _inside(path: Any, folder: Path) -> str:
-    """Return a relative path of README.md. Raises UserError if it leads out of the folder."""
+def path_inside(path: Any, refuse: Callable[[str], NoReturn]) -> str:
+    """Return a relative path. refuse: raises the error for one that leads out of its folder."""
     parts = PurePosixPath(path).parts if isinstance(path, str) else ("..",)
     # a second ** makes the time of a search grow with the square of the files
     if ".." in parts or "\0" in str(path) or "://" in str(path) or parts.count("**") > 1 or str(path).startswith("/"):
-        _refuse(folder, f"names {path!r:.200}, which is no path inside the folder")
+        refuse(f"names {path!r:.200}, which is no path inside the folder")
     return str(PurePosixPath(path))
 
 

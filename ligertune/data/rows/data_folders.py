@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from ligertune.data.rows.data_card import card_parts
+from ligertune.data.rows.data_card import card_parts, matches, path_inside
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.file_readers import FILE_TYPES, file_type, reader_of
 from ligertune.errors import UserError
@@ -37,16 +38,23 @@ _MAX_FOLDERS = 10_000  # of one level, so that a search from / ends
 _MAX_METADATA = 1 << 24  # bytes of a file that `datasets` wrote about a data set
 
 
-def files_in(folder: Path, split: str, name: str | None = None) -> list[Path]:
-    """Return the data files of a folder, sorted, or those of `split` if README.md or their names tell splits apart.
+class Choice(NamedTuple):
+    """Which files of a folder, or of a hub data set, a recipe names."""
 
-    name: a configuration of README.md.
-    """
-    parts = card_parts(folder, name)
-    if not parts and name is not None:
-        raise no_configurations(str(folder))
-    parts = parts or _saved_parts(folder) or _parts(folder)
-    files = _chosen(parts, split, folder)
+    split: str = DEFAULT_SPLIT
+    name: str | None = None  # a configuration of README.md
+    data_dir: str | None = None
+    data_files: tuple[str, ...] = ()
+
+
+ALL = Choice()
+
+
+def files_in(folder: Path, choice: Choice = ALL) -> list[Path]:
+    """Return the chosen data files of a folder, sorted: those of the split if README.md or their names tell splits."""
+    if choice.data_dir is not None:
+        folder = _subfolder(folder, choice.data_dir)
+    files = _named_files(folder, choice) if choice.data_files else _files_of_split(folder, choice.split, choice.name)
     types = sorted({file_type(file) for file in files})
     if len(types) > 1:
         raise UserError(
@@ -54,6 +62,31 @@ def files_in(folder: Path, split: str, name: str | None = None) -> list[Path]:
             hint=f"Choose one, for instance with {folder / ('*' + types[0])}.",
         )
     return files
+
+
+def _files_of_split(folder: Path, split: str, name: str | None) -> list[Path]:
+    parts = card_parts(folder, name)
+    if not parts and name is not None:
+        raise no_configurations(str(folder))
+    return _chosen(parts or _saved_parts(folder) or _parts(folder), split, folder)
+
+
+def _subfolder(folder: Path, name: str) -> Path:
+    inner = folder / path_inside(name, partial(_refuse, folder, "data_dir"))
+    if not inner.is_dir():
+        _refuse(folder, "data_dir", f"is {name:.200}, which is no folder in it")
+    return inner
+
+
+def _named_files(folder: Path, choice: Choice) -> list[Path]:
+    if choice.name is not None or choice.split != DEFAULT_SPLIT:
+        other = "split" if choice.name is None else "name"
+        raise UserError(f"{folder}: `data_files` and `{other}` both choose files.", hint=f"Leave `{other}` out.")
+    return matches(choice.data_files, folder, partial(_refuse, folder, "data_files"))
+
+
+def _refuse(folder: Path, key: str, what: str) -> NoReturn:
+    raise UserError(f"{display_path(folder)}: `{key}` {what}.", hint="Correct it, or leave it out.")
 
 
 def no_configurations(path: str) -> UserError:

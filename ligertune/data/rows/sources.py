@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.arrow_tables import TableRows, arrow_schema
 from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
-from ligertune.data.rows.data_folders import DEFAULT_SPLIT, files_in, no_configurations
+from ligertune.data.rows.data_folders import ALL, DEFAULT_SPLIT, Choice, files_in, no_configurations
 from ligertune.data.rows.file_readers import file_type, read_records, reader_of
 from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
@@ -76,7 +76,7 @@ class RecordStream:
         return self._read / (self._read + _UNKNOWN_SIZE)
 
     def _all(self) -> Iterator[Record]:
-        paths = find_files(self.spec.path, self.spec.split, self.spec.name)
+        paths = files_of(self.spec)
         if not paths:
             yield from _read_hub(self.spec, self.max_bytes, download=self.download)
         self._files = [DataFile(path, self.max_bytes) for path in paths]
@@ -95,27 +95,47 @@ def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
     return assemble_trees(records, row) if TREE_COLUMNS & row.keys() else records
 
 
-def find_files(path: str, split: str = DEFAULT_SPLIT, name: str | None = None) -> list[Path]:
+def files_of(spec: DatasetOptions) -> list[Path]:
+    """Return the data files that a data set names, sorted; none if it is one on the hub. Raises UserError."""
+    choice = Choice(spec.split, spec.name, spec.data_dir, spec.data_files)
+    return find_files(spec.path, choice, revision=spec.revision)
+
+
+def find_files(path: str, choice: Choice = ALL, *, revision: str | None = None) -> list[Path]:
     """Return the data files that `path` names, sorted, or none if it can only be the id of a data set on the hub.
 
-    split, name: choose among the parts of a folder. Raises UserError if nothing matches, if files that are no folder
-    should have parts, or if a folder holds files of several types.
+    Raises UserError if nothing matches, if files that are no folder should have parts, if files here should have a
+    revision, or if a folder holds files of several types.
     """
+    found = _files_here(path, choice)
+    if found and revision is not None:
+        raise UserError(
+            f"{path} is on this machine: `revision` chooses a version of a data set on the hub.", hint="Leave it out."
+        )
+    return found
+
+
+def _files_here(path: str, choice: Choice) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_dir():
-        return files_in(place, split, name)
+        return files_in(place, choice)
     found = [place] if place.is_file() else []
     if not found and glob.has_magic(path):
         found = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if os.path.isfile(name))
         if not found:
             raise UserError(f"No file matches {path}.")
-    if found and name is not None:
+    if found and choice.name is not None:
         raise no_configurations(path)
-    if found and split != DEFAULT_SPLIT:
-        raise UserError(
-            f"{path} is on this machine: `split` chooses among the parts of a folder, or of a data set on the hub.",
-            hint="Leave it out and name the file you want in `path`.",
-        )
+    for key, is_given in (
+        ("split", choice.split != DEFAULT_SPLIT),
+        ("data_dir", choice.data_dir is not None),
+        ("data_files", choice.data_files),
+    ):
+        if found and is_given:
+            raise UserError(
+                f"{path} is on this machine: `{key}` chooses among the parts of a folder, or of a data set on the hub.",
+                hint="Leave it out and name the file you want in `path`.",
+            )
     if found or (_HUB_ID.fullmatch(path) and reader_of(place) is None):
         return found
     raise UserError(f"No such file or folder: {path}.")
@@ -150,17 +170,27 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
     if not datasets.config.HF_HUB_OFFLINE and why_unreachable():
         datasets.config.HF_HUB_OFFLINE = True  # it copies huggingface_hub's value when it is imported
     try:
-        return without_decoding(datasets.load_dataset(spec.path, spec.name, split=spec.split, streaming=not download))
+        rows = datasets.load_dataset(
+            spec.path,
+            spec.name,
+            data_dir=spec.data_dir,
+            data_files=list(spec.data_files) or None,
+            revision=spec.revision,
+            split=spec.split,
+            streaming=not download,
+        )
+        return without_decoding(rows)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        given = [key for key in ("data_dir", "data_files", "revision") if getattr(spec, key)]
         raise UserError(
             f"{spec.path} is neither a file or folder here nor a data set on the hub: {message_of(error).rstrip('.')}.",
-            hint="Check the path, the network, `name` and `split`.",
+            hint=f"Check the path, the network{''.join(f', `{key}`' for key in given)}, `name` and `split`.",
         ) from error
 
 
 def class_names(spec: DatasetOptions, column: str) -> tuple[str, ...]:
     """Return the names of a ClassLabel column of `datasets`, on the hub or in a parquet or arrow file; else none."""
-    files = find_files(spec.path, spec.split)
+    files = files_of(spec)
     name = spec.columns.get(column, column)
     if not files:
         return _names_of_classes(hub_rows(spec, download=True).features, name)

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ligertune.data.rows.row_kind import DetectedTask, other_row_kinds
-from ligertune.data.rows.sources import RecordStream, find_files
+from ligertune.data.rows.sources import RecordStream, files_of
 from ligertune.data.shapes.sample_columns import SampleColumns
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def detect_task(spec: DatasetOptions) -> DetectedTask | None:
 
     Raises UserError for a file that cannot be read.
     """
-    if not find_files(spec.path, spec.split, spec.name):
+    if not files_of(spec):
         return None
     records = list(islice(RecordStream(spec), FIRST_ROWS))
     first = [record for record in records if record.row]

@@ -7,6 +7,7 @@ import datasets
 import pytest
 from support.data.row_files import write_rows
 
+from ligertune.data.rows.data_folders import Choice
 from ligertune.data.rows.sources import RecordStream, find_files
 from ligertune.errors import UserError
 from ligertune.planning.options import DatasetOptions
@@ -73,13 +74,41 @@ def test_the_split_chooses_the_files(names, folder):
 )
 def test_a_folder_whose_split_is_not_clear_is_refused(names, split, says, folder):
     with pytest.raises(UserError, match=says) as error:
-        find_files(str(folder(*names)), split)
+        find_files(str(folder(*names)), Choice(split))
     assert error.value.exit_code == 2
 
 
-def test_a_plain_file_has_no_split(folder):
-    with pytest.raises(UserError, match="`split` chooses among the parts of a folder"):
-        texts(folder("train.jsonl") / "train.jsonl", split="test")
+@pytest.mark.parametrize("given", [{"split": "test"}, {"data_dir": "a"}, {"data_files": ["b"]}], ids=str)
+def test_a_plain_file_has_no_parts(given, folder):
+    with pytest.raises(UserError, match=f"`{next(iter(given))}` chooses among the parts of a folder"):
+        texts(folder("train.jsonl") / "train.jsonl", **given)
+
+
+def test_data_dir_and_data_files_choose_among_the_files_of_a_folder(folder):
+    place = folder("en/train.jsonl", "en/test.jsonl", "de/one.jsonl", "de/two.jsonl", "other.csv")
+    assert texts(place, data_dir="en") == ["en/train.jsonl"]
+    assert texts(place, data_dir="en", split="test") == ["en/test.jsonl"]
+    assert texts(place, data_files=["en/test.jsonl", "de/*.jsonl"]) == ["de/one.jsonl", "de/two.jsonl", "en/test.jsonl"]
+    assert texts(place, data_dir="de", data_files=["t*"]) == ["de/two.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"data_dir": "fr"}, "`data_dir` is fr, which is no folder in it"),
+        ({"data_dir": "../set"}, "`data_dir` names '../set', which is no path inside the folder"),
+        ({"data_files": ["none*"]}, r"`data_files` names none\*, and no data file matches it"),
+        ({"data_files": ["/etc/passwd"]}, "`data_files` names '/etc/passwd', which is no path inside the folder"),
+        ({"data_files": ["a.jsonl"], "split": "test"}, "`data_files` and `split` both choose files"),
+        ({"data_files": ["a.jsonl"], "name": "en"}, "`data_files` and `name` both choose files"),
+        ({"revision": "v1"}, "`revision` chooses a version of a data set on the hub"),
+    ],
+    ids=str,
+)
+def test_a_choice_that_fits_no_file_is_refused(given, says, folder):
+    with pytest.raises(UserError, match=says) as error:
+        texts(folder("a.jsonl"), **given)
+    assert error.value.exit_code == 2
 
 
 @pytest.fixture
