@@ -35,6 +35,7 @@ def quicken() -> None:
     _cast_with_numpy()
     _remember_numbers()
     _load_without_checks()
+    _pass_arguments_as_they_are()
     interpreter._patch_attr = _call_directly
     interpreter.TensorHandle.__post_init__ = lambda handle: None  # it compares sizes of types
     interpreter.ReduceOps.generic_reduce = _reduce_by_halves
@@ -176,6 +177,30 @@ def _remember_numbers() -> None:
         return numbers[key]
 
     semantic.TritonSemantic.to_tensor = to_tensor
+
+
+def _pass_arguments_as_they_are() -> None:
+    """Launch on the tensors themselves, which are on the CPU.
+
+    Triton makes a second tensor of each storage, in a function that refers to itself: the storages would stay alive
+    until the next garbage collection.
+    """
+    executor = interpreter.GridExecutor
+    copy_to_host, copy_back = executor._init_args_hst, executor._restore_args_dev
+
+    def on_host(given: object) -> bool:
+        return getattr(getattr(given, "device", None), "type", "cpu") == "cpu" and not isinstance(given, tuple)
+
+    def arguments(self: object, args: tuple, kwargs: dict[str, object]) -> tuple[list, dict[str, object]]:
+        if all(map(on_host, (*args, *kwargs.values()))):
+            return list(args), dict(kwargs)
+        return copy_to_host(self, args, kwargs)
+
+    def restore(self: object, args: tuple, args_hst: list, kwargs: dict, kwargs_hst: dict) -> None:
+        if not all(map(on_host, (*args, *kwargs.values()))):
+            copy_back(self, args, args_hst, kwargs, kwargs_hst)
+
+    executor._init_args_hst, executor._restore_args_dev = arguments, restore
 
 
 def _load_without_checks() -> None:
