@@ -9,7 +9,16 @@ import torch
 from safetensors.torch import load_file
 from support.command_line import losses, weights
 from support.forked_ranks import on_ranks
-from support.quickstart_runs import RESUME, TWO_LAYERS, detach_loss, plan_run, recipe_for, saves, train_ranks, unfinished
+from support.quickstart_runs import (
+    RESUME,
+    TWO_LAYERS,
+    detach_loss,
+    plan_run,
+    recipe_for,
+    saves,
+    train_ranks,
+    unfinished,
+)
 
 from ligertune.errors import UserError
 from ligertune.run import run
