@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.forked_ranks import on_ranks
-from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, unfinished
+from support.quickstart_runs import RESUME, plan_run, saves, unfinished
 from support.tasks.preference_runs import pairs, settings, train_pairs, write_rows
 
 from ligertune.data.cache import cache_home
@@ -13,7 +13,6 @@ from ligertune.errors import UserError
 
 ROWS = pairs(40)
 SETTINGS = {
-    **TWO_LAYERS,
     "data.val_split": 0.2,
     "data.datasets.0.max_samples": 40,
     "train.learning_rate": 3e-4,
