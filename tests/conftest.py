@@ -19,8 +19,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 # These files take longest. If they started last, the other cores would wait for them.
 LONG = (
-    "test_under_interpreter", "test_medusa_command", "test_vision_training", "test_recompute",
-    "test_patch_in_place", "test_types", "test_ahead_of_time", "test_keys", "test_signals", "test_ranks",
+    "test_under_interpreter", "test_types", "test_started_ranks", "test_hub", "test_fuzz", "test_recompute",
+    "test_golden_labels", "test_compiled_kernels", "test_medusa_command", "test_trained_base", "test_examples",
+    "test_keys", "test_vision_end_to_end", "test_ranks", "test_evaluations", "test_optimizers",
 )  # fmt: skip
 
 FILES = itertools.count(1)

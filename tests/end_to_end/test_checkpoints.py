@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 from support.command_line import RECIPE, losses, overrides, run_here, weights
 from support.data.row_files import flip_a_bit
-from support.quickstart_runs import RESUME, SHORT, plan_run, saves, train, unfinished
+from support.quickstart_runs import RESUME, SHORT, TWO_LAYERS, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ligertune.data.batching.collate import Batcher
@@ -30,7 +30,7 @@ from ligertune.training.checkpoint.load_checkpoint import saved_progress
 from ligertune.training.checks import FiniteLossCheck
 from ligertune.training.evaluate import evaluate
 
-SETTINGS = {"train.max_steps": 6, **saves(2), "checkpoint.save_total_limit": 3}
+SETTINGS = {**TWO_LAYERS, "train.max_steps": 6, **saves(2), "checkpoint.save_total_limit": 3}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import losses, metrics, weights
-from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, unfinished
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
 from ligertune.cli.render.run_report import show_report
@@ -116,7 +116,7 @@ def test_an_evaluation_before_the_first_step_counts_for_nothing_and_changes_noth
 
 def test_an_evaluation_before_training_is_chosen_where_it_is_cheap_and_leaves_the_weights_equal(tmp_path, capsys):
     """Dropout draws random numbers: an evaluation that drew any would change every later step."""
-    few = {"data.datasets.0.max_samples": 40, "data.val_split": 0.03, "train.max_steps": 12,
+    few = {**TWO_LAYERS, "data.datasets.0.max_samples": 40, "data.val_split": 0.03, "train.max_steps": 12,
            "method.type": "lora", "method.lora_dropout": 0.5}  # fmt: skip
     report = train(tmp_path / "auto", **few)
     train(tmp_path / "without", **few, **{"eval.eval_on_start": False})

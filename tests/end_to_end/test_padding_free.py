@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from support.command_line import losses
-from support.quickstart_runs import RESUME, plan_run, saves, unfinished
+from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, unfinished
 
 from ligertune.attention.choice import FASTER_ON
 from ligertune.compare.summary import TOLERANCES
@@ -18,6 +18,7 @@ from ligertune.training.setup import Job
 STEPS = 8
 # Without grouping by length, a micro-batch has examples of different lengths. A step has 2 x 4 examples.
 UNEVEN = {
+    **TWO_LAYERS,
     "train.max_steps": STEPS,
     "train.group_by_length": False,
     "train.per_device_train_batch_size": 4,

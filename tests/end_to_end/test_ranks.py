@@ -7,10 +7,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.command_line import RECIPE, losses, overrides, run, weights
-from support.quickstart_runs import RESUME, saves, train_ranks, unfinished
+from support.quickstart_runs import RESUME, TWO_LAYERS, saves, train_ranks, unfinished
 
 STEPS = 5
 SETTINGS = {
+    **TWO_LAYERS,
     "train.max_steps": STEPS,
     "train.global_batch_size": 8,
     "data.datasets.0.max_samples": 35,  # an epoch ends inside a step
@@ -21,7 +22,7 @@ SETTINGS = {
 GROUPED = {"data.packing": False, "train.group_by_length": True}
 DDP, FSDP = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
 RECOMPUTED = {"kernels.recompute": True}  # its backward reads weights that FSDP gathers
-OFFLOADED = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 3, **RECOMPUTED}
+OFFLOADED = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 1, **RECOMPUTED}
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,23 @@ import torch
 from safetensors.torch import load_file
 from support.command_line import losses, weights
 from support.forked_ranks import on_ranks
-from support.quickstart_runs import RESUME, detach_loss, plan_run, recipe_for, saves, train_ranks, unfinished
+from support.quickstart_runs import (
+    RESUME,
+    TWO_LAYERS,
+    detach_loss,
+    plan_run,
+    recipe_for,
+    saves,
+    train_ranks,
+    unfinished,
+)
 
 from ligertune.errors import UserError
 from ligertune.run import run
 from ligertune.training.resolve import plan_for
 
 SETTINGS = {
+    **TWO_LAYERS,
     "train.max_steps": 4,
     "train.global_batch_size": 8,
     "train.per_device_train_batch_size": 4,

@@ -26,6 +26,8 @@ SHORT = {
     "checkpoint.save_strategy": "no",
     "report.warmup_steps": 1,
 }
+# Two of the model's five layers, untrained: for runs that are compared with each other, half the time.
+TWO_LAYERS = {"model.init": "random", "model.num_hidden_layers": 2}
 # A recipe may hold only one key of each pair: a change of one drops the other.
 EXCLUSIVE = {
     "train.max_steps": "train.num_train_epochs",

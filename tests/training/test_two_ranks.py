@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.forked_ranks import on_ranks
-from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
+from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, unfinished
 
 from ligertune.errors import UserError
 from ligertune.training.checkpoint.checkpoint_files import save_checkpoint
@@ -17,6 +17,7 @@ from ligertune.training.loop import save_if_finite
 from ligertune.training.parallel.distributed import fsdp_plugin, max_over_ranks, start_accelerator
 
 SETTINGS = {
+    **TWO_LAYERS,
     "data.datasets.0.max_samples": 35,  # an epoch ends inside a step
     "data.val_split": 0.2,
     "eval.eval_strategy": "steps",
