@@ -117,12 +117,14 @@ def train(hub, worker, tmp_path):
     return call
 
 
-def test_a_data_set_is_downloaded_once_and_trained_on(train, rows):
+def test_a_part_of_a_revision_is_downloaded_once_and_trained_on(hub, train, rows):
     content = b"".join(rows)
-    done, sent = train("some/set", {"data/test.jsonl": content})
+    files = {"en/test.jsonl": content, "de/test.jsonl": content[:100]}
+    done, sent = train("some/set", files, **{"data.datasets.0.data_dir": "en", "data.datasets.0.revision": "v2"})
     assert done.code == 0, done.err
     assert json.loads(done.out)["steps"] == 2
     assert sent == len(content)
+    assert "v2" in hub.revisions
 
 
 def test_a_stream_downloads_less_than_half_of_a_large_data_set(train, rows):

@@ -84,6 +84,8 @@ def _key_of(at: KeyPath, item: Mapping[str, Any]) -> str | None:
     is_flattened = len(at) > 1 and ".".join(map(str, at)) in item
     if is_flattened or (written in item and written not in OWN_KEYS):
         return None
+    if written == "data_files" and written in item:
+        return written
     ours = KEYS["item_keys"]
     name = ours.get(str(at[-1]), ours.get(written, written))
     if name in item:
@@ -147,12 +149,22 @@ def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _per_file(item: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one data set per file of `data_files`, if the path is only the type of the files."""
-    # a hub id with data_files reads some files of a repository, which `path` cannot say: the key is reported
+    item = _listed_files(item)
     if item.get("path") not in FILE_TYPES or not item.get("data_files"):
         return [item]
-    files = item["data_files"]
     rest = {name: value for name, value in item.items() if name not in ("data_files", "ds_type")}
-    return [{**rest, "path": file} for file in (files if isinstance(files, list) else [files])]
+    return [{**rest, "path": file} for file in item["data_files"]]
+
+
+def _listed_files(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a data set whose `data_files` are a list: one file is a list of it, and of splits its own is taken."""
+    files = item.get("data_files")
+    if not files:
+        return item
+    if isinstance(files, Mapping):
+        files = files.get(item.get("split", "train"))
+        item = {name: value for name, value in item.items() if name != "split"}
+    return {**item, "data_files": [files] if isinstance(files, str) else files}
 
 
 def _role_key(item: dict[str, Any]) -> str | None:
@@ -318,7 +330,7 @@ def _trl_item(item: Any) -> Any:
     found = {KEYS["trl_item"].get(name, name): value for name, value in item.items() if value is not None}
     if isinstance(found.get("columns"), list):
         del found["columns"]
-    return found
+    return _listed_files(found)
 
 
 def hoist_template(work: Import) -> None:

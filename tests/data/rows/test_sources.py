@@ -238,9 +238,10 @@ def test_an_unreachable_hub_is_one_sentence_and_name_and_split_choose_a_part(mon
     asked = []
     found = datasets.Dataset.from_list([{"text": "a"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, **more: asked.append((words, more)) or found)
-    read_again = list(RecordStream(DatasetOptions(path="a/set", name="small", split="test"), download=download))
+    chosen = {"split": "test", "revision": "v2", "data_dir": "en", "data_files": ["*.csv"]}
+    read_again = list(RecordStream(DatasetOptions(path="a/set", name="small", **chosen), download=download))
     assert read_again == [Record({"text": "a"}, "a/set:test:1")]
-    assert asked == [(("a/set", "small"), {"split": "test", "streaming": not download})]
+    assert asked == [(("a/set", "small"), {**chosen, "streaming": not download})]
 
 
 def test_max_samples_stops_reading_and_a_csv_cell_may_be_longer_than_the_default_limit(tmp_path):

@@ -15,13 +15,15 @@ ETAG = "a" * 40
 class Hub(ThreadingHTTPServer):
     """Serve `files` (path -> content) as the data set `name`, and count the bytes of content sent.
 
-    Uploaded files are in `uploaded`, the requests that created repositories in `created`.
+    Uploaded files are in `uploaded`, the requests that created repositories in `created`, and the revisions of the data
+    set that were asked for in `revisions`.
     """
 
     def __init__(self, name: str, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.name, self.files, self.bytes_sent = name, files, 0
         self.created: list[dict] = []
+        self.revisions: set[str] = set()
         self.uploaded: dict[str, bytes] = {}
 
     @property
@@ -52,6 +54,7 @@ class _Answer(BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         api, resolved = f"/api/datasets/{self.server.name}", f"/datasets/{self.server.name}/resolve/"
         if path == api or path.startswith(f"{api}/revision/"):
+            self.server.revisions.add(path.removeprefix(api).removeprefix("/revision/"))
             siblings = [{"rfilename": file} for file in self.server.files]
             self._send(json.dumps({"id": self.server.name, "sha": REVISION, "siblings": siblings}).encode())
         elif path.startswith(f"{api}/tree/{REVISION}"):
