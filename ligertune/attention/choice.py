@@ -182,10 +182,7 @@ def check_shared_rows(config: PreTrainedConfig) -> None:
             "token to its last, so the ranks that share one would wait for each other.",
             hint="Leave it out.",
         )
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    # rope_parameters are one dictionary, or one per layer type
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    found = LENGTH_DEPENDENT_ROPE & kinds
+    found = _length_dependent_rope(config)
     if found:
         raise UserError(
             f"parallel.cp_size: the rotary angles of {config.model_type} ({', '.join(found)}) "
@@ -193,6 +190,31 @@ def check_shared_rows(config: PreTrainedConfig) -> None:
             hint="Leave it out.",
         )
     modality_of(config).check_shared_rows()
+
+
+def _length_dependent_rope(config: PreTrainedConfig) -> dict[str, int]:
+    """Return kinds of rotary embeddings that depend on the highest position of a row -> where they change."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    found = {}
+    # rope_parameters are one dictionary, or one per layer type
+    for each in (rope, *rope.values()):
+        kind = each.get("rope_type") if isinstance(each, dict) else None
+        if kind in LENGTH_DEPENDENT_ROPE:
+            own = each.get("original_max_position_embeddings") if kind == "longrope" else None
+            found[kind] = own or text.max_position_embeddings
+    return found
+
+
+def why_documents_of_a_row_matter(config: PreTrainedConfig, max_length: int) -> str | None:
+    """Return why a long document of a row would change the rotary angles of the others, or None."""
+    for kind, length in _length_dependent_rope(config).items():
+        if max_length > length:
+            return (
+                f"the rotary angles of {config.model_type} ({kind}) are others in a row with a document of more than "
+                f"{length} tokens, which data.max_length: {max_length} allows"
+            )
+    return None
 
 
 def missing_here(row: Attention, machine: Machine) -> str | None:

@@ -30,6 +30,7 @@ class TrainedBase:
 
     dtype: of its weights. stored_as: how the method quantises them. quantization: of the base's own files, which are
     dequantised to `dtype`. revision: commit or branch on the hub; None for a folder. fingerprint: of a folder's files.
+    rope_parameters: those of the recipe that replace the base's.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TrainedBase:
     quantization: str | None = None
     revision: str | None = None
     fingerprint: str | None = None
+    rope_parameters: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values for ligertune.json."""

@@ -6,6 +6,7 @@ It imports no model class of transformers: `ligertune data` needs none, and impo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,23 @@ RECURRENT_LAYERS = LINEAR_LAYERS | {"hybrid", "hybrid_sliding"}  # `carried_stat
 # Keys of a configuration whose model may have a recurrence or a convolution: Mamba's, linear attention's, LFM2's.
 STATE_KEYS = re.compile(r"mamba|ssm|conv|state_size|linear_|recurren|rwkv|delta", re.IGNORECASE)
 
+FULL = "full_attention"
+LENGTH = "original_max_position_embeddings"
+OF_ALL_ROPE = ("rope_type", "rope_theta")
+ROPE_KEYS: dict[str, tuple[str, ...]] = {  # rope_type -> what it reads besides
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", LENGTH, "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", LENGTH, "low_freq_factor", "high_freq_factor"),
+}
+OF_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OTHER_SCALING = {"short_factor", "long_factor", "mscale", "mscale_all_dim", "truncate"}  # that a model may have
+SCALING = OTHER_SCALING.union(*ROPE_KEYS.values())
+
 
 def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTrainedConfig:
-    """Read the model's configuration, truncated to `num_hidden_layers` if the recipe sets it. Raises UserError."""
+    """Read the model's configuration, with the recipe's number of layers and rotary embeddings. Raises UserError."""
     name = spec.model_name_or_path
     file, values = _read_values(spec, origin)
     if not spec.trust_remote_code:
@@ -51,6 +66,7 @@ def read_config(spec: ModelOptions, origin: ModelOrigin = RECIPE_MODEL) -> PreTr
         )
     if spec.num_hidden_layers is not None:
         truncate(config, spec.num_hidden_layers)
+    override_rope(config, spec.rope_parameters.model_dump(exclude_none=True))
     return config
 
 
@@ -99,6 +115,44 @@ def truncate(config: PreTrainedConfig, depth: int) -> None:
     if hasattr(text, "cross_attention_layers"):
         text.cross_attention_layers = [layer for layer in text.cross_attention_layers if layer < depth]
     text.num_hidden_layers = depth
+
+
+def override_rope(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
+    """Change the rotary embeddings to those of `model.rope_parameters`, in place. Raises UserError.
+
+    Where layers differ, those with full attention are changed: a sliding window has one length. Scaled embeddings make
+    the context longer (max_position_embeddings); those of `dynamic` begin to differ at that length, which stays.
+    """
+    if not given:
+        return
+    text = config.get_text_config()
+    values = getattr(text, "rope_parameters", None) or {}
+    is_nested = isinstance(values.get(FULL), dict)
+    values = values[FULL] if is_nested else values
+    if "rope_type" not in values:
+        raise UserError(
+            f"model.rope_parameters: a {text.model_type} configuration has no such parameters to change.",
+            hint="Leave it out.",
+        )
+    kind = given.get("rope_type", values["rope_type"])
+    read = (*OF_ALL_ROPE, *ROPE_KEYS.get(kind, ()))
+    for name in given:
+        if name not in read:
+            raise UserError(f"model.rope_parameters.{name} has no effect on rope_type: {kind}.", hint="Leave it out.")
+    kept = {name: value for name, value in values.items() if kind == values["rope_type"] or name not in SCALING}
+    new = {**kept, **given, "rope_type": kind}
+    if "factor" in read and "factor" not in new:
+        raise UserError(
+            f"model.rope_parameters: rope_type: {kind} needs a factor.", hint="Give model.rope_parameters.factor."
+        )
+    length = values.get(LENGTH) or text.max_position_embeddings
+    for name, default in {LENGTH: length, **OF_LLAMA_3}.items():
+        if name in read:
+            new.setdefault(name, default)
+    text.rope_parameters = {**text.rope_parameters, FULL: new} if is_nested else new
+    if LENGTH in read or kind == "linear":
+        longest = int(new.get(LENGTH, length) * new["factor"])
+        text.max_position_embeddings = max(text.max_position_embeddings, longest)
 
 
 def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:

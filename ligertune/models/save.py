@@ -227,8 +227,7 @@ def load_saved(
     spec = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
     folder = Path(name).expanduser()
     base = trained_base(folder) if is_adapter(folder) else base
-    if base is not None and base.revision is not None:
-        spec = spec.model_copy(update={"revision": base.revision})
+    spec = _as_trained(spec, base)
     config = read_saved_config(name, spec)
     loaded = read_tokenizer(spec, SAVED_MODEL)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -260,6 +259,14 @@ def _make_scored_as_saved(config: PreTrainedConfig, adapter: Path) -> None:
     if not heads:
         raise SAVED_MODEL.error(f"the adapter in {adapter} was trained to score texts, and holds no score head.")
     make_scored(config, num_labels=heads[0][0], origin=SAVED_MODEL)
+
+
+def _as_trained(spec: ModelOptions, base: TrainedBase | None) -> ModelOptions:
+    """Return how to load the base model in the revision, and with the rotary embeddings, of its training."""
+    if base is None:
+        return spec
+    rope = spec.rope_parameters.model_copy(update=base.rope_parameters or {})
+    return spec.model_copy(update={"revision": base.revision or spec.revision, "rope_parameters": rope})
 
 
 def base_as_trained(spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None) -> PreTrainedModel:
@@ -296,7 +303,8 @@ def load_plain(folder: Path, *, trust_remote_code: bool, base: PreTrainedModel |
         return _load_plain_model(saved_spec(str(folder), trust_remote_code=trust_remote_code))
     check_adapter(folder, SAVED_MODEL)
     if base is None:
-        base = _load_plain_model(saved_spec(str(folder), trust_remote_code=trust_remote_code), folder)
+        spec = _as_trained(saved_spec(str(folder), trust_remote_code=trust_remote_code), trained_base(folder))
+        base = _load_plain_model(spec, folder)
     import peft  # takes seconds
 
     config = fitted_config(base, folder, SAVED_MODEL)
@@ -334,9 +342,8 @@ def merge_saved_adapter(
     from ligertune.models.adapters.lora import load_adapter, merged_model  # imports peft, which takes seconds
 
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
+    spec = _as_trained(spec, base)
     config = read_saved_config(str(folder), spec)
-    if base is not None and base.revision is not None:
-        spec = spec.model_copy(update={"revision": base.revision})
     tokenizer = read_tokenizer(spec, SAVED_MODEL)
     original = copy.deepcopy(config)
     check_same_base(spec, base)

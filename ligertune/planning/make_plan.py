@@ -388,7 +388,7 @@ def check_context(recipe: Recipe, longest: int, context: int | None) -> None:
         raise UserError(
             f"data.max_length: {recipe.data.max_length} allows an example of {longest} tokens, "
             f"but the model's context (max_position_embeddings) is {context}.",
-            hint=f"Write data.max_length: {context}.",
+            hint=f"Write data.max_length: {context}, or model.rope_parameters for longer texts.",
         )
 
 

@@ -74,6 +74,7 @@ def trained_base(folder: Path, run: Path | None = None) -> TrainedBase | None:
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_ROPE = "rope_parameters"
 
 
 def _runs(folder: Path, run: Path | None) -> tuple[Path, ...]:
@@ -86,7 +87,8 @@ def _checked_base(found: Any, path: Path) -> TrainedBase:
         and found.get("dtype") in _DTYPES
         and found.get("stored_as") in (None, *STORED_AS)
         and isinstance(found.get("name"), str)
-        and all(isinstance(found.get(field.name), str | None) for field in fields(TrainedBase))
+        and isinstance(found.get(_ROPE), dict | None)
+        and all(isinstance(found.get(field.name), str | None) for field in fields(TrainedBase) if field.name != _ROPE)
     )
     if not is_right:
         raise UserError(
@@ -100,6 +102,7 @@ def _checked_base(found: Any, path: Path) -> TrainedBase:
         quantization=found.get("quantization"),
         revision=found.get("revision"),
         fingerprint=found.get("fingerprint"),
+        rope_parameters=found.get(_ROPE),
     )
 
 

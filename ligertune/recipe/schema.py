@@ -61,6 +61,29 @@ class TokenizerSpec(Section):
         return bool(self.add_tokens or self.add_special_tokens)
 
 
+class RopeSpec(Section):
+    """Rotary position embeddings that differ from the model's, as in transformers; the saved model has them."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] | None = None
+    """How angles are scaled for longer texts; null: the model's."""
+    factor: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
+    """How many times as long texts may be; all types but default."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """yarn, llama3: length without the scaling; null: that of the model."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the angles; null: the model's."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3: wavelengths above the length divided by this are scaled in full; null: the model's, or 1."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3: wavelengths below the length divided by this are not scaled; null: the model's, or 4."""
+    beta_fast: PositiveFloat | None = None
+    """yarn: rotations within the length from which angles are not scaled; null: the model's, or 32."""
+    beta_slow: PositiveFloat | None = None
+    """yarn: rotations within the length up to which angles are scaled in full; null: the model's, or 1."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: what the embeddings are multiplied by; null: the model's, or computed from the factor."""
+
+
 class ModelSpec(Section):
     """The model to train, and how to load it."""
 
@@ -80,6 +103,7 @@ class ModelSpec(Section):
     """With init: random: number of layers to build; null: all."""
     trust_remote_code: Switch = False
     """Run model code that comes with the checkpoint."""
+    rope_parameters: RopeSpec = RopeSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()
 
 

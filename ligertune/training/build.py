@@ -404,6 +404,7 @@ def _base_of(plan: Plan, quantization: str | None) -> TrainedBase:
         quantization=quantization,
         revision=revision,
         fingerprint=fingerprint,
+        rope_parameters=spec.rope_parameters.model_dump(exclude_none=True) or None,
     )
 
 

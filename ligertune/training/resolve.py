@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ligertune.attention.choice import why_documents_of_a_row_matter
 from ligertune.attention.padding_free import choose_batch_layout, has_one_length
 from ligertune.data.batching.largest_batch import ExampleSizes
 from ligertune.data.modalities.modality import ModalityReader, modality_of
@@ -85,7 +86,9 @@ def resolve(
     check_task(config, recipe.task)
     modality = modality_of(config)
     shares_rows = recipe.data.packing is not False or recipe.data.padding_free is not False
-    why = why_not_packed(written.build, config) if shares_rows else None
+    why = None
+    if shares_rows:
+        why = why_documents_of_a_row_matter(config, recipe.data.max_length) or why_not_packed(written.build, config)
     packing, packing_notes = choose_packing(recipe.data, modality.facts, why)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
     layout = BatchLayoutOptions.of(recipe, packing=packing, why_not_packed=why)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_line import RECIPE
-from support.models import tiny_families
+from support.models import tiny_families, tiny_models
 from support.quickstart_runs import plan_run
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -107,3 +107,20 @@ def test_auto_leaves_packing_off_and_says_why(gpt_oss, tmp_path) -> None:
     assert [note for note in plan.notes if note.startswith("packing is off: ") and "attention sinks" in note]
     with pytest.raises(UserError, match=r"data\.packing: .*attention sinks"):
         plan_run(tmp_path, **settings, **{"data.packing": True})
+
+
+def test_embeddings_that_depend_on_the_longest_document_are_not_packed(tmp_path) -> None:
+    """longrope has other angles in a row with a document of more than its original length."""
+    tokenizer = str(RECIPE.parent / "stories260K")
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256, **factors}
+    config = tiny_models.config_of("phi3", vocab_size=512, rope_parameters=rope, max_position_embeddings=512)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    settings = {"model.model_name_or_path": str(tmp_path / "model"), "model.tokenizer.path": tokenizer}
+    short = plan_run(tmp_path, **settings, **{"data.max_length": 256, "data.packing": "auto"}).plan
+    assert short.rows.packed
+    plan = plan_run(tmp_path, **settings, **{"data.max_length": 512, "data.packing": "auto"}).plan
+    told = "packing is off: the rotary angles of phi3 (longrope) are others in a row with a document of more than 256"
+    assert not plan.rows.packed and [note for note in plan.notes if note.startswith(told)]
+    with pytest.raises(UserError, match=r"data\.packing: the rotary angles of phi3"):
+        plan_run(tmp_path, **settings, **{"data.max_length": 512, "data.packing": True})

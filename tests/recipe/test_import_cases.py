@@ -201,15 +201,15 @@ def test_a_key_of_the_file_cannot_end_the_comment_that_names_it(tmp_path):
 
 def test_json_holds_every_key_with_its_fate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("tool.yml").write_text(SMALL + "lora_r: 0\nrope_theta: 2\nmicro_batch_size: 3\nplugins: [a]\ntf32: false\n")
+    Path("tool.yml").write_text(SMALL + "lora_r: 0\nunk_token: 2\nmicro_batch_size: 3\nplugins: [a]\ntf32: false\n")
     report = json.loads(CliRunner().invoke(app, ["recipe", "import", "tool.yml", "--json"]).stdout)
     rows = {row["key"]: row for row in report["keys"]}
-    assert list(rows) == ["base_model", "sequence_len", "datasets[0].path", "lora_r", "rope_theta", "micro_batch_size",
+    assert list(rows) == ["base_model", "sequence_len", "datasets[0].path", "lora_r", "unk_token", "micro_batch_size",
                           "plugins", "tf32"]  # fmt: skip
     assert rows["micro_batch_size"]["into"] == ["train.per_device_train_batch_size"]
-    assert (rows["rope_theta"]["line"], rows["rope_theta"]["harm"]) == (5, "changes what is trained")
+    assert (rows["unk_token"]["line"], rows["unk_token"]["harm"]) == (5, "changes what is trained")
     assert (rows["plugins"]["harm"], rows["tf32"]["state"]) == ("has no effect here", "off")
-    assert [item["key"] for item in report["left"]] == ["lora_r", "rope_theta", "plugins"]
+    assert [item["key"] for item in report["left"]] == ["lora_r", "unk_token", "plugins"]
 
 
 def test_every_template_of_another_tool_is_a_built_in_one():
@@ -218,8 +218,8 @@ def test_every_template_of_another_tool_is_a_built_in_one():
 
 def test_no_key_that_has_a_counterpart_has_a_reason_why_it_has_none():
     counterparts = {leaf(key) for key in keys()} | {name for row in (*ALIASES, *IMPORTED) for name in row.names}
-    # a template's text has none, nor a data set's revision; ours rounds the embedding, and theirs pads the rows
-    assert set(REASONS) & counterparts <= {"chat_template", "revision", "pad_to_multiple_of"}
+    # a template's text has none; ours rounds the embedding, and theirs pads the rows
+    assert set(REASONS) & counterparts <= {"chat_template", "pad_to_multiple_of"}
 
 
 def test_no_default_of_a_tool_is_a_default_of_ours():

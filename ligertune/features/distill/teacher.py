@@ -122,6 +122,7 @@ def teacher_options(options: BuildOptions, attention: str) -> ModelOptions:
             "revision": distill.teacher_revision,
             "init": "pretrained",
             "num_hidden_layers": None,
+            "rope_parameters": type(options.model.rope_parameters)(),
             "attn_implementation": attention,
             "tokenizer": type(options.model.tokenizer)(),
         }

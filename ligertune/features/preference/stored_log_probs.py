@@ -117,9 +117,12 @@ def _model_identity(plan: Plan) -> list[Any]:
     model = plan.build.model
     folder = Path(model.model_name_or_path).expanduser()
     seed = plan.build.seed if model.init == "random" else None
+    changed: list[Any] = [model.num_hidden_layers, seed]
+    if rope := model.rope_parameters.model_dump(exclude_none=True):
+        changed.append(rope)
     if not folder.is_dir():
         snapshot = hub_snapshot(model.model_name_or_path, model.revision)
-        return [model.model_name_or_path, snapshot and snapshot.name, model.num_hidden_layers, seed]
+        return [model.model_name_or_path, snapshot and snapshot.name, *changed]
     endings = (".json",) if seed is not None else (".json", *ENDINGS)
     files = sorted(file for file in folder.iterdir() if file.suffix in endings and file.is_file())
-    return [[(file.name, digest_of(file)) for file in files], model.num_hidden_layers, seed]
+    return [[(file.name, digest_of(file)) for file in files], *changed]

@@ -222,6 +222,38 @@ def convert_unfrozen(work: Import) -> None:
     work.data["unfrozen_parameters"] = [text if text.startswith("^") else f"^(?:{text})" for text in patterns]
 
 
+def convert_rope(work: Import) -> None:
+    """Convert a section of rotary embeddings, or the type alone, whose factor LLaMA-Factory computes from lengths."""
+    given = work.data.get("rope_scaling")
+    values = nested(given) if isinstance(given, dict) else {}
+    if isinstance(given, str):
+        factor = _rope_factor(work)
+        if factor is None:
+            return  # it stays, and is reported with the reason
+        if factor == 1:
+            work.lose(work.path_of("rope_scaling"), Reason("texts are no longer than the model's context", HARMLESS))
+            work.data.pop("rope_scaling")
+            return
+        values = {"rope_type": given, "factor": float(factor)}
+    if values:
+        work.take("rope_scaling", "model.rope_parameters")
+    for name, value in values.items():
+        work.put(f"model.rope_parameters.{'rope_type' if name == 'type' else name}", value, "rope_scaling")
+
+
+def _rope_factor(work: Import) -> int | None:
+    """Return how many of the model's contexts a text may be long; None if its configuration is not at hand."""
+    path = work.find_file(Path(str(work.data.get("model_name_or_path", ""))) / "config.json")
+    try:
+        context = None if path is None else nested(read_json_value(path)).get("max_position_embeddings")
+    except (OSError, ValueError):
+        context = None
+    length = work.data.get("cutoff_len", 2048)
+    if type(context) is not int or context < 1 or type(length) is not int:
+        return None
+    return max(1, -(-length // context))
+
+
 def convert_freeze(work: Import) -> None:
     """Make LLaMA-Factory's `finetuning_type: freeze` a list of expressions for the layers that train."""
     # the tool's defaults; a negative number counts from the first layer
@@ -314,6 +346,7 @@ CONVERSIONS: dict[str, Callable[[Import], None]] = {
         convert_galore_options,
         convert_lr_groups,
         convert_preferences,
+        convert_rope,
         convert_targets,
         convert_unfrozen,
         read_schedule_options,

@@ -151,11 +151,18 @@ def _base_rows(name: str, base: TrainedBase | None, plan: dict[str, Any], *, is_
         ("fingerprint of its files", base.fingerprint),
         ("dtype as trained", base.dtype),
         ("quantisation", _quantisation(base.stored_as)),
+        ("rotary embeddings", _rope(base.rope_parameters, is_adapter=is_adapter)),
     ]
     if base.quantization is not None:
         rows.append(("quantisation of its files", f"{base.quantization}; dequantised to {base.dtype} for training"))
     rows.append(("tensors that its class does not load", carried_note(carried, adapts=is_adapter)))
     return [(key, value) for key, value in rows if value]
+
+
+def _rope(changed: dict[str, Any] | None, *, is_adapter: bool) -> str:
+    """Return the changed parameters of rotary embeddings; an adapter's base must be given them."""
+    words = ", ".join(f"{key}: {value}" for key, value in (changed or {}).items())
+    return f"{words}; write them into the base's config.json (rope_parameters)" if words and is_adapter else words
 
 
 def _quantisation(stored_as: StoredAs | None) -> str:
