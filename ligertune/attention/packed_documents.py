@@ -46,6 +46,8 @@ class _RowState(threading.local):
 
 
 ROWS = _RowState()
+# arguments for attention sinks: one for each head (gpt-oss), or for each head and token (Inkling 2)
+SINKS = ("s_aux", "sinks")
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,8 @@ def _unpacked(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Non
     """Attend to rows of one document each (generation, other evaluation loops) with transformers' sdpa and its mask."""
     if ROWS.packed:
         _refuse("does not pass the places of documents to its attention")
+    if _has_sinks(kwargs):  # transformers' sdpa would ignore them
+        raise ValueError("sdpa has no attention sinks; use eager attention")
     return sdpa_attention_forward(module, *args, **kwargs)
 
 
@@ -290,7 +294,7 @@ def _layer_terms(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **others: Any,
 ) -> _LayerTerms:
     """Check that the layer attends causally, within the window for which the model made its mask."""
@@ -299,9 +303,15 @@ def _layer_terms(
     masked_window = None if attention_mask is None else attention_mask.size
     if masked_window != sliding_window:
         _refuse("has its own attention pattern")
-    if s_aux is not None:
+    if _has_sinks(others):
         _refuse("has attention sinks")
+    if position_bias is not None:  # (1, H, T, T): of each pair of tokens of the row
+        _refuse("adds a position bias to its attention scores")
     return _LayerTerms(scaling, dropout, sliding_window, softcap)
+
+
+def _has_sinks(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) is not None for name in SINKS)
 
 
 def _refuse(what: str) -> NoReturn:
