@@ -109,7 +109,11 @@ def test_a_model_that_cannot_be_packed_is_refused(name, settings, implementation
 
 
 # terms of the scores that a layer may give an attention function -> part of the refusal
-TERMS = {"position_bias": "adds a position bias", "sinks": "has attention sinks", "s_aux": "has attention sinks"}
+TERMS = {
+    "position_bias": "adds a position bias to the scores of its Identity",
+    "sinks": "has attention sinks in its Identity",
+    "s_aux": "has attention sinks in its Identity",
+}
 
 
 @pytest.mark.parametrize("term", TERMS)
@@ -118,14 +122,14 @@ def test_a_term_that_packed_attention_would_leave_out_is_refused(attention, term
     query, key, value = torch.randn(3, 1, 2, sum(LENGTHS), 16)
     batch = collate_packed(documents(), pad_token_id=0)
     with pytest.raises(UserError, match=TERMS[term]):
-        FUNCTIONS[attention](nn.Module(), query, key, value, None, **{**batch, term: torch.ones(1)})
+        FUNCTIONS[attention](nn.Identity(), query, key, value, None, **{**batch, term: torch.ones(1)})
 
 
 @pytest.mark.parametrize("sinks", ["sinks", "s_aux"])
 def test_sinks_that_sdpa_would_ignore_are_an_error(sinks):
     query, key, value = torch.randn(3, 1, 2, 8, 16)
     with pytest.raises(ValueError, match="sdpa has no attention sinks"):
-        FUNCTIONS["per_document"](nn.Module(), query, key, value, None, **{sinks: torch.ones(2)})
+        FUNCTIONS["per_document"](nn.Identity(), query, key, value, None, **{sinks: torch.ones(2)})
 
 
 def test_an_error_of_a_model_without_its_mask_is_one_sentence():
