@@ -46,6 +46,8 @@ class _RowState(threading.local):
 
 
 ROWS = _RowState()
+# arguments for attention sinks: one for each head (gpt-oss), or for each head and token (Inkling 2)
+SINKS = ("s_aux", "sinks")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def varlen(
     max_lengths: tuple[Any, Any] = kwargs.get("max_length_q"), kwargs.get("max_length_k")
     if any(value is None for value in (*cu_seq_lens, *max_lengths)):
         raise ValueError("packed rows need cu_seq_lens and max_length of both the queries and the keys")
-    terms = _layer_terms(attention_mask, **kwargs)
+    terms = _layer_terms(module, attention_mask, **kwargs)
     if terms.softcap is not None or terms.dropout:
         raise ValueError("varlen attention has neither a soft cap nor dropout; use per_document or flex_attention")
     query, key, value = _autocast(query, key, value)
@@ -118,7 +120,7 @@ def kernel_attention(
     """Attend with our kernels. Raises ValueError for dropout, which they do not have."""
     if document_places is None:
         return _unpacked(module, query, key, value, attention_mask, **kwargs)
-    terms = _layer_terms(attention_mask, **kwargs)
+    terms = _layer_terms(module, attention_mask, **kwargs)
     if terms.dropout:
         raise ValueError("document_attention has no dropout; use per_document")
     value_dim = value.shape[-1]
@@ -151,7 +153,7 @@ def flash_4_or_kernel(
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
     """Attend with FlashAttention-4 where it is faster than our kernels, else with those."""
     if document_lengths is not None and not torch.compiler.is_compiling():
-        terms = _layer_terms(attention_mask, **kwargs)
+        terms = _layer_terms(module, attention_mask, **kwargs)
         tensors = _tokens_first(*_autocast(query, key, value))
         plain = terms.window is None and terms.softcap is None and not terms.dropout
         if plain and flash_4.takes(*tensors, documents=len(reveal(document_lengths))):
@@ -199,7 +201,7 @@ def per_document(
     """Attend within one document after another."""
     if document_lengths is None:
         return _unpacked(module, query, key, value, attention_mask, **kwargs)
-    terms = _layer_terms(attention_mask, **kwargs)
+    terms = _layer_terms(module, attention_mask, **kwargs)
     return _each_document(query, key, value, document_lengths, context_parallel, key_rows, terms), None
 
 
@@ -271,6 +273,8 @@ def _unpacked(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Non
     """Attend to rows of one document each (generation, other evaluation loops) with transformers' sdpa and its mask."""
     if ROWS.packed:
         _refuse("does not pass the places of documents to its attention")
+    if _has_sinks(kwargs):  # transformers' sdpa would ignore them
+        raise ValueError("sdpa has no attention sinks; use eager attention")
     return sdpa_attention_forward(module, *args, **kwargs)
 
 
@@ -284,13 +288,14 @@ class _LayerTerms(NamedTuple):  # torch.compile traces it, unlike a frozen datac
 
 
 def _layer_terms(
+    module: nn.Module,
     attention_mask: Tensor | WindowMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **others: Any,
 ) -> _LayerTerms:
     """Check that the layer attends causally, within the window for which the model made its mask."""
@@ -299,9 +304,15 @@ def _layer_terms(
     masked_window = None if attention_mask is None else attention_mask.size
     if masked_window != sliding_window:
         _refuse("has its own attention pattern")
-    if s_aux is not None:
-        _refuse("has attention sinks")
+    if _has_sinks(others):
+        _refuse(f"has attention sinks in its {type(module).__name__}")
+    if position_bias is not None:  # (1, H, T, T): of each pair of tokens of the row
+        _refuse(f"adds a position bias to the scores of its {type(module).__name__}")
     return _LayerTerms(scaling, dropout, sliding_window, softcap)
+
+
+def _has_sinks(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) is not None for name in SINKS)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -5,9 +5,11 @@ import torch
 import transformers
 from support.models import tiny_models
 from support.tasks.packed_rows import FAMILIES, LENGTHS, documents, make, packed
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ligertune.attention.document_isolation import check_document_isolation, document_leak
+from ligertune.attention.packed_documents import FUNCTIONS
 from ligertune.data.batching.collate import collate_packed
 from ligertune.errors import UserError
 from ligertune.patching.packing_checks import install_packing_checks, prepare_masks
@@ -104,6 +106,30 @@ def test_a_model_that_cannot_be_packed_is_refused(name, settings, implementation
     install_packing_checks(model)
     with pytest.raises(UserError, match=f"data.packing: .*{why}"):
         check_document_isolation(model, multiple_of=16)
+
+
+# terms of the scores that a layer may give an attention function -> part of the refusal
+TERMS = {
+    "position_bias": "adds a position bias to the scores of its Identity",
+    "sinks": "has attention sinks in its Identity",
+    "s_aux": "has attention sinks in its Identity",
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("attention", FUNCTIONS)
+def test_a_term_that_packed_attention_would_leave_out_is_refused(attention, term):
+    query, key, value = torch.randn(3, 1, 2, sum(LENGTHS), 16)
+    batch = collate_packed(documents(), pad_token_id=0)
+    with pytest.raises(UserError, match=TERMS[term]):
+        FUNCTIONS[attention](nn.Identity(), query, key, value, None, **{**batch, term: torch.ones(1)})
+
+
+@pytest.mark.parametrize("sinks", ["sinks", "s_aux"])
+def test_sinks_that_sdpa_would_ignore_are_an_error(sinks):
+    query, key, value = torch.randn(3, 1, 2, 8, 16)
+    with pytest.raises(ValueError, match="sdpa has no attention sinks"):
+        FUNCTIONS["per_document"](nn.Identity(), query, key, value, None, **{sinks: torch.ones(2)})
 
 
 def test_an_error_of_a_model_without_its_mask_is_one_sentence():

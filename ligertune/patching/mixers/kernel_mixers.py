@@ -26,12 +26,16 @@ class KernelMixer(ModulePatch):
     @classmethod
     def class_body(cls, original: type[nn.Module], spec: MixerSpec) -> dict[str, Any]:
         namespace = decorator_chain(original.forward)[-1].__globals__
-        ours = {name: _replacement(torch_function(namespace[name]), role) for name, role in spec.functions}
+        mixer = original.__name__
+        ours = {name: _replacement(torch_function(namespace[name]), role, mixer) for name, role in spec.functions}
         return {"forward": rebuild_function(original.forward, ours)}
 
 
-def _replacement(original: Callable[..., Any], role: str) -> Callable[..., Any]:
-    """Return our function, with the arguments that `original` names; it gets what attention gets, too."""
+def _replacement(original: Callable[..., Any], role: str, mixer: str) -> Callable[..., Any]:
+    """Return our function, with the arguments that `original` names; it gets what attention gets, too.
+
+    mixer: the class that calls it, for messages.
+    """
     ours = our_function(role)
     if ours is None:
         return original
@@ -44,7 +48,7 @@ def _replacement(original: Callable[..., Any], role: str) -> Callable[..., Any]:
         given = dict(zip(names, args, strict=False)) | kwargs
         chosen = {name: value for name, value in given.items() if name in options}
         if ROWS.packed and all(chosen.get(name) is None for name in package_functions.DOCUMENTS):
-            raise ValueError(f"it tells its {role} nothing of the documents of a packed row")
+            raise ValueError(f"{role} of its {mixer} gets no places of documents")
         ROWS.mixed |= ROWS.packed
         return ours(*(given[name] for name in inputs), **chosen)
 

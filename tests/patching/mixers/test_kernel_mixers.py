@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,18 @@ def has_mixers(model_type: str) -> bool:
 
 OTHER_RECURRENCES = ("def mamba_selective_scan",)
 # families that do not pack, and what says so
-LEFT_ALONE = {
-    "inkling_text": "it tells its causal_conv1d_fn nothing of the documents of a packed row",
-    "inkling2_text": "this model does not pass the places of documents to its attention",
-    "inkling2_loop_text": "this model does not pass the places of documents to its attention",
+LEFT_ALONE = {"inkling_text": "causal_conv1d_fn of its InklingShortConvolution gets no places of documents"}
+# families that pack with eager attention alone, and what says so with another; Qwen4's sparse attention needs a mask
+IN_EAGER = {
+    "qwen4_exp_text": "takes no packed rows",
+    "inkling2_text": "this model has attention sinks in its Inkling2FullAttention",
+    "inkling2_loop_text": "this model has attention sinks in its Inkling2LoopFullAttention",
 }
-FLOAT32 = ("nemotron_h",)  # experts in torch, which take no float64
-FAMILIES = sorted(name for kind, name in families() if kind == "causal" and has_mixers(name))
+ROUNDS_MORE = ("bailing_hybrid",)  # gradients of a document alone are further than 1e-5 from float64
+# experts in torch or routers, which take no float64
+FLOAT32 = ("nemotron_h", "inkling2_text", "inkling2_loop_text")
+IMAGE_TEXT = ("glm5_next",)  # vision-language models that `patch` takes and no recipe trains
+FAMILIES = sorted(name for kind, name in families() if (kind == "causal" or name in IMAGE_TEXT) and has_mixers(name))
 
 
 # the others have the code of one of these
@@ -57,7 +63,7 @@ FAST = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "mamba2", "nemotron
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """Return a tiny model of the family, in float32 and with slow decay, as transformers computes it."""
-    return tiny_family("causal", request.param).eval()
+    return tiny_family("image-text" if request.param in IMAGE_TEXT else "causal", request.param).eval()
 
 
 def documents(model: PreTrainedModel) -> list[Example]:
@@ -67,8 +73,9 @@ def documents(model: PreTrainedModel) -> list[Example]:
 
 
 def attend_in_documents(model: PreTrainedModel) -> None:
-    """Qwen4's sparse attention takes eager attention alone."""
-    model.set_attn_implementation("eager" if model.config.model_type.startswith("qwen4") else "per_document")
+    if model.config.model_type in IMAGE_TEXT:
+        pytest.skip("no recipe trains the family")
+    model.set_attn_implementation("eager" if model.config.model_type in IN_EAGER else "per_document")
 
 
 def packed_logits(model: PreTrainedModel) -> torch.Tensor:
@@ -114,30 +121,48 @@ def test_left_padding_does_not_enter_the_state(model) -> None:
     torch.testing.assert_close(behind, alone, rtol=1e-4, atol=1e-5)
 
 
+def logits_and_gradients(model: PreTrainedModel, compute: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the logits of all documents and the gradients of every parameter, by name."""
+    shape = (sum(LENGTHS), model.config.get_text_config().vocab_size)
+    grads = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    model.zero_grad()
+    logits = compute()
+    torch.autograd.backward(logits, grads.to(logits.dtype))
+    return {"logits": logits, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def each_alone(model: PreTrainedModel) -> torch.Tensor:
+    rows = [torch.tensor(example.input_ids)[None] for example in documents(model)]
+    return torch.cat([model(input_ids=ids).logits[0] for ids in rows])
+
+
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-5), (torch.float64, 1e-6)])
-def test_a_packed_document_equals_itself_alone(dtype, within, model, request) -> None:
-    """In float64, too: only what the model rounds to float32 then differs."""
-    if dtype is torch.float32 and model.config.model_type == "bailing_hybrid":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="one number of a gradient is off by 1.5e-5"))
-    if dtype is torch.float64 and model.config.model_type in FLOAT32:
+def test_a_packed_document_equals_itself_alone(dtype, within, model) -> None:
+    """In float64, too: only what the model rounds to float32 then differs.
+
+    In float32, packed and alone round in other orders. Where alone is further than 1e-5 from float64, as one gradient
+    of Bailing-hybrid is (2.6e-5 of its largest number), packed may be as far from float64.
+    """
+    family = model.config.model_type
+    if dtype is torch.float64 and family in FLOAT32:
         pytest.skip("the family takes no float64")
+    exact = copy.deepcopy(model).double() if dtype is torch.float32 and family in ROUNDS_MORE else None
     model.to(dtype)
     patch(model, loss="torch")
     attend_in_documents(model)
     install_packing_checks(model)
-    rows = [torch.tensor(example.input_ids)[None] for example in documents(model)]
-    generator = torch.Generator().manual_seed(5)
-    shape = (sum(LENGTHS), model.config.get_text_config().vocab_size)
-    grads = torch.randn(shape, generator=generator).to(dtype)
-    results = []
-    for logits in (packed_logits(model), torch.cat([model(input_ids=ids).logits[0] for ids in rows])):
-        model.zero_grad()
-        torch.autograd.backward(logits, grads)
-        grads_of = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append({"logits": logits, **grads_of})
-    for name, alone in results[1].items():
-        atol = within * max(1.0, float(alone.detach().abs().max()))
-        torch.testing.assert_close(results[0][name], alone, rtol=within, atol=atol)
+    packed = logits_and_gradients(model, lambda: packed_logits(model))
+    alone = logits_and_gradients(model, lambda: each_alone(model))
+    expected = alone
+    if exact is not None:
+        patch(exact, loss="torch")
+        attend_in_documents(exact)
+        expected = logits_and_gradients(exact, lambda: each_alone(exact))
+    assert packed.keys() == expected.keys()
+    for name, value in expected.items():
+        rounding = float((alone[name] - value).detach().abs().max())
+        atol = max(rounding, within * max(1.0, float(value.detach().abs().max())))
+        torch.testing.assert_close(packed[name], value, rtol=within, atol=atol, check_dtype=False)
     assert document_leak(model, multiple_of=1) < within
 
 
@@ -171,16 +196,16 @@ def test_the_loss_of_one_short_document_has_the_gradients_of_it_alone(model) -> 
             torch.testing.assert_close(ours, theirs, rtol=0, atol=max(1e-12, 5e-5 * float(theirs.abs().max())))
 
 
-@pytest.mark.parametrize("model_type", LEFT_ALONE)
-def test_a_model_whose_layers_get_no_documents_refuses_packed_rows(model_type) -> None:
+@pytest.mark.parametrize("model_type, why", [*LEFT_ALONE.items(), *IN_EAGER.items()])
+def test_a_model_whose_layers_cannot_keep_documents_apart_is_refused(model_type, why) -> None:
     if model_type not in CONFIG_MAPPING:
         pytest.skip("this transformers does not have the family")
     model = tiny_family("causal", model_type).eval()
     patch(model, loss="torch")
-    attend_in_documents(model)
+    model.set_attn_implementation("per_document")
     install_packing_checks(model)
-    with pytest.raises((ValueError, UserError), match=LEFT_ALONE[model_type]):
-        packed_logits(model)
+    with pytest.raises(UserError, match=why):
+        check_document_isolation(model, multiple_of=1)
 
 
 @pytest.mark.parametrize("function", OPS)

@@ -68,6 +68,13 @@ _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
 _HALF_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2}
+# Without these, windows and the position bias reach over whole rows, and no scaling sets in.
+_INKLING2 = {
+    "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+    "sliding_window_size": 8,
+    "rel_extent": 6,
+    "log_scaling_n_floor": 4,
+}
 _VOCABULARY = {"vocabulary_map": {"<image>": WORDS + 40, "IMGIMGA": WORDS + 41}}
 # What some families need beside the sizes, by the model type of a configuration or of a part of one.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -101,6 +108,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hunyuan_vl_text": _MROPE,
+    "inkling2_text": _INKLING2,
+    "inkling2_loop_text": {**_INKLING2, "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1,
+                           "loop_layer_index_end": 3, "loop_num_passes": 2},
     "instructblip": {"num_query_tokens": IMAGE_TOKENS, "image_token_index": IMAGE},
     "instructblipvideo": {"num_query_tokens": IMAGE_TOKENS, "video_token_index": IMAGE},
     "kosmos-2": {"latent_query_num": IMAGE_TOKENS},
@@ -191,6 +201,8 @@ def save_tiny(family: str, folder: Path) -> Path:
     """Save a tiny model of the family in float32, whose vocabulary holds the quickstart's."""
     config = tiny_family("causal", family).config
     config.vocab_size = 512
+    if hasattr(config, "unpadded_vocab_size"):
+        config.unpadded_vocab_size = 512
     config.tie_word_embeddings = True
     config.max_position_embeddings = 512
     torch.manual_seed(0)
