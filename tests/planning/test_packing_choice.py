@@ -113,8 +113,9 @@ def test_embeddings_that_depend_on_the_longest_document_are_not_packed(tmp_path)
     """longrope has other angles in a row with a document of more than its original length."""
     tokenizer = str(RECIPE.parent / "stories260K")
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256, **factors}
-    config = tiny_models.config_of("phi3", vocab_size=512, rope_parameters=rope, max_position_embeddings=512)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    lengths = {"original_max_position_embeddings": 256, "max_position_embeddings": 512}
+    config = tiny_models.config_of("phi3", vocab_size=512, rope_parameters=rope, **lengths)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     settings = {"model.model_name_or_path": str(tmp_path / "model"), "model.tokenizer.path": tokenizer}
     short = plan_run(tmp_path, **settings, **{"data.max_length": 256, "data.packing": "auto"}).plan
