@@ -36,6 +36,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # rope_type -> what it reads besides
     "yarn": ("factor", LENGTH, "beta_fast", "beta_slow", "attention_factor"),
     "llama3": ("factor", LENGTH, "low_freq_factor", "high_freq_factor"),
 }
+LENGTHENING = ("linear", "yarn", "llama3")
 OF_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OTHER_SCALING = {"short_factor", "long_factor", "mscale", "mscale_all_dim", "truncate"}  # that a model may have
 SCALING = OTHER_SCALING.union(*ROPE_KEYS.values())
@@ -134,6 +135,15 @@ def override_rope(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
             f"model.rope_parameters: a {text.model_type} configuration has no such parameters to change.",
             hint="Leave it out.",
         )
+    new = _changed_rope(values, given, text.max_position_embeddings)
+    text.rope_parameters = {**text.rope_parameters, FULL: new} if is_nested else new
+    if new["rope_type"] in LENGTHENING:
+        length = new.get(LENGTH) or values.get(LENGTH) or text.max_position_embeddings
+        text.max_position_embeddings = max(text.max_position_embeddings, int(length * new["factor"]))
+
+
+def _changed_rope(values: Mapping[str, Any], given: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Return a model's rope_parameters with those of a recipe. context: max_position_embeddings of the model."""
     kind = given.get("rope_type", values["rope_type"])
     read = (*OF_ALL_ROPE, *ROPE_KEYS.get(kind, ()))
     for name in given:
@@ -145,14 +155,10 @@ def override_rope(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         raise UserError(
             f"model.rope_parameters: rope_type: {kind} needs a factor.", hint="Give model.rope_parameters.factor."
         )
-    length = values.get(LENGTH) or text.max_position_embeddings
-    for name, default in {LENGTH: length, **OF_LLAMA_3}.items():
+    for name, default in {LENGTH: values.get(LENGTH) or context, **OF_LLAMA_3}.items():
         if name in read:
             new.setdefault(name, default)
-    text.rope_parameters = {**text.rope_parameters, FULL: new} if is_nested else new
-    if LENGTH in read or kind == "linear":
-        longest = int(new.get(LENGTH, length) * new["factor"])
-        text.max_position_embeddings = max(text.max_position_embeddings, longest)
+    return new
 
 
 def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:

@@ -61,7 +61,7 @@ class TokenizerSpec(Section):
         return bool(self.add_tokens or self.add_special_tokens)
 
 
-class RopeSpec(Section):
+class RopeParametersSpec(Section):
     """Rotary position embeddings that differ from the model's, as in transformers; the saved model has them."""
 
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] | None = None
@@ -103,7 +103,7 @@ class ModelSpec(Section):
     """With init: random: number of layers to build; null: all."""
     trust_remote_code: Switch = False
     """Run model code that comes with the checkpoint."""
-    rope_parameters: RopeSpec = RopeSpec()
+    rope_parameters: RopeParametersSpec = RopeParametersSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()
 
 

@@ -14,6 +14,7 @@ from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.features.preference.reference import PrecomputedReference, ReferenceRows
 from ligertune.features.preference.stored_log_probs import StoredLogProbs, log_probs_key, rounding_key
 from ligertune.planning.plan import Plan
+from ligertune.recipe.schema import RopeParametersSpec
 
 PAIRS = Examples([pair(answer([3, 4, 5, 2], [2, 3]), answer([3, 4, 6, 2], [2, 3]))])
 SIZE = 16384  # bytes of a sample
@@ -63,6 +64,7 @@ def test_each_part_of_the_key_changes_it(base):
         "four bits": with_method(base, type="qlora"),
         "eight bits": with_method(base, load_in_8bit=True),
         "layers": with_model(base, num_hidden_layers=1),
+        "rotary embeddings": with_model(base, rope_parameters=RopeParametersSpec(rope_theta=500.0)),
         "random": random,
         "another seed": with_build(random, seed=base.build.seed + 1),
         "adapter from the weights": with_method(base, type="lora", init_lora_weights="pissa"),
