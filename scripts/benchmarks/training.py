@@ -162,10 +162,11 @@ def task_of(table: Table) -> str:
 
 
 def side_names(options: argparse.Namespace, table: Table, case: Case | None = None) -> list[str]:
-    """Return the names of --sides, or those of the case or table."""
-    if options.sides:
-        return options.sides.split(",")
+    """Return the names of --sides that the case has, or all of the case or table."""
     names = (case.sides if case else ()) or table.sides
+    if options.sides:
+        wanted = options.sides.split(",")
+        return [name for name in wanted if name in names] if case and case.sides else wanted
     # torch.compile takes long on a CPU, and liger-kernel's kernels need a GPU
     return [name for name in names if not (options.small and name in SLOW_SIDES)]
 
@@ -190,7 +191,7 @@ def measure(options: argparse.Namespace, table: Table, deadline: float) -> Itera
     """Yield the runs of each case and batch size."""
     chosen = options.only.split(",") if options.only else [case.name for case in table.cases]
     for case in table.cases:
-        if case.name in chosen:
+        if case.name in chosen and side_names(options, table, case):
             for batch in batches_of(options, case):
                 yield measure_batch(options, table, Measured(case, batch), deadline)
 

@@ -53,6 +53,13 @@ def test_every_benchmark_has_a_module_with_a_main_and_a_line_of_help(capsys, mon
     assert bench.main() == 2
 
 
+def test_a_case_with_sides_of_its_own_runs_those_that_are_asked_for(monkeypatch, tmp_path):
+    padded, packed = TABLES["hybrid_lora"].cases
+    options = options_of(monkeypatch, tmp_path, "hybrid_lora", "--sides", "with,liger")
+    found = [training.side_names(options, TABLES["hybrid_lora"], case) for case in (padded, packed)]
+    assert found == [[], ["with"]]
+
+
 @pytest.mark.parametrize(
     ("length", "batches", "expected"),
     [(512, (4, 16, 32), (4, 16, 32)), (4096, (4, 16, 32), (1, 2, 4)), (4096, (4, 8), (1,)), (256, (16,), (32,))],
