@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from support.command_line import RECIPE, Done, Worker, overrides, run
 from support.data.hub_server import Hub, serving
+from support.quickstart_runs import ONE_ROW
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,7 +40,7 @@ def cached(quickstart, tmp_path, monkeypatch):
 
 def test_model_revision_selects_the_snapshot(cached, recipe, tmp_path, ligertune):
     settings = {"model.model_name_or_path": cached, "model.revision": "short", "model.init": "random",
-                "train.max_steps": 1, "checkpoint.output_dir": "run"}  # fmt: skip
+                "train.max_steps": 1, "checkpoint.output_dir": "run", **ONE_ROW}  # fmt: skip
     done = ligertune("train", recipe, "--json", *overrides(settings))
     assert done.code == 0, done.err
     applied = {line["kernel"]: line["applied"] for line in json.loads(done.out)["kernels"]}
@@ -53,7 +54,7 @@ def test_the_code_of_a_model_runs_only_with_trust_remote_code(recipe, quickstart
     mapped = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "own_llama", "auto_map": mapped}))
     (folder / "modeling_own.py").write_text(CODE)
-    settings = {"model.model_name_or_path": folder, "train.max_steps": 1, "checkpoint.output_dir": "run"}
+    settings = {"model.model_name_or_path": folder, "train.max_steps": 1, "checkpoint.output_dir": "run", **ONE_ROW}
     refused = ligertune("train", recipe, *overrides(settings))
     assert refused.code == 2
     assert "trust_remote_code" in refused.err
@@ -67,6 +68,7 @@ RUN = {
     "data.datasets.0.max_samples": "null",
     "data.val_split": 0,
     "train.max_steps": 2,
+    **ONE_ROW,
 }
 
 READ_ALL = """

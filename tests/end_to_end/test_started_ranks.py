@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Background, Done, losses, run, start, train_command, wait_until
+from support.quickstart_runs import ONE_ROW
 
 SETTINGS = {
     "parallel.num_processes": 2,
@@ -36,7 +37,7 @@ def disturb_run(
     folder: Path, disturb: Callable[[subprocess.Popen], None], *, after: str = "checkpoints/step-3", **changes: object
 ) -> Done:
     """Call `disturb` on a run of two ranks when the file `after` exists. Returns the finished run."""
-    process = start(train_command(**{**SETTINGS, "train.per_device_train_batch_size": 1, **changes}), cwd=folder)
+    process = start(train_command(**{**SETTINGS, **ONE_ROW, **changes}), cwd=folder)
     wait_until(process, (folder / "run" / after).exists)
     if process.poll() is None:
         disturb(process)

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 from support.command_line import RECIPE, losses, overrides, run_here
-from support.quickstart_runs import plan_run, train
+from support.quickstart_runs import ONE_ROW, plan_run, train
 
 from ligertune.training.metrics.metrics_logger import run_name
 
 SHORT = {"logging.logging_steps": 1, "checkpoint.save_strategy": "no", "data.val_split": 0,
-         "checkpoint.output_dir": "run"}  # fmt: skip
+         "checkpoint.output_dir": "run", **ONE_ROW}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,8 @@ class Worker:
 class Background:
     """`ligertune ARGUMENTS` in a fork of this process, which has imported everything.
 
-    It may start ranks, which are new processes. A process that uses CUDA cannot fork: on a machine with a GPU the command runs in a new process.
+    It may start ranks, which are new processes. A process that uses CUDA cannot fork: on a machine with a GPU the
+    command runs in a new process.
     """
 
     def __init__(self, *arguments: object, cwd: Path) -> None:
