@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import losses, metrics
-from support.quickstart_runs import plan_run
+from support.quickstart_runs import TWO_LAYERS, plan_run
 
 from ligertune.errors import UserError
 from ligertune.recipe import recipe_schema
@@ -172,7 +172,7 @@ def test_save_model_false_writes_no_model(train, usual):
 
 def test_saves_and_evaluations_by_epoch(train):
     _, _, _, folder = train(
-        {"train.num_train_epochs": 2, "checkpoint.save_strategy": "epoch", "eval.eval_strategy": "epoch"}
+        {**TWO_LAYERS, "train.num_train_epochs": 2, "checkpoint.save_strategy": "epoch", "eval.eval_strategy": "epoch"}
     )
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-9"]
 

@@ -19,7 +19,8 @@ def finished(tmp_path_factory):
     """A run of 25 steps: (folder, JSON report, output for people)."""
     folder = tmp_path_factory.mktemp("finished")
     settings = {"checkpoint.output_dir": folder / "run", "train.max_steps": 25, "checkpoint.save_steps": 10,
-                "logging.logging_steps": 5, "train.gradient_accumulation_steps": 1}  # fmt: skip
+                "logging.logging_steps": 5, "train.gradient_accumulation_steps": 1,
+                "train.per_device_train_batch_size": 2}  # fmt: skip
     done = run_here("train", RECIPE, "--json", *overrides(settings), cwd=folder)
     assert done.code == 0, done.err
     return folder / "run", json.loads(done.out), done.err
