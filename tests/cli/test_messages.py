@@ -5,6 +5,7 @@ import re
 
 import pytest
 from support.command_line import RECIPE, overrides, run_here
+from support.quickstart_runs import ONE_ROW, TWO_LAYERS
 
 from ligertune.cli.render import console
 from ligertune.errors import UserError
@@ -15,7 +16,7 @@ NOTE = (
     " half-precision values, write `train.per_device_train_batch_size: 4` or leave kernels.attention: auto in place"
 )
 QUICK = {"data.datasets.0.max_samples": 40, "data.val_split": 0, "train.max_steps": 3, "checkpoint.save_steps": 1,
-         "checkpoint.output_dir": "run"}  # fmt: skip
+         "checkpoint.output_dir": "run", **ONE_ROW, **TWO_LAYERS}  # fmt: skip
 
 
 def _print(kind: str) -> None:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from support.command_line import RECIPE, losses, overrides, weights
-from support.quickstart_runs import RESUME, plan_run, saves, train
+from support.quickstart_runs import ONE_ROW, RESUME, TWO_LAYERS, plan_run, saves, train
 
 from ligertune.cli.render import console as render
 from ligertune.cli.render import run_report
@@ -19,7 +19,7 @@ PAIRS = {"task": "dpo", "data.datasets.0.path": RECIPE.parent / "preferences.jso
 
 @pytest.mark.parametrize("task", [{}, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["sft", "dpo"])
 def test_steps_and_tokens_are_those_of_the_run(task, recipe, ligertune, tmp_path):
-    epochs = {**SETTINGS, **task, "train.num_train_epochs": 2, "checkpoint.output_dir": "run"}
+    epochs = {**SETTINGS, **task, "train.num_train_epochs": 2, "checkpoint.output_dir": "run", **TWO_LAYERS}
     predicted = ligertune("data", recipe, *overrides(epochs), "--json")
     assert predicted.code == 0, predicted.err
     outlook = json.loads(predicted.out)["outlook"]
@@ -57,7 +57,7 @@ def test_the_first_examples_of_a_stream_are_shown(recipe, ligertune, monkeypatch
 
 def test_many_dropped_rows_are_a_warning_in_plan_and_report_and_more_are_refused(recipe, ligertune, tmp_path):
     """Of the first 60 rows 7 have more than 260 tokens, and 47 more than 170."""
-    settings = {"data.datasets.0.max_samples": 60, "data.val_split": 0, "train.max_steps": 1}
+    settings = {"data.datasets.0.max_samples": 60, "data.val_split": 0, "train.max_steps": 1, **ONE_ROW}
     few, many = ({**settings, "data.max_length": length, "checkpoint.output_dir": "run"} for length in (260, 170))
     words = "7 of 60 rows (12 %) are dropped: 7 too long, the first at line 11 (274 tokens). Raise data.max_length ("
     done = ligertune("train", recipe, *overrides(few), "--json")
@@ -82,12 +82,13 @@ STREAMED = {"data.streaming": "true", "data.val_split": 0, "data.packing": True,
 
 
 def test_a_resumed_stream_continues_with_the_next_rows(tmp_path):
-    report = train(tmp_path / "whole", **STREAMED)
+    settings = {**STREAMED, **TWO_LAYERS}
+    report = train(tmp_path / "whole", **settings)
     assert any("rows read are used" in note for note in report.notes)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "run" / "report.json").unlink()
     shutil.rmtree(tmp_path / "cut" / "run" / "model")
-    assert train(tmp_path / "cut", **STREAMED, **RESUME).resumed_from == 4
+    assert train(tmp_path / "cut", **settings, **RESUME).resumed_from == 4
     assert losses(tmp_path / "cut" / "run") == losses(tmp_path / "whole" / "run")
     assert weights(tmp_path / "cut" / "run") == weights(tmp_path / "whole" / "run")
 

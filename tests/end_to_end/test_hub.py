@@ -1,6 +1,6 @@
 """The Hugging Face hub: models in its cache, models with their own code, and data sets that a test's server serves.
 
-huggingface_hub reads its variables when it is imported, so these commands run in other processes.
+huggingface_hub reads its variables when it is imported, so commands that use the test's server run in another process.
 """
 
 import json
@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support.command_line import RECIPE, Done, Worker, overrides, run, train_command
+from support.command_line import RECIPE, Done, Worker, overrides, run
 from support.data.hub_server import Hub, serving
+from support.quickstart_runs import ONE_ROW
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,14 +33,15 @@ def cached(quickstart, tmp_path, monkeypatch):
         (snapshot / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / revision).write_text(revision[0] * 40)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return "tiny/llama"
 
 
-def test_model_revision_selects_the_snapshot(cached, tmp_path):
+def test_model_revision_selects_the_snapshot(cached, recipe, tmp_path, ligertune):
     settings = {"model.model_name_or_path": cached, "model.revision": "short", "model.init": "random",
-                "train.max_steps": 1, "checkpoint.output_dir": "run"}  # fmt: skip
-    done = run(train_command("--json", **settings), cwd=tmp_path)
+                "train.max_steps": 1, "checkpoint.output_dir": "run", **ONE_ROW}  # fmt: skip
+    done = ligertune("train", recipe, "--json", *overrides(settings))
     assert done.code == 0, done.err
     applied = {line["kernel"]: line["applied"] for line in json.loads(done.out)["kernels"]}
     assert applied["swiglu"] == 2
@@ -52,7 +54,7 @@ def test_the_code_of_a_model_runs_only_with_trust_remote_code(recipe, quickstart
     mapped = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "own_llama", "auto_map": mapped}))
     (folder / "modeling_own.py").write_text(CODE)
-    settings = {"model.model_name_or_path": folder, "train.max_steps": 1, "checkpoint.output_dir": "run"}
+    settings = {"model.model_name_or_path": folder, "train.max_steps": 1, "checkpoint.output_dir": "run", **ONE_ROW}
     refused = ligertune("train", recipe, *overrides(settings))
     assert refused.code == 2
     assert "trust_remote_code" in refused.err
@@ -66,6 +68,7 @@ RUN = {
     "data.datasets.0.max_samples": "null",
     "data.val_split": 0,
     "train.max_steps": 2,
+    **ONE_ROW,
 }
 
 READ_ALL = """

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from support.command_line import Done, losses, run, start, train_command, wait_until
+from support.command_line import Background, Done, losses, run, start, train_command, wait_until
+from support.quickstart_runs import ONE_ROW
 
 SETTINGS = {
     "parallel.num_processes": 2,
@@ -36,7 +37,7 @@ def disturb_run(
     folder: Path, disturb: Callable[[subprocess.Popen], None], *, after: str = "checkpoints/step-3", **changes: object
 ) -> Done:
     """Call `disturb` on a run of two ranks when the file `after` exists. Returns the finished run."""
-    process = start(train_command(**{**SETTINGS, "train.per_device_train_batch_size": 1, **changes}), cwd=folder)
+    process = start(train_command(**{**SETTINGS, **ONE_ROW, **changes}), cwd=folder)
     wait_until(process, (folder / "run" / after).exists)
     if process.poll() is None:
         disturb(process)
@@ -51,9 +52,11 @@ def newest(folder: Path) -> str:
 
 
 def test_bad_input_is_refused_once_before_anything_is_written(tmp_path):
-    done = run(train_command(**{**SETTINGS, "train.global_batch_size": 12}), cwd=tmp_path)
+    """The launcher is a fork of this process, and refuses before the ranks have imported much. Both may write."""
+    command = train_command(**{**SETTINGS, "train.global_batch_size": 12})
+    done = Background(*command[3:], cwd=tmp_path).finish()
     assert done.code == 2
-    assert done.err.count("Error:") == 1 and "4 x 2 = 8" in done.err
+    assert done.out.count("Error:") == 1 and "4 x 2 = 8" in done.out
     assert not (tmp_path / "run").exists()
 
 

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 from support.command_line import RECIPE, losses, overrides, run_here
-from support.quickstart_runs import plan_run, train
+from support.quickstart_runs import ONE_ROW, plan_run, train
 
 from ligertune.training.metrics.metrics_logger import run_name
 
 SHORT = {"logging.logging_steps": 1, "checkpoint.save_strategy": "no", "data.val_split": 0,
-         "checkpoint.output_dir": "run"}  # fmt: skip
+         "checkpoint.output_dir": "run", **ONE_ROW}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,8 @@ def finished(tmp_path_factory):
     """A run of 25 steps: (folder, JSON report, output for people)."""
     folder = tmp_path_factory.mktemp("finished")
     settings = {"checkpoint.output_dir": folder / "run", "train.max_steps": 25, "checkpoint.save_steps": 10,
-                "logging.logging_steps": 5, "train.gradient_accumulation_steps": 1}  # fmt: skip
+                "logging.logging_steps": 5, "train.gradient_accumulation_steps": 1,
+                "train.per_device_train_batch_size": 2}  # fmt: skip
     done = run_here("train", RECIPE, "--json", *overrides(settings), cwd=folder)
     assert done.code == 0, done.err
     return folder / "run", json.loads(done.out), done.err

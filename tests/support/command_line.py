@@ -102,7 +102,8 @@ class Worker:
 class Background:
     """`ligertune ARGUMENTS` in a fork of this process, which has imported everything.
 
-    A process that uses CUDA cannot fork: on a machine with a GPU the command runs in a new process.
+    It may start ranks, which are new processes. A process that uses CUDA cannot fork: on a machine with a GPU the
+    command runs in a new process.
     """
 
     def __init__(self, *arguments: object, cwd: Path) -> None:
@@ -121,7 +122,7 @@ class Background:
         os.kill(self._process.pid, number)
 
     def finish(self) -> Done:
-        """Wait for the end. `out` holds both streams."""
+        """Wait for the end. `out` holds both streams, also what ranks wrote there."""
         self._process.join()
         said = Path(self._said).read_text(encoding="utf-8")
         os.unlink(self._said)
@@ -141,8 +142,13 @@ def _write_done(arguments: tuple[object, ...], cwd: Path, said: str) -> None:
         (signal.SIGHUP, signal.SIG_DFL),
     ):
         signal.signal(number, handler)
+    os.environ.update(environment())  # for the processes that the command starts, which also write into the file
+    with open(said, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     done = run_here(*arguments, cwd=cwd)
-    Path(said).write_text(done.out + done.err, encoding="utf-8")
+    with open(said, "a", encoding="utf-8") as file:
+        file.write(done.out + done.err)
     os._exit(done.code)  # run neither atexit functions nor the parent's pytest
 
 
