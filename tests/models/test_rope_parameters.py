@@ -21,7 +21,11 @@ THETA = {"rope_theta": 10000.0}
 TYPES = {
     "linear": ({"factor": 2.0}, {}, 2 * CONTEXT),
     "dynamic": ({"factor": 2.0}, {}, CONTEXT),
-    "yarn": ({"factor": 4.0, "beta_fast": 16.0}, {"original_max_position_embeddings": CONTEXT}, 4 * CONTEXT),
+    "yarn": (
+        {"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2},
+        {"original_max_position_embeddings": CONTEXT},
+        4 * CONTEXT,
+    ),
     "llama3": (
         {"factor": 8.0, "original_max_position_embeddings": 128},
         {"low_freq_factor": 1.0, "high_freq_factor": 4.0},

@@ -30,10 +30,10 @@ def _make_task(plan: Plan, model: AnyModule) -> Task:
 
 def _loss_unit(settings: Mapping[str, Any]) -> str:
     """Return the unit of the loss."""
-    train = settings["train"]
-    if train["loss_type"] == "dft":
+    train = settings.get("train", {})  # runs of earlier versions have no such keys
+    if train.get("loss_type") == "dft":
         return "nats times probability, per trained token"
-    return "nats per trained token" + (", labels smoothed" if train["label_smoothing_factor"] else "")
+    return "nats per trained token" + (", labels smoothed" if train.get("label_smoothing_factor") else "")
 
 
 SPECS = {"sft": FeatureSpec(task=_make_task, loss_unit=_loss_unit)}
