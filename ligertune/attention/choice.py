@@ -211,8 +211,8 @@ def why_documents_of_a_row_matter(config: PreTrainedConfig, max_length: int) -> 
     for kind, length in _length_dependent_rope(config).items():
         if max_length > length:
             return (
-                f"the rotary angles of {config.model_type} ({kind}) are others in a row with a document of more than "
-                f"{length} tokens, which data.max_length: {max_length} allows"
+                f"the rotary angles of {config.model_type} ({kind}) change in the whole row if one of its documents "
+                f"has more than {length} tokens, which data.max_length: {max_length} allows"
             )
     return None
 

@@ -110,7 +110,7 @@ def test_auto_leaves_packing_off_and_says_why(gpt_oss, tmp_path) -> None:
 
 
 def test_embeddings_that_depend_on_the_longest_document_are_not_packed(tmp_path) -> None:
-    """longrope has other angles in a row with a document of more than its original length."""
+    """With longrope, one document longer than the original length changes the angles of its whole row."""
     tokenizer = str(RECIPE.parent / "stories260K")
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
@@ -121,7 +121,7 @@ def test_embeddings_that_depend_on_the_longest_document_are_not_packed(tmp_path)
     short = plan_run(tmp_path, **settings, **{"data.max_length": 256, "data.packing": "auto"}).plan
     assert short.rows.packed
     plan = plan_run(tmp_path, **settings, **{"data.max_length": 512, "data.packing": "auto"}).plan
-    told = "packing is off: the rotary angles of phi3 (longrope) are others in a row with a document of more than 256"
+    told = "packing is off: the rotary angles of phi3 (longrope) change in the whole row if one of its"
     assert not plan.rows.packed and [note for note in plan.notes if note.startswith(told)]
     with pytest.raises(UserError, match=r"data\.packing: the rotary angles of phi3"):
         plan_run(tmp_path, **settings, **{"data.max_length": 512, "data.packing": True})

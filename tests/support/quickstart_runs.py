@@ -28,7 +28,7 @@ SHORT = {
 }
 # Two of the model's five layers, untrained: for runs that are compared with each other, half the time.
 TWO_LAYERS = {"model.init": "random", "model.num_hidden_layers": 2}
-# One row of 512 tokens in each step, an eighth of the recipe's: for runs whose numbers nobody compares with fixed ones.
+# Steps of one row of 512 tokens, an eighth of the recipe's batch. For tests that expect no fixed losses.
 ONE_ROW = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 1}
 # A recipe may hold only one key of each pair: a change of one drops the other.
 EXCLUSIVE = {

@@ -16,16 +16,15 @@ import torch.nn.functional as F
 from ligertune_kernels import linear_cross_entropy, linear_log_probs
 from torch import Tensor, nn
 
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.features.task import Measures, Task
 from ligertune.patching.fused_loss import HeadLoss, head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 
-IGNORED = -100
-
 
 @dataclass(frozen=True)
 class SmoothedLabels:
-    """Cross-entropy in which every class has a part of the label's weight; smoothing: s."""
+    """Cross-entropy with smoothed labels. smoothing: the share s of each label's weight that all classes get."""
 
     smoothing: float
 
@@ -36,14 +35,13 @@ class SmoothedLabels:
 
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
         logits = logits.float()
-        total = F.cross_entropy(
-            logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self.smoothing
-        )  # fmt: skip
+        s = self.smoothing
+        total = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=s)
         return total / _count(labels, num_items_in_batch)
 
 
 class DynamicFineTuning:
-    """The loss of each token, times the probability that the model gives to the token."""
+    """The cross-entropy of each token times the model's probability of the token."""
 
     def fused(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: dict[str, Any]
@@ -53,18 +51,18 @@ class DynamicFineTuning:
         return self._sum(linear_log_probs(hidden, weight, labels, bias, **options).logprob) / count
 
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
-        nll = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+        nll = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="none")
         return self._sum(-nll) / _count(labels, num_items_in_batch)
 
     @staticmethod
     def _sum(logprob: Tensor) -> Tensor:
-        """Return the sum over tokens (N,); where the label is ignored, their log-probability is 0."""
+        """Return the sum of the losses, given log-probabilities (N,), which are 0 where the label is ignored."""
         return -(logprob.detach().exp() * logprob).sum()
 
 
 def _count(labels: Tensor, num_items_in_batch: int | Tensor | None) -> int | Tensor:
     """Return what divides the sum."""
-    return (labels != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return (labels != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
 
 
 class TokenLossTask(Task):

@@ -1,4 +1,4 @@
-"""Tiles of ssd: every number that was chosen, with its reason. No other numbers were measured beside them."""
+"""Tiles of ssd: each chosen number, with its reason. Other numbers were not measured."""
 
 from __future__ import annotations
 
