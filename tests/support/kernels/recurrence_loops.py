@@ -68,10 +68,11 @@ def ssd_loop(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs (B, T, H, P) and the last state (B, H, P, N) of state space duality, one token at a time.
 
-    lengths: of packed documents, each of which starts from zeros.
+    A is (H,), or one for each token, (B, T, H). lengths: of packed documents, each of which starts from zeros.
     """
     batch, n_tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
+    rates = A.expand(batch, n_tokens, heads)
     zeros = x.new_zeros(batch, heads, head_dim, state_dim)
     state = zeros if initial_state is None else initial_state
     begins = set() if lengths is None else set(torch.tensor((0, *lengths)).cumsum(0).tolist())
@@ -83,7 +84,7 @@ def ssd_loop(
         step = functional.softplus(step) if dt_softplus else step
         step = step.clamp(*dt_limit)[:, :, None]  # (B, H, 1)
         b, c = (rows[:, t].repeat_interleave(heads // groups, 1) for rows in (B, C))
-        state = (step * A[:, None]).exp()[..., None] * state + (step * x[:, t])[..., None] * b[:, :, None]
+        state = (step * rates[:, t, :, None]).exp()[..., None] * state + (step * x[:, t])[..., None] * b[:, :, None]
         y = (state @ c[..., None])[..., 0]
         if D is not None:
             y = y + x[:, t] * (D[:, None] if D.ndim == 1 else D)
