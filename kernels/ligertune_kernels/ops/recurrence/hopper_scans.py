@@ -59,10 +59,8 @@ def _program(starts_ptr, ends_ptr, n_tokens, part_tokens, HEADS: gl.constexpr, H
         begin = (rest % n_parts).to(gl.int64) * part_tokens
         last = gl.minimum(begin + part_tokens, n_tokens) - 1
         begins_here = gl.load(starts_ptr + begin) == begin
-        # both lie in the row, whatever the documents
-        first_end = gl.minimum(gl.maximum(gl.load(ends_ptr + begin), begin.to(gl.int32)), n_tokens)
-        own_first = gl.where(begins_here, begin.to(gl.int32), first_end)
-        last_end = gl.minimum(gl.maximum(gl.load(ends_ptr + last), (last + 1).to(gl.int32)), n_tokens)
+        own_first = gl.where(begins_here, begin.to(gl.int32), gl.load(ends_ptr + begin))
+        last_end = gl.load(ends_ptr + last)
         own_end = gl.where(own_first <= last, last_end, own_first)
     return col, value_head, rest // n_parts, own_first, own_end
 
@@ -183,8 +181,8 @@ def hopper_states_kernel(
     col, value_head, batch, own_first, own_end = _program(
         starts_ptr, ends_ptr, n_tokens, part_tokens, HEADS, HAS_DOCUMENTS
     )
-    first_chunk = own_first // CHUNK
-    end_chunk = gl.maximum(gl.cdiv(own_end, CHUNK), first_chunk)
+    first_chunk = gl.minimum(gl.maximum(own_first // CHUNK, 0), n_chunks)
+    end_chunk = gl.minimum(gl.maximum(gl.cdiv(own_end, CHUNK), first_chunk), n_chunks)
     dtype: gl.constexpr = states_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STATE_STAGES, CHUNK, WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STATE_STAGES, CHUNK, COLS], v_desc.layout)
@@ -306,8 +304,8 @@ def hopper_state_gradients_kernel(
     col, value_head, batch, own_first, own_end = _program(
         starts_ptr, ends_ptr, n_tokens, part_tokens, HEADS, HAS_DOCUMENTS
     )
-    first_chunk = own_first // CHUNK
-    end_chunk = gl.maximum(gl.cdiv(own_end, CHUNK), first_chunk)
+    first_chunk = gl.minimum(gl.maximum(own_first // CHUNK, 0), n_chunks)
+    end_chunk = gl.minimum(gl.maximum(gl.cdiv(own_end, CHUNK), first_chunk), n_chunks)
     dtype: gl.constexpr = d_states_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [GRADIENT_STAGES, CHUNK, WIDTH], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [GRADIENT_STAGES, CHUNK, WIDTH], k_desc.layout)
