@@ -25,7 +25,7 @@ import math
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from ligertune_kernels import LinearLora, linear_cross_entropy
@@ -103,25 +103,30 @@ class _DequantisedBuffer:
 _BUFFERS: dict[torch.device, _DequantisedBuffer] = {}
 
 
-# layer -> (its parameter, bitsandbytes' state, address of the bytes, the weight as our kernel reads it)
-_FOUR_BIT: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Any, int, FourBitWeight | None]] = (
-    weakref.WeakKeyDictionary()
-)
+class _KnownFourBit(NamedTuple):
+    """What was read from a layer of bitsandbytes, and from what."""
+
+    parameter: Tensor
+    state: Any
+    address: int  # of the bytes
+    weight: FourBitWeight | None
 
 
 def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
-    """Return the weight of bitsandbytes' Linear4bit; None for any other layer, and for another format of 4 bits."""
+    """Return the weight of bitsandbytes' Linear4bit; None for any other layer, and for another format of 4 bits.
+
+    The layer keeps what was read. A table of layers would free none of them: a parameter refers to its layer.
+    """
     parameter: Any = getattr(layer, "weight", None)
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return None
     address = parameter.data_ptr()
-    known = _FOUR_BIT.get(layer)
-    if known is not None and known[0] is parameter and known[1] is state and known[2] == address:
-        return known[3]
-    found = _read_state(parameter, state)
-    _FOUR_BIT[layer] = (parameter, state, address, found)
-    return found
+    known: _KnownFourBit | None = vars(layer).get("_four_bit")
+    if known is None or known.parameter is not parameter or known.state is not state or known.address != address:
+        known = _KnownFourBit(parameter, state, address, _read_state(parameter, state))
+        vars(layer)["_four_bit"] = known
+    return known.weight
 
 
 def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:

@@ -1,6 +1,7 @@
 """Fused LoRA layers around weights in 4 bits: one dequantised weight at a time, with peft's results."""
 
 import copy
+import gc
 import importlib.util
 import weakref
 from dataclasses import replace
@@ -168,6 +169,17 @@ def test_the_state_of_a_layer_is_read_once_and_again_when_its_weight_moves():
     moved = four_bit_weight(base)
     assert moved is not found and torch.equal(moved.dequantize(), found.dequantize())
     assert four_bit_weight(copy.deepcopy(base)) is not moved
+
+
+@needs_bitsandbytes
+def test_a_layer_whose_weight_was_read_is_freed():
+    """bitsandbytes' parameters refer to their layer."""
+    base = quantised("cpu", torch.float32).base_layer
+    four_bit_weight(base).dequantize()
+    freed = weakref.ref(base)
+    del base
+    gc.collect()
+    assert freed() is None
 
 
 @needs_bitsandbytes
