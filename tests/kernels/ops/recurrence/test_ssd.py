@@ -36,6 +36,8 @@ DECAYS = (1e-4, 1.0, 20.0)
 # Largest error, relative to the largest number, of an fp32 result. With the fastest decays G reaches 500 in a chunk,
 # whose rounding is 3e-5, and a difference of two has twice that.
 FP32 = {1e-4: 3e-6, 1.0: 5e-6, 20.0: 6e-5}
+# The gradient of A adds differences of sums, one for each token, of either sign: it has lost a few bits more.
+CANCELLING = 4
 # 16-bit factors of products: at most as many roundings as lie between an input and a gradient
 ROUNDINGS = 8
 
@@ -85,8 +87,8 @@ def compare(
 ) -> None:
     """Compare outputs and gradients, but one of them, with the loop's, by the largest number of each.
 
-    The gradient of A adds numbers of all tokens, of either sign: where they happen to cancel, no fp32 sum is exact
-    relative to what remains. It is compared by the root of the sum of their squares.
+    The gradient of A adds numbers of all tokens, of either sign. Where they happen to cancel, no sum is exact relative
+    to what remains: there it is compared by the root of the sum of their squares.
     """
     x = tensors["x"]
     grads = [torch.randn(x.shape, device=x.device)]
@@ -103,7 +105,7 @@ def compare(
     of_tokens = truth["gradient of A"]
     truth["gradient of A"] = of_tokens.sum((0, 1))
     sizes = {name: t.abs().max() for name, t in truth.items()}
-    sizes["gradient of A"] = of_tokens.square().sum((0, 1)).max().sqrt()
+    sizes["gradient of A"] = max(CANCELLING * sizes["gradient of A"], of_tokens.square().sum((0, 1)).max().sqrt())
     truth.pop(without, None)
     for name, expected in truth.items():
         error = (ours[name].double() - expected).abs().max()
