@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ligertune.recipe.importers.explain import meaning_of
 from ligertune.recipe.importers.import_recipe import UNKNOWN, convert
 from ligertune.recipe.importers.import_state import UNTRACED
 
@@ -102,6 +103,12 @@ def test_every_documented_key_is_in_the_tables(tool, tmp_path):
     for start in range(0, len(paths), 20):
         unknown |= unknown_keys(tool, paths[start : start + 20], file)
     assert unknown == {}
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_every_documented_key_has_a_short_meaning(tool):
+    meanings = {".".join(path): meaning_of(path) for path in recorded_paths(tool)}
+    assert {key: words for key, words in meanings.items() if not 0 < len(words) <= 60} == {}
 
 
 def test_a_key_that_no_tool_has_is_unknown(tmp_path):
