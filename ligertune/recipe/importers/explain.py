@@ -1,4 +1,4 @@
-"""The table of `ligertune recipe import --explain`: each key of the file, its meaning there and what it becomes here."""
+"""The table of `ligertune recipe import --explain`: each key of a file, its meaning there, what it becomes here."""
 
 from __future__ import annotations
 
