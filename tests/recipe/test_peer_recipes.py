@@ -1,4 +1,4 @@
-"""Thirty recipes of other tools (peer_recipes.yaml): they import without an edit, and `plan` accepts what they become."""
+"""Thirty recipes of other tools (peer_recipes.yaml) import without an edit, and `plan` accepts what they become."""
 
 import json
 import re
