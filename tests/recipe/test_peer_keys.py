@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ligertune.errors import UserError
 from ligertune.recipe.importers.explain import meaning_of
 from ligertune.recipe.importers.import_recipe import UNKNOWN, convert
 from ligertune.recipe.importers.import_state import UNTRACED
@@ -54,8 +55,8 @@ def recorded_paths(tool: str) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(found))
 
 
-def put(values: dict, path: tuple[str, ...]) -> None:
-    """Add a key to a file, with an odd value unless the file has it."""
+def put(values: dict, path: tuple[str, ...], value: object) -> None:
+    """Add a key to a file, unless the file has it."""
     for name in path[:-1]:
         inner = values.setdefault(name, [{"path": "x/y"}] if name in LISTS else {})
         if isinstance(inner, list):
@@ -63,7 +64,7 @@ def put(values: dict, path: tuple[str, ...]) -> None:
         elif not isinstance(inner, dict):  # the section's own key, with an odd value
             inner = values[name] = {}
         values = inner
-    values.setdefault(path[-1], NAME if path[0].startswith("dataset") else ODD)
+    values.setdefault(path[-1], value)
 
 
 def file_with(tool: str, paths: list[tuple[str, ...]]) -> dict:
@@ -71,7 +72,7 @@ def file_with(tool: str, paths: list[tuple[str, ...]]) -> dict:
     for path in paths:
         if path[0] == "datasets" and len(path) > 1:
             file.pop("dataset_name", None)
-        put(file, path)
+        put(file, path, NAME if path[0].startswith("dataset") else ODD)
     return file
 
 
@@ -100,8 +101,8 @@ def test_every_documented_key_is_in_the_tables(tool, tmp_path):
     assert unknown_keys(tool, [], file) == {} and not convert(file).refusals
     unknown: dict[str, str] = {}
     paths = recorded_paths(tool)
-    for start in range(0, len(paths), 20):
-        unknown |= unknown_keys(tool, paths[start : start + 20], file)
+    for start in range(0, len(paths), 40):
+        unknown |= unknown_keys(tool, paths[start : start + 40], file)
     assert unknown == {}
 
 
@@ -113,6 +114,45 @@ def test_every_documented_key_has_a_short_meaning(tool):
 
 def test_a_key_that_no_tool_has_is_unknown(tmp_path):
     assert list(unknown_keys("Axolotl", [("no_such_key",), ("adapter",)], tmp_path / "tool.yml")) == ["no_such_key"]
+
+
+# values of other types, for the sections whose keys functions convert
+READ = (
+    "model",
+    "dataset",
+    "loss",
+    "lr_scheduler",
+    "metric_logger",
+    "kd_loss",
+    "kd_ratio",
+    "max_steps_per_epoch",
+    "data",
+)
+OTHERS = [-1, "x", float("nan"), True, [1], [[1]], {"a": {"b": 1}}, [{"a": 1}, 2], "\x1b[2J\n"]
+
+
+@pytest.mark.parametrize("tool", ["torchtune", "unsloth"])
+def test_no_value_of_a_key_in_a_section_ends_in_a_traceback(tool, tmp_path):
+    file = tmp_path / "tool.yml"
+    paths = [path for path in recorded_paths(tool) if path[0] in READ]
+    for number, path in enumerate(paths):
+        value = OTHERS[number % len(OTHERS)]
+        values: dict = {}
+        put(values, path, value)
+        base = file_with(tool, [])
+        merged = base | {
+            name: (base[name] | inner if isinstance(inner, dict) and isinstance(base.get(name), dict) else inner)
+            for name, inner in values.items()
+        }
+        file.write_text(yaml.safe_dump(merged, sort_keys=False))
+        try:
+            found = convert(file)
+            found.raise_refusals()
+        except UserError as refused:
+            assert "\x1b" not in str(refused)
+            continue
+        assert "\x1b" not in found.text and yaml.safe_load(found.text)
+        assert [row["key"] for row in found.as_dict()["keys"] if row["why"] == UNTRACED] == []
 
 
 def test_many_names_are_recorded_with_their_source():

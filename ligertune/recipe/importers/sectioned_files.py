@@ -11,7 +11,7 @@ from typing import Any
 from ligertune.errors import UserError
 from ligertune.recipe.document import KeyPath, dotted
 from ligertune.recipe.feature import trains_on_pairs
-from ligertune.recipe.importers.import_state import Import
+from ligertune.recipe.importers.import_state import Import, one_line
 from ligertune.recipe.importers.import_tables import HARMLESS, KEYS, REASONS, Reason, nested, split_names
 
 MLP_PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
@@ -44,7 +44,12 @@ def _fill_references(work: Import) -> None:
 
 def _ending(value: Any) -> str:
     """Return the last part of a component's name."""
-    return str(value).rpartition(".")[2]
+    return one_line(str(value).rpartition(".")[2])
+
+
+def _converted(value: Any, table: Mapping[str, str]) -> Any:
+    """Return what a table has for a name, else the value as it is."""
+    return table.get(value, value) if isinstance(value, str) else value
 
 
 def _convert_model(work: Import) -> None:
@@ -60,7 +65,7 @@ def _convert_model(work: Import) -> None:
     into_mlp = work.take("apply_lora_to_mlp", "method.lora_target_modules")
     into_head = work.take("apply_lora_to_output", "method.lora_target_modules")
     if method != "full" and isinstance(targets, list):
-        names = [KEYS["torchtune_projections"].get(target, target) for target in targets]
+        names = [_converted(target, KEYS["torchtune_projections"]) for target in targets]
         names += MLP_PROJECTIONS if into_mlp else []
         names += ["lm_head"] if into_head else []
         work.document.put(("method", "lora_target_modules"), names, work.place_of("model"))
@@ -145,7 +150,7 @@ def _convert_builder(
     new |= _location(item)
     style = item.pop("conversation_style", None)
     if style is not None:
-        new["format"] = {"openai": "messages"}.get(style, style)
+        new["format"] = _converted(style, {"openai": "messages"})
     if column := item.pop("conversation_column", None):
         columns["messages" if style == "openai" else "conversations"] = column
     columns = {expected: actual for expected, actual in columns.items() if expected != actual}
@@ -219,13 +224,15 @@ def convert_unsloth(work: Import) -> None:
 def convert_unsloth_datasets(work: Import) -> None:
     """Convert one hub data set, or the files of `local_dataset`, with their format."""
     kind = work.take("format_type", "data.datasets")
-    shape = {"format": KEYS["unsloth_formats"][kind]} if kind in KEYS["unsloth_formats"] else {}
+    known = KEYS["unsloth_formats"]
+    is_known = isinstance(kind, str) and kind in known
+    shape = {"format": known[kind]} if is_known else {}
     for name in ("dataset", "local_dataset"):
         given = work.data.pop(name, None)
         if given:
             paths = given if isinstance(given, list) else split_names(given)
             work.put("data.datasets", [{"path": path, **shape} for path in paths], name)
-    if kind not in (None, "auto", *KEYS["unsloth_formats"]):
+    if not is_known and kind not in (None, "auto"):
         work.lose(work.path_of("format_type"), Reason("formats are recognised by the columns"))
 
 
