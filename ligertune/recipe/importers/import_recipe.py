@@ -99,7 +99,8 @@ def peer_of(document: Document) -> Peer:
     """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
     best, signs = tables.likely_peer(document.data)
     if not signs:
-        names = " or ".join(peer.name for peer in TOOLS)
+        *others, last = (peer.name for peer in TOOLS)
+        names = f"{', '.join(others)} or {last}"
         hint = "If it is a recipe of ligertune already, validate it with `ligertune recipe check`."
         raise UserError(f"{document.file} has none of the keys that identify a file of {names}.", hint=hint)
     return best
