@@ -142,7 +142,8 @@ def _convert_builder(
         work.put("data.datasets", [{"path": "unknown"}], "dataset")
         return
     if known.get("format") == "alpaca":
-        work.notes.append("torchtune puts the Stanford prompt into a chat, which data.prompt_template: chat comes near")
+        chat = "data.prompt_template: chat makes a chat of the rows without it"
+        work.notes.append(f"torchtune puts the Stanford prompt of Alpaca rows into a turn of a chat; {chat}")
     at = f"data.datasets[{len(work.value_at(('data', 'datasets')) or [])}]"
     new = {ours: known[ours] for ours in ("path", "name", "format") if ours in known}
     columns = dict(known.get("columns", {}))
@@ -194,16 +195,15 @@ def _location(item: dict[str, Any]) -> dict[str, Any]:
 
 def _account(work: Import, source: KeyPath, rest: Mapping[str, Any], at: str) -> None:
     """Record that the arguments of a data set became the item at `at`, but those in `rest`."""
-    where = {"train_on_input": "data.train_on", "packed": "data.packing", "new_system_prompt": "data.system_prompt"}
+    elsewhere = {"train_on_input": "data.train_on", "packed": "data.packing", "new_system_prompt": "data.system_prompt"}
     given: Any = work.source
     for part in source:
         given = given[part]
-    for name, value in given.items():
-        if name not in rest:
-            for inner in value if isinstance(value, dict) and value else {None: None}:
-                work.trace((*source, name) if inner is None else (*source, name, inner), where.get(name, at))
-        else:
+    for name in given:
+        if name in rest:
             work.lose((*source, name), REASONS.get(name, Reason("rows are read as they are")))
+        else:
+            work.trace((*source, name), elsewhere.get(name, at))
 
 
 def convert_unsloth(work: Import) -> None:
