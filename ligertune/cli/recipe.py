@@ -101,34 +101,54 @@ def print_keys() -> None:
 
 @recipe_app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of Axolotl, LLaMA-Factory or TRL.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of another tool.")],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="RECIPE", help="Recipe file to write. Default: stdout.")
     ] = None,
     overwrite: Overwrite = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print a table: each key, its meaning there, what it becomes here.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Convert a YAML file of Axolotl, LLaMA-Factory or TRL into a recipe, and list the keys that have no counterpart.
+    """Convert a YAML file of Axolotl, LLaMA-Factory, TRL, torchtune or unsloth into a recipe, and say what is left out.
 
     Example: ligertune recipe import axolotl.yml --out my.yaml
     """
     from ligertune.planning.preflight import write_new
-    from ligertune.recipe.importers.import_recipe import import_recipe
+    from ligertune.recipe.importers.import_recipe import convert
 
-    # without --out, stdout holds the recipe itself
-    render.people_on_stderr(json or out is None)
-    found = import_recipe(file)
+    # without --out, stdout holds the recipe itself, or the table
+    render.people_on_stderr(json or (out is None and not explain))
+    found = convert(file)
+    rows = _explain_import(found, file) if explain else None
+    found.raise_refusals()
     if out is not None:
         _keep_inputs(out, [file])
         write_new(out, found.text, overwrite=overwrite)
-    elif not json:
+    elif not json and not explain:
         render.document(found.text)
-    _show_import(found, file)
+    if not explain:
+        _show_import(found, file)
     if out is not None:
         render.text(f"Wrote {out}. Inspect its data first: ligertune data {shlex.quote(str(out))}")
         render.text(f"Run it: ligertune train {shlex.quote(str(out))}")
     if json:
-        render.json_report(found.as_dict())
+        render.json_report(found.as_dict() | ({"explained": rows} if explain else {}))
+
+
+def _explain_import(found: Import, file: Path) -> list[dict[str, str]]:
+    """Print and return what each key of the file means there and becomes here, and the tool's defaults."""
+    from dataclasses import asdict
+
+    from ligertune.recipe.importers.explain import explain
+
+    rows = [asdict(row) for row in explain(found)]
+    header = ("key", "value there", "meaning there", "here")
+    render.columns(f"{file}, a file of {found.peer.name}", header, [tuple(row.values()) for row in rows], texts=True)
+    for note in found.notes:
+        render.note(note)
+    return rows
 
 
 def _show_import(found: Import, file: Path) -> None:

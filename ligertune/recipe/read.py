@@ -151,14 +151,16 @@ def read_document(path: Path) -> Document:
 
 
 def _file_of_another_tool(document: Document) -> UserError | None:
-    """Return the error for a file of Axolotl, LLaMA-Factory or TRL: flat, with keys that identify its tool."""
-    if any(isinstance(document.data.get(section), dict) for section in Recipe.model_fields):
+    """Return the error for a file of another tool: flat, or in sections of its own, with keys of the tool."""
+    is_sectioned = any(isinstance(document.data.get(section), dict) for section in Recipe.model_fields)
+    if is_sectioned and not set(document.data) & {"checkpointer", "lora"}:
         return None
     # a recipe of ligertune needs no tables of other tools
     from ligertune.recipe.importers.import_tables import likely_peer
 
     peer, signs = likely_peer(document.data)
-    if not signs:
+    has_its_sections = peer.sections and all(isinstance(document.data.get(name), dict) for name in peer.sections)
+    if not signs or (is_sectioned and not has_its_sections):
         return None
     return UserError(
         f"{document.file} looks like a file of {peer.name} ({', '.join(signs[:3])}), not like a recipe of ligertune.",

@@ -301,11 +301,31 @@ def test_the_command_overwrites_no_file(imported, tmp_path):
     assert printed.stdout == Path("new.yaml").read_text()
 
 
-@pytest.mark.parametrize(("text", "tool"), [(AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")])
+TORCHTUNE = """\
+model: {_component_: torchtune.models.qwen2.qwen2_0_5b}
+tokenizer: {path: vocab.json}
+checkpointer: {checkpoint_dir: m}
+metric_logger: {log_dir: logs}
+"""
+UNSLOTH = "model: a/b\ndata: {dataset: x/y}\ntraining: {num_epochs: 1}\nlora: {lora_r: 8}\nlogging: {}\n"
+TEXTS = [
+    (AXOLOTL, "Axolotl"),
+    (LLAMA_FACTORY, "LLaMA-Factory"),
+    (TRL, "TRL"),
+    (TORCHTUNE, "torchtune"),
+    (UNSLOTH, "unsloth"),
+]
+
+
+@pytest.mark.parametrize(("text", "tool"), TEXTS, ids=[tool for _, tool in TEXTS])
 def test_a_file_of_another_tool_is_named_and_sent_to_the_import(text, tool, complaints):
     (line,) = complaints(text)
     assert line.startswith(f"recipe.yaml looks like a file of {tool} (")
     assert line.endswith(" Convert it: ligertune recipe import recipe.yaml --out recipe.yaml")
+
+
+def test_a_recipe_with_one_section_of_another_tool_keeps_its_own_complaints(required, complaints):
+    assert not any("looks like" in line for line in complaints(f"{required}lora: {{lora_r: 8}}\n"))
 
 
 def test_a_recipe_with_a_key_of_another_tool_keeps_its_own_complaints(required, complaints):

@@ -155,11 +155,14 @@ def table(title: str, rows: Iterable[Sequence[str]]) -> None:
     _print_grid(title, grid)
 
 
-def columns(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table with a header. The first column is left-aligned, the others right-aligned; rows may be shorter."""
+def columns(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], *, texts: bool = False) -> None:
+    """Print a table with a header. The first column is left-aligned, the others right-aligned; rows may be shorter.
+
+    texts: all columns hold texts, and are left-aligned.
+    """
     grid = Table(box=None, pad_edge=False)
     for i, name in enumerate(header):
-        grid.add_column(_cell(name), justify="right" if i else "left", overflow="fold")
+        grid.add_column(_cell(name), justify="right" if i and not texts else "left", overflow="fold")
     for row in rows:
         grid.add_row(*map(_cell, row))
     _print_grid(title, grid)

@@ -37,6 +37,16 @@ READ_KEYS = {name for peer in TOOLS for name in peer.signs} | set(tables.KEYS["r
 
 def import_recipe(path: Path) -> Import:
     """Convert the file at `path`. Raises UserError if no known tool wrote it, or with all reasons to refuse it."""
+    work = convert(path)
+    work.raise_refusals()
+    return work
+
+
+def convert(path: Path) -> Import:
+    """Convert the file at `path`; the reasons to refuse it are in `refusals`.
+
+    Raises UserError if it cannot be read, or no known tool wrote it.
+    """
     path = Path(path)
     document = read_document(path)
     unread = list(document.complaints)  # keys that are given twice
@@ -59,7 +69,6 @@ def import_recipe(path: Path) -> Import:
     document.complaints[:] = unread
     _values(work)
     work.refusals += [(remark.place.line, UserError(one_line(str(remark)))) for remark in document.complaints]
-    work.raise_refusals()
     _same_here(work)
     ordered = {name: document.data[name] for name in Recipe.model_fields if document.data.get(name)}
     work.text = _header(path, work) + dump(ordered)
@@ -90,7 +99,8 @@ def peer_of(document: Document) -> Peer:
     """Return the tool whose characteristic keys occur most. Raises UserError if none occurs."""
     best, signs = tables.likely_peer(document.data)
     if not signs:
-        names = " or ".join(peer.name for peer in TOOLS)
+        *others, last = (peer.name for peer in TOOLS)
+        names = f"{', '.join(others)} or {last}"
         hint = "If it is a recipe of ligertune already, validate it with `ligertune recipe check`."
         raise UserError(f"{document.file} has none of the keys that identify a file of {names}.", hint=hint)
     return best
@@ -156,7 +166,7 @@ def _leave_unknown(work: Import, path: KeyPath) -> None:
         return
     close = _similar(name) if reason is None else []
     why = f"{UNKNOWN}; did you mean {close[0]}?" if close else UNKNOWN
-    if name in READ_KEYS or close == [name]:
+    if name.removeprefix("type.") in READ_KEYS or close == [name]:
         why = NO_MEANING
     work.leave(path, reason or Reason(why))
 

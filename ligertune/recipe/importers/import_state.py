@@ -248,9 +248,9 @@ class Import:
     def translated(self) -> list[str]:
         """One line per imported key: "lr -> train.learning_rate: 0.1"."""
         became = {self._owner(path): fate for path, _, fate in self.accounts() if fate.state == BECAME}
-        return [f"{one_line(dotted(path))} -> {self._shown_target(fate)}" for path, fate in became.items()]
+        return [f"{one_line(dotted(path))} -> {self.shown_target(fate)}" for path, fate in became.items()]
 
-    def _shown_target(self, fate: Fate) -> str:
+    def shown_target(self, fate: Fate) -> str:
         """Return the first of the recipe's keys that is in the recipe, with its value."""
         for key in fate.into:  # one of them may have been left out, or be a default
             if self.document.has(split(key)):

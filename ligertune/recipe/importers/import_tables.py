@@ -23,13 +23,15 @@ KEEP_THE_TOOL = "Keep the other tool for this file."
 class Peer:
     """A tool. signs: keys that identify its files; defaults: its defaults that differ from ours, by our keys.
 
-    nulls: keys whose null is not the default, with the value that it means.
+    nulls: keys whose null is not the default, with the value that it means. sections: those that its files have, and a
+    recipe of ligertune does not.
     """
 
     name: str
     signs: tuple[str, ...]
     defaults: Mapping[str, Any]
     nulls: Mapping[str, Any]
+    sections: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,17 @@ CONVERSIONS = {  # by their names in keys.yaml
     "names": _names,
     "optimizer": convert_by(OPTIMIZER_NAMES | KEYS["optimizers"]),
     "enable_thinking": lambda value: {"enable_thinking": value},
+    "rest of one": lambda value: 1 - value if type(value) in (int, float) else value,
 }
 
 # in this order: of two tools with as many signs in a file, the first one counts
 TOOLS = tuple(
-    Peer(name, tuple(row["signs"].split()), row["defaults"], row.get("nulls", {}))
+    Peer(
+        name, tuple(row["signs"].split()), row["defaults"], row.get("nulls", {}), tuple(row.get("sections", "").split())
+    )
     for name, row in KEYS["tools"].items()
 )
-AXOLOTL, LLAMA_FACTORY, TRL = TOOLS
+AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, UNSLOTH = TOOLS
 IMPORTED = tuple(Alias(key, tuple(names.split()), _conversion(to)) for names, key, to in KEYS["rows"])
 TEMPLATES: dict[str, str] = KEYS["templates"]
 REASONS = _reasons(UNSUPPORTED["reasons"])

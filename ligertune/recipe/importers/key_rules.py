@@ -14,10 +14,11 @@ from ligertune.recipe.importers.import_state import Import
 from ligertune.recipe.importers.import_tables import each_name
 from ligertune.recipe.importers.named_conversions import CONVERSIONS, set_interval
 from ligertune.recipe.importers.peer_datasets import DATASET_CONVERSIONS
+from ligertune.recipe.importers.sectioned_files import SECTION_CONVERSIONS
 
 Conditions = dict[str, Any]
 # functions that a rule calls by their names
-CONVERTERS = CONVERSIONS | DATASET_CONVERSIONS
+CONVERTERS = CONVERSIONS | DATASET_CONVERSIONS | SECTION_CONVERSIONS
 
 
 def apply_rules(work: Import, rules: list[dict[str, Any]]) -> None:

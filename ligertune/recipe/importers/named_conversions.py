@@ -55,6 +55,16 @@ def convert_preferences(work: Import) -> None:
             work.put(f"preference.{key}", value, named)
 
 
+def convert_dpo_losses(work: Import) -> None:
+    """Convert Axolotl's list of DPO losses and their weights."""
+    work.rename("dpo_loss_weights", "loss_weights")
+    loss, sft_weight = _loss_and_sft_weight(work, work.data["dpo_loss_type"])
+    work.put("preference.loss_type", loss, "dpo_loss_type")
+    if sft_weight is not None:
+        work.put("preference.sft_weight", sft_weight, "dpo_loss_type")
+    work.take("dpo_loss_type", "preference.loss_type")
+
+
 def _loss_and_sft_weight(work: Import, loss: Any) -> tuple[Any, Any]:
     """Return one loss. In a list of two, sft is the cross-entropy of the chosen answers: return its weight, too."""
     if isinstance(loss, list) and len(loss) == 1:
@@ -178,7 +188,11 @@ def choose_trackers(work: Import) -> None:
             line = work.line_of(("report_to",))
             work.more_left.append(Left(line, "report_to", ", ".join(others), why, HARMLESS))
     # wandb and mlflow of Axolotl are on where their project or address is given
-    found = [tracker for tracker, names in signs.items() if any(data.get(name) for name in names)]
+    found = [
+        tracker
+        for tracker, names in signs.items()
+        if any(data.get(name) for name in names) and data.get(f"use_{tracker}") is not False
+    ]
     if found and named is None:  # Axolotl has no report_to
         work.document.put(("logging", "report_to"), found, Place("", 0, work.document.file))
 
@@ -341,6 +355,7 @@ CONVERSIONS: dict[str, Callable[[Import], None]] = {
         choose_evaluations,
         choose_trackers,
         convert_chat_template,
+        convert_dpo_losses,
         convert_embedding_rate,
         convert_freeze,
         convert_galore_options,

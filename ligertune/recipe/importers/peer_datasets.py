@@ -120,6 +120,8 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
         if template in TEMPLATES:
             data.setdefault("chat_template", template)
         kind = None
+    if trains_on_pairs(data.get("task")):
+        return [_with_columns(one, _pair_columns(one, kind)) for one in _per_file(item)]
     if isinstance(kind, Mapping):  # a custom format, described field by field
         if prompt_columns := _without_a_prompt(kind):
             return [_with_columns(one, prompt_columns) for one in _per_file({**item, "format": "prompt_completion"})]
@@ -135,6 +137,16 @@ def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
     item = {name: value for name, value in item.items() if name not in KEYS["axolotl_columns"] or not value}
     _conversation(item, columns, item.pop("field_messages", None), _role_key(item))
     return [_with_columns(one, columns) for one in _per_file(item)]
+
+
+def _pair_columns(item: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the columns of pairs, which the item or its custom format names; prompts of a format are reported."""
+    names = KEYS["axolotl_pairs"]
+    for name, value in nested(kind).items():
+        # a format that is the column alone says nothing new
+        if name in names or str(value).strip() not in ("{prompt}", "{chosen}", "{rejected}", "{completion}"):
+            item[name if name in names else f"type.{name}"] = value
+    return {names[name]: item.pop(name) for name in list(item) if name in names and item[name]}
 
 
 def _without_a_prompt(kind: Mapping[str, Any]) -> dict[str, str] | None:
