@@ -40,9 +40,9 @@ _SAMPLE = 5000  # records whose columns decide the format; they are held in memo
 class DataReport:
     """What became of the rows of some data sets: rows_read == examples + held_out + sum(dropped.values()).
 
-    The equation does not hold for raw text: a long row gives several examples. `held_out` examples went to `val_split`;
-    tokens are those of `examples`. `dropped` is by DROP_REASONS and `repaired` by repair, with the source of the first
-    row. `overlength` rows have more than max_length tokens; `truncated` of them were cut.
+    The equation does not hold for raw text and token ids: a row may give several examples. `held_out` examples went to
+    `val_split`; tokens are those of `examples`. `dropped` is by DROP_REASONS and `repaired` by repair, with the source
+    of the first row. `overlength` rows have more than max_length tokens; `truncated` of them were cut.
     """
 
     rows_read: int
@@ -324,7 +324,7 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
         notes.append(
             f"{counts.unended} of {plural(examples, 'example')} "
             f"{'ends' if counts.unended == 1 else 'end'} without a special "
-            "token: the template does not teach the model where to stop."
+            "token: they do not teach the model where to stop."
         )
     if counts.unplaced:
         notes.append(

@@ -222,7 +222,7 @@ class DatasetSpec(Section):
     """Branch, tag or commit of a hub data set; null: its newest."""
     format: Literal[
         "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava",
-        "question_answer", "dialogue", "oasst",
+        "question_answer", "dialogue", "oasst", "tokenized",
         "prompt_pairs", "question_pairs", "alpaca_pairs", "sharegpt_pairs", "messages_pairs", "pairs",
         "text_label", "texts_label", "messages_label",
     ] = "auto"  # fmt: skip

@@ -18,6 +18,7 @@ from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
 from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
+from ligertune.data.tokenized_rows import TOKEN_COLUMNS
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ class Format:
     """A row format. `template` is the prompt template that `data.prompt_template: auto` selects for it.
 
     raw: the row is one text, not a conversation. It is used unchanged and split to data.max_length, never dropped for
-    its length. is_fallback: `format: auto` prefers any other format whose columns are there too. by_values: `auto`
-    recognises it by the values of the rows, not by its columns.
+    its length. tokens: the row holds token ids (tokenized_rows.py), and `read` returns no turns. is_fallback: `format:
+    auto` prefers any other format whose columns are there too. by_values: `auto` recognises it by the values of the
+    rows, not by its columns.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Format:
     template: Literal["alpaca", "chat", "plain"]
     read: Callable[[dict[str, Any], RowReader], Conversation]
     raw: bool = False
+    tokens: bool = False
     is_fallback: bool = False
     by_values: bool = False
 
@@ -252,6 +255,11 @@ def _text(row: dict[str, Any], reader: RowReader) -> Conversation:
     return Conversation((Message("assistant", text),))
 
 
+def _tokens(row: dict[str, Any], reader: RowReader) -> Conversation:
+    """Return no turns: the row holds the tokens of a text that is not known."""
+    return Conversation(())
+
+
 _CHAT = ("system", "tools", "chat_template_kwargs", "image", "images")
 _ANSWER_MORE = ("input", "history", "reasoning", *_CHAT)
 _conversations = partial(_conversation, column="conversations")
@@ -265,4 +273,5 @@ FORMATS: tuple[Format, ...] = (
     Format("text", ("text",), (), "plain", _text, raw=True, is_fallback=True),
     Format("dialogue", ("text",), _CHAT[:3], "chat", _dialogue, by_values=True),
     Format("oasst", ("thread",), (), "chat", _thread, by_values=True),
+    Format("tokenized", TOKEN_COLUMNS[:1], TOKEN_COLUMNS[1:], "plain", _tokens, raw=True, tokens=True, by_values=True),
 )

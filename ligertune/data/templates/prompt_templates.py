@@ -53,7 +53,8 @@ def choose_template(
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template
     if format.raw and wanted != format.template:
         raise UserError(
-            f"data.prompt_template: {data.prompt_template} is not for rows of format {format.name}: they are texts.",
+            f"data.prompt_template: {data.prompt_template} is not for rows of format {format.name}, which are used "
+            "unchanged.",
             hint="Write data.prompt_template: auto, or name the columns of a conversation in data.datasets[].columns.",
         )
     _check_options(wanted, data, format)
@@ -109,7 +110,7 @@ def _check_options(wanted: str, data: DataOptions, format: Format) -> None:
         )
     if format.raw and data.mask_reasoning:
         raise UserError(
-            f"data.mask_reasoning has no effect on rows of format {format.name}: all of a text has labels.",
+            f"data.mask_reasoning has no effect on rows of format {format.name}, which hold no turns.",
             hint="Remove it.",
         )
 

@@ -14,7 +14,7 @@ from ligertune.files.checked_files import DamagedFileError, read_json_value
 from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
 from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers.import_state import Import, Left, leaves
-from ligertune.recipe.importers.import_tables import KEYS, TEMPLATES, Reason, nested, split_names
+from ligertune.recipe.importers.import_tables import HARMLESS, KEYS, TEMPLATES, Reason, nested, split_names
 from ligertune.recipe.read import read_document
 
 FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # instead of a path; `data_files` then names the files
@@ -195,6 +195,22 @@ def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, An
     return {**item, "columns": renamed} if renamed else item
 
 
+def convert_stored_tokens(work: Import) -> None:
+    """Convert LLaMA-Factory's `tokenized_path`: if the folder exists, its rows are trained in place of `dataset`."""
+    path = str(work.data["tokenized_path"])
+    found = next((place for place in (work.folder / path, Path(path)) if place.is_dir()), None)
+    if found is None:  # the tool would write its tokens there, and the table has the reason why nothing is lost
+        return
+    work.put("data.datasets", [{"path": path}], "tokenized_path")
+    work.put("data.prompt_template", "auto", "tokenized_path")
+    if (found / "validation").is_dir():
+        work.put("data.eval_datasets", [{"path": path, "split": "validation"}], "tokenized_path")
+    work.take("tokenized_path", "data.datasets")
+    for name in ("dataset", "eval_dataset", "val_size"):
+        if work.data.get(name):
+            work.leave((name,), Reason("the rows of tokenized_path replace it", HARMLESS))
+
+
 def convert_registered_datasets(work: Import) -> None:
     """Convert names of LLaMA-Factory's data sets, and cut each of them to `max_samples`."""
     data = work.data
@@ -356,6 +372,7 @@ DATASET_CONVERSIONS: dict[str, Callable[[Import], None]] = {
         convert_mixture,
         convert_one_dataset,
         convert_registered_datasets,
+        convert_stored_tokens,
         hoist_template,
     )
 }
