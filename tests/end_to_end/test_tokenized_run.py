@@ -36,7 +36,7 @@ def test_medusa_and_distillation_read_them_and_preferences_refuse_them(tokenized
     here = {"data.datasets.0.path": tokenized, "data.val_split": 0}
     assert plan_run(tmp_path, **here, task="medusa").plan.data.examples == 40
     teacher = {"distill.teacher": str(RECIPE.parent / "stories260K")}
-    train(tmp_path, **here, **teacher, task="distill")
-    assert losses(tmp_path / "run")[0] == pytest.approx(0, abs=1e-4)  # the student is its own teacher
+    train(tmp_path / "distill", **here, **teacher, task="distill")
+    assert losses(tmp_path / "distill" / "run")[0] == pytest.approx(0, abs=1e-4)  # the student is its own teacher
     with pytest.raises(UserError, match="rows are token ids, and this task needs preference pairs"):
         plan_run(tmp_path, **here, task="dpo")
