@@ -320,7 +320,7 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
         counts.add(part.counts)
     examples = sum(len(part.block) for part in sets)
     notes = []
-    if counts.unended and data.train_on != "all":
+    if counts.unended and data.train_on != "all" and data.train_on_eos != "none":
         notes.append(
             f"{counts.unended} of {plural(examples, 'example')} "
             f"{'ends' if counts.unended == 1 else 'end'} without a special "

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -123,7 +123,7 @@ class RowPipeline:
         plain = plain_format(columns) if kind is CONVERSATIONS and spec.format == "auto" else None
         problem_type = preparation.problem_type
         self.shape = RowShape(plain) if plain else recognise_shape(spec, kind, first, path, problem_type=problem_type)
-        self.format = self.shape.format
+        self.format = replace(self.shape.format, trained_roles=data.roles_to_train)
         if self.format.tokens and reader is not None:
             raise UserError(
                 f"{path}: its rows are token ids, with which a {reader.model_kind} is not trained.",

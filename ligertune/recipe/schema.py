@@ -20,6 +20,7 @@ from ligertune.recipe.section import (
     FileOrHub,
     NameList,
     ReadName,
+    RoleList,
     Section,
     Share,
     ShareBelowOne,
@@ -252,6 +253,10 @@ class DataSpec(Section):
     """System prompt for conversations without one."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens with labels: all assistant turns, the last assistant turn, or all tokens."""
+    roles_to_train: RoleList = ("assistant",)
+    """With train_on: assistant: roles whose turns have labels."""
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    """End-of-turn tokens with labels: those of turns with labels, the conversation's last one, all, or none."""
     mask_reasoning: Switch = False
     """Give the reasoning of trained answers no labels: the field, or a <think> block that begins the text."""
     drop_history_reasoning: Switch = False

@@ -53,6 +53,10 @@ CHANGES_DATA = {
     "data.prompt_template": ({}, "chat", lambda new, old, decode: (
         "### user:\n" in decode(new) and "### Instruction:\n" in decode(old))),
     "data.train_on": ({}, "all", lambda new, old, decode: (new.train.trained == new.train.lengths - 1).all()),
+    "data.roles_to_train": ({"data.prompt_template": "chat"}, "[user]", lambda new, old, decode: (
+        new.train[0].labels[-3] == -100 != old.train[0].labels[-3])),  # the last tokens are the answer's
+    "data.train_on_eos": ({}, "none", lambda new, old, decode: (
+        (new.train.trained == old.train.trained - 1).all() and new.train[0].labels[-1] == -100)),
     "data.max_length": (TRUNCATED, 130, lambda new, old, decode: (
         all(length == min(lengths(old)[source], 130) for source, length in lengths(new).items())
         and 130 in lengths(new).values())),

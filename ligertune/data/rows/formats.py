@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, check_conversation, repair_turns
+from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, Role, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
@@ -32,7 +32,7 @@ class Format:
     raw: the row is one text, not a conversation. It is used unchanged and split to data.max_length, never dropped for
     its length. tokens: the row holds token ids (tokenized_rows.py), and `read` returns no turns. is_fallback: `format:
     auto` prefers any other format whose columns are there too. by_values: `auto` recognises it by the values of the
-    rows, not by its columns.
+    rows, not by its columns. trained_roles: of turns that may have a weight of 1.
     """
 
     name: str
@@ -44,13 +44,14 @@ class Format:
     tokens: bool = False
     is_fallback: bool = False
     by_values: bool = False
+    trained_roles: tuple[Role, ...] = ("assistant",)
 
     def convert(self, record: Record, repairs: list[str] | None = None) -> Conversation:
         """Return the row as a checked conversation. Raises BadRow, and UserError for what no setting allows.
 
         repairs: a list to which the names of repairs are appended; None repairs nothing.
         """
-        reader = RowReader(record.source, repair=repairs is not None)
+        reader = RowReader(record.source, repair=repairs is not None, trained_roles=self.trained_roles)
         reader.refuse_media(record.row)
         conversation = self.read(record.row, reader)
         if self.raw:

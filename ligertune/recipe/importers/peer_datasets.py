@@ -24,6 +24,7 @@ KNOWN_FIELDS = [(role, content) for role in ("role", None) for content in ("cont
 KNOWN_FIELDS += [("from", content) for content in ("value", None)]
 # keys of Axolotl's custom formats that do not change a prompt which is the instruction alone
 PLAIN_FORMAT = {"format", "no_input_format", "field_instruction", "field_output", "system_prompt", "system_format"}
+CHAT_FORMATS = ("messages", "sharegpt")
 OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
 
 
@@ -363,6 +364,32 @@ def hoist_template(work: Import) -> None:
             work.trace(source, "model.tokenizer.chat_template")
 
 
+def hoist_trained_turns(work: Import) -> None:
+    """Move Axolotl's choices of trained turns from the data sets to the recipe, which has one choice for all."""
+    items = [item for item in nested(work.data.get("data")).get("datasets", []) if isinstance(item, dict)]
+    chats = [item for item in items if item.get("format") in CHAT_FORMATS]
+    if work.data.get("train_on_inputs") is True and chats and chats == items:
+        # of conversations it trains the text of each turn, and not what the template writes around it
+        work.put("data.roles_to_train", ["system", "user", "assistant", "tool"], "train_on_inputs")
+        work.take("train_on_inputs", "data.roles_to_train")
+    for name, default in (("roles_to_train", ["assistant"]), ("train_on_eos", "turn")):
+        found = [item.get(name, default) for item in chats]
+        shared = found[:1] if all(value == found[0] for value in found) else []
+        for index, item in enumerate(items):
+            source = work.source_of(("data", "datasets", index, name))
+            if name not in item:
+                continue
+            value = item.pop(name)
+            if value in shared and item in chats:
+                if not work.document.has(("data", name)):
+                    work.document.put(("data", name), value, Place("", work.line_of(source), work.document.file))
+                work.trace(source, f"data.{name}")
+            elif item in chats:
+                work.lose(source, Reason(f"data.{name} is one for all data sets, and here they differ in it"))
+            else:
+                work.lose(source, Reason("only conversations have turns", HARMLESS))
+
+
 # functions that rules of keys.yaml call by their names
 DATASET_CONVERSIONS: dict[str, Callable[[Import], None]] = {
     function.__name__: function
@@ -374,5 +401,6 @@ DATASET_CONVERSIONS: dict[str, Callable[[Import], None]] = {
         convert_registered_datasets,
         convert_stored_tokens,
         hoist_template,
+        hoist_trained_turns,
     )
 }

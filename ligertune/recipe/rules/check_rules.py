@@ -36,7 +36,13 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
+def _trains_other_roles(recipe: Recipe) -> bool:
+    return recipe.data.roles_to_train != ("assistant",)
+
+
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
+# tasks of features that bring their own rows
+OTHER_ROWS = "task: " + "|".join(name for part in feature_parts() if part.brings_rows for name in part.tasks)
 # optimizers of packages whose kernels run on a GPU only
 GPU_OPTIMIZER = "train.optim: " + "|".join(name for name, row in OPTIMIZERS.items() if row.needs)
 
@@ -80,6 +86,16 @@ RULES = (
     ),
     Rule("data.mask_reasoning, data.train_on: all",
          "{0} gives reasoning no labels, and {1} is {v[1]}, which gives labels to all tokens. Write assistant."),
+    Rule("data.roles_to_train, data.train_on: last|all",
+         "{0} chooses among roles, and {1} is {v[1]}, which chooses all by itself. Leave one of them out.",
+         also=_trains_other_roles),
+    Rule("data.train_on_eos: not turn, data.train_on: all",
+         f"{{0}} chooses end tokens, and {{1}} is all, which gives labels to all tokens. {ONE_OUT}"),
+    Rule(f"data.roles_to_train, {OTHER_ROWS}",
+         "{0} is for conversations, and {1} is {v[1]}, which trains on other rows. Leave {0} out.",
+         also=_trains_other_roles),
+    Rule(f"data.train_on_eos: not turn, {OTHER_ROWS}",
+         "{0} is for conversations, and {1} is {v[1]}, which trains on other rows. Leave {0} out."),
     Rule("data.streaming, train.max_steps: null", "{0} reads data of unknown length. Give {1}."),
     Rule("data.streaming, data.val_split, data.eval_datasets: any",
          "{0} cannot split off {1} before it has read the data. Give {2} instead."),
