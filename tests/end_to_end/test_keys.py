@@ -66,6 +66,8 @@ CHANGES_DATA = {
         0 < new.report.dropped["too large"] == old.report.rows_read - len(new.train) - len(new.eval))),
     "data.val_split": ({}, 0.4, lambda new, old, decode: (len(new.train), len(new.eval)) == (24, 16)),
     "data.datasets.0.max_samples": ({}, 20, lambda new, old, decode: len(new.train) + len(new.eval) == 20),
+    "data.interleave.probabilities": ({"data.val_split": 0}, "round_robin", lambda new, old, decode: (
+        "ends with first_exhausted" in new.report.notes[-1] and not any("ends with" in n for n in old.report.notes))),
     "data.datasets.0.weight": ({"data.val_split": 0}, 1.5, lambda new, old, decode: len(new.train) == 60),
     "train.seed": ({}, 43, lambda new, old, decode: (
         [one.source for one in new.eval] != [one.source for one in old.eval] and len(new.eval) == len(old.eval))),

@@ -315,6 +315,7 @@ def convert_mixture(work: Import) -> None:
     given = work.data.pop("datasets", None)
     source = work.path_of("datasets")
     if isinstance(given, list):
+        convert_shares(work, given)
         for index, item in enumerate(given):
             _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])
     elif given is not None:
@@ -364,6 +365,45 @@ def hoist_template(work: Import) -> None:
             work.trace(source, "model.tokenizer.chat_template")
 
 
+def convert_interleaving(work: Import) -> None:
+    """Convert LLaMA-Factory's `mix_strategy: interleave_...` and the probabilities of its data sets."""
+    strategies = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}
+    given = work.data.get("interleave_probs")
+    shares = [finite_share(name) for name in split_names(given)] if given is not None else []
+    if None in shares:
+        return  # it stays, and is reported
+    work.put("data.interleave.probabilities", shares or "round_robin", "mix_strategy")
+    strategy = work.take("mix_strategy", "data.interleave.stopping_strategy", "data.interleave.probabilities")
+    work.put("data.interleave.stopping_strategy", strategies[strategy], "mix_strategy")
+    work.take("interleave_probs", "data.interleave.probabilities")
+
+
+def finite_share(value: str) -> float | None:
+    """Return a probability that is written as text, None for anything else."""
+    try:
+        share = float(value)
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
+def convert_shares(work: Import, items: list[Any]) -> None:
+    """Convert TRL's shares of a mixture, which add up to any number, if all data sets have one."""
+    shares = [nested(item).get("fraction") for item in items]
+    given = [share for share in shares if isinstance(share, int | float) and share > 0]
+    if not given or len(given) != len(items):
+        return
+    total = sum(given)
+    place = work.place_of("datasets")
+    work.document.put(("data", "interleave", "probabilities"), [round(share / total, 9) for share in given], place)
+    for index, item in enumerate(items):
+        work.trace((*work.path_of("datasets"), index, "fraction"), "data.interleave.probabilities")
+        del item["fraction"]
+    work.notes.append(
+        "TRL cuts each data set to its fraction of the mixture; here each example is drawn with this probability"
+    )
+
+
 def hoist_trained_turns(work: Import) -> None:
     """Move Axolotl's choices of trained turns from the data sets to the recipe, which has one choice for all."""
     items = [item for item in nested(work.data.get("data")).get("datasets", []) if isinstance(item, dict)]
@@ -396,6 +436,7 @@ DATASET_CONVERSIONS: dict[str, Callable[[Import], None]] = {
     for function in (
         convert_axolotl_datasets,
         convert_described_datasets,
+        convert_interleaving,
         convert_mixture,
         convert_one_dataset,
         convert_registered_datasets,
