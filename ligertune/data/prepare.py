@@ -365,7 +365,7 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
         notes.append(
             f"{counts.unended} of {plural(examples, 'example')} "
             f"{'ends' if counts.unended == 1 else 'end'} without a special "
-            "token: they do not teach the model where to stop."
+            "token: the model does not learn from them where to stop."
         )
     if counts.unplaced:
         notes.append(

@@ -58,7 +58,7 @@ class RowCounts:
     overlength: int = 0
     truncated: int = 0
     straddling: int = 0  # tokens
-    unended: int = 0  # rows that were not truncated and do not end with a special token
+    unended: int = 0  # rows, or documents of token ids, that were not truncated and do not end with a special token
 
     def __post_init__(self) -> None:
         self.dropped, self.repaired = Counter(self.dropped), Counter(self.repaired)  # dicts in the cache's JSON
@@ -205,7 +205,7 @@ class RowPipeline:
         fitting = [self._fit([document], source, counts)[0] for document in trained]
         counts.rows_used += 1
         whole = [part for part, document in zip(fitting, trained, strict=True) if part is document]
-        counts.unended += any(int(document.trained[-1]) not in self._special for document in whole)
+        counts.unended += sum(int(document.trained[-1]) not in self._special for document in whole)
         return [Example(document.input_ids, document.labels, source) for document in fitting]
 
     def _rendered(self, records: Sequence[Record], counts: RowCounts) -> Iterator[RenderedRow]:
