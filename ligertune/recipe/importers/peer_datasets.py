@@ -412,22 +412,31 @@ def hoist_trained_turns(work: Import) -> None:
         # of conversations it trains the text of each turn, and not what the template writes around it
         work.put("data.roles_to_train", ["system", "user", "assistant", "tool"], "train_on_inputs")
         work.take("train_on_inputs", "data.roles_to_train")
-    for name, default in (("roles_to_train", ["assistant"]), ("train_on_eos", "turn")):
-        found = [item.get(name, default) for item in chats]
-        shared = found[:1] if all(value == found[0] for value in found) else []
-        for index, item in enumerate(items):
-            source = work.source_of(("data", "datasets", index, name))
-            if name not in item:
-                continue
-            value = item.pop(name)
-            if value in shared and item in chats:
-                if not work.document.has(("data", name)):
-                    work.document.put(("data", name), value, Place("", work.line_of(source), work.document.file))
-                work.trace(source, f"data.{name}")
-            elif item in chats:
-                work.lose(source, Reason(f"data.{name} is one for all data sets, and here they differ in it"))
-            else:
-                work.lose(source, Reason("only conversations have turns", HARMLESS))
+    for index, item in enumerate(items):
+        # both kinds of tokens that end a turn are one here
+        if "train_on_eot" in item and item["train_on_eot"] == item.get("train_on_eos", "turn"):
+            work.trace(work.source_of(("data", "datasets", index, "train_on_eot")), "data.train_on_eos")
+            del item["train_on_eot"]
+    _hoist_choice(work, items, "roles_to_train", default=["assistant"])
+    _hoist_choice(work, items, "train_on_eos", default="turn")
+
+
+def _hoist_choice(work: Import, items: list[dict[str, Any]], name: str, *, default: Any) -> None:
+    """Move a key of data sets that are conversations to the recipe, if all of them say the same."""
+    found = [item.get(name, default) for item in items if item.get("format") in CHAT_FORMATS]
+    for index, item in enumerate(items):
+        if name not in item:
+            continue
+        value = item.pop(name)
+        source = work.source_of(("data", "datasets", index, name))
+        if item.get("format") not in CHAT_FORMATS:
+            work.lose(source, Reason("only conversations have turns", HARMLESS))
+        elif any(other != value for other in found):
+            work.lose(source, Reason(f"data.{name} is one for all data sets, and here they differ in it"))
+        else:
+            work.trace(source, f"data.{name}")
+            if not work.document.has(("data", name)):
+                work.document.put(("data", name), value, Place("", work.line_of(source), work.document.file))
 
 
 # functions that rules of keys.yaml call by their names
