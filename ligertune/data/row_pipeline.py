@@ -34,7 +34,7 @@ from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
-from ligertune.data.tokenized_rows import token_documents
+from ligertune.data.tokenized_rows import LABEL_COLUMNS, token_documents
 from ligertune.errors import UserError, panics_as_errors
 from ligertune.hardware import usable_cores
 
@@ -136,6 +136,8 @@ class RowPipeline:
         self._whole_texts = kind.whole_texts
         self._files = None if reader is None else reader.row_files(data.image_dir)
         self._file_token = None if reader is None else reader.token_id
+        # a row without one of these, which others have, is incomplete
+        self._label_columns = columns & set(LABEL_COLUMNS) if self.format.tokens else set[str]()
         self._n_ids = 1 + max(tokenizer.get_vocab().values()) if self.format.tokens else 0
         self._spec = spec
         self._data = data
@@ -228,6 +230,7 @@ class RowPipeline:
         repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
         parsed = self.format.parse(Record(row, record.source), repairs)
         if self.format.tokens:
+            row = dict.fromkeys(self._label_columns) | row
             return RenderedRow([], record.source, documents=token_documents(row, record.source, self._n_ids))
         for repair in repairs or ():
             counts.repaired[repair] += 1

@@ -17,9 +17,10 @@ from ligertune.errors import UserError
 
 TOKENS = "input_ids"
 # of Axolotl, TRL and transformers; the mask of attention also says which tokens are padding
-MASKS = ("attention_mask", "loss_mask", "assistant_masks", "completion_mask")
+LABEL_COLUMNS = ("labels", "loss_mask", "assistant_masks", "completion_mask")
+MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
 BOUNDS = ("position_ids", "seq_lengths")
-TOKEN_COLUMNS = (TOKENS, "labels", *MASKS, *BOUNDS)
+TOKEN_COLUMNS = (TOKENS, *LABEL_COLUMNS, "attention_mask", *BOUNDS)
 
 
 def token_documents(row: dict[str, Any], source: str, n_ids: int) -> list[Encoded]:
@@ -31,6 +32,9 @@ def token_documents(row: dict[str, Any], source: str, n_ids: int) -> list[Encode
     ids = _numbers(row, TOKENS, source)
     if ids is None or not len(ids):
         raise BadRow("no text" if ids is not None else "missing value", f"`{TOKENS}`")
+    # without its labels or mask a row would be trained as a whole
+    if empty := [name for name in LABEL_COLUMNS if name in row and row[name] is None]:
+        raise BadRow("missing value", f"`{empty[0]}`")
     _check_ids(ids, TOKENS, source, n_ids)
     real = _mask(row, "attention_mask", source, len(ids))
     labels = _labels(row, ids, source, n_ids)
@@ -53,11 +57,9 @@ def _document(ids: np.ndarray, labels: np.ndarray) -> Encoded:
 
 def _labels(row: dict[str, Any], ids: np.ndarray, source: str, n_ids: int) -> np.ndarray:
     """Return the labels of a row (T,): those it has, or its tokens."""
-    if "labels" not in row:
-        return ids
     labels = _numbers(row, "labels", source, len(ids))
     if labels is None:
-        raise BadRow("missing value", "`labels`")
+        return ids
     trained = labels != IGNORE_INDEX
     _check_ids(labels[trained], "labels", source, n_ids)
     # a label that is the next token predicts the one after it: the model shifts labels itself

@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 from support.data.row_files import write_rows
 
+from ligertune.data.tokenized_rows import LABEL_COLUMNS
 from ligertune.errors import UserError
 
 X = -100
@@ -33,7 +34,7 @@ READ = {
     "labels and a mask": (
         {"input_ids": [5, 6, 2], "labels": [5, 6, 2], "loss_mask": [0, 0, 1]}, [([5, 6, 2], [X, X, 2])],
     ),
-    "a mask without a value": ({"input_ids": [5, 6, 2], "loss_mask": None}, [([5, 6, 2], [X, 6, 2])]),
+    "a mask without a value": ({"input_ids": [5, 6, 2], "attention_mask": None}, [([5, 6, 2], [X, 6, 2])]),
     "padding on the right": (
         {"input_ids": [5, 6, 2, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "labels": [5, 6, 2, 0, 0]},
         [([5, 6, 2], [X, 6, 2])],
@@ -111,8 +112,9 @@ REFUSED = {
 @pytest.mark.parametrize("says", REFUSED)
 @pytest.mark.parametrize("policy", ["drop", "error"])
 def test_lists_that_do_not_fit_are_refused_with_the_row(says, policy, prepared):
+    usual = {"input_ids": [5, 6, 2]} | {name: [1, 1, 1] for name in REFUSED[says] if name in LABEL_COLUMNS}
     with pytest.raises(UserError) as refused:
-        prepared([{"input_ids": [5, 6, 2]}, REFUSED[says]], dataset={"on_bad_row": policy})
+        prepared([usual, REFUSED[says]], dataset={"on_bad_row": policy})
     assert says in str(refused.value) and "d.jsonl:2: " in str(refused.value)
     assert str(refused.value).count("\n") <= 1
 
@@ -123,12 +125,17 @@ def test_rows_without_tokens_or_labels_are_dropped_and_counted(prepared):
         {"input_ids": [], "labels": []},
         {"input_ids": None, "labels": []},
         {"input_ids": [5, 6, 2], "labels": None},
+        {"input_ids": [5, 6, 2]},
         {"input_ids": [5, 6, 2], "labels": [5, X, X]},
         {"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [0, 0]},
     ]
     report = prepared(rows).report
-    assert report.dropped == {"no text": 2, "missing value": 2, "no trained token": 1}
-    assert (report.rows_read, report.examples) == (6, 1)
+    assert report.dropped == {"missing value": 3, "no text": 2, "no trained token": 1}
+    assert (report.rows_read, report.examples) == (7, 1)
+    masked = [{"input_ids": [5, 6, 2], "loss_mask": mask} for mask in ([0, 1, 1], None)] + [{"input_ids": [5, 6, 2]}]
+    report = prepared(masked, max_dropped=1).report
+    assert (report.dropped, report.examples) == ({"missing value": 2}, 1)
+    assert report.first_dropped["missing value"].endswith("d.jsonl:2 (`loss_mask`)")
     with pytest.raises(UserError, match=r"d\.jsonl:2: no text"):
         prepared(rows, dataset={"on_bad_row": "error"})
 
