@@ -34,7 +34,7 @@ from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
-from ligertune.data.tokenized_rows import LABEL_COLUMNS, token_documents
+from ligertune.data.tokenized_rows import TokenReader
 from ligertune.errors import UserError, panics_as_errors
 from ligertune.hardware import usable_cores
 
@@ -124,7 +124,8 @@ class RowPipeline:
         problem_type = preparation.problem_type
         self.shape = RowShape(plain) if plain else recognise_shape(spec, kind, first, path, problem_type=problem_type)
         self.format = replace(self.shape.format, trained_roles=data.roles_to_train)
-        if self.format.tokens and reader is not None:
+        self._tokens = TokenReader.of(tokenizer, columns) if self.format.tokens else None
+        if reader is not None and self._tokens is not None:
             raise UserError(
                 f"{path}: its rows are token ids, with which a {reader.model_kind} is not trained.",
                 hint="Write the rows as texts or messages.",
@@ -136,9 +137,6 @@ class RowPipeline:
         self._whole_texts = kind.whole_texts
         self._files = None if reader is None else reader.row_files(data.image_dir)
         self._file_token = None if reader is None else reader.token_id
-        # a row without one of these, which others have, is incomplete
-        self._label_columns = columns & set(LABEL_COLUMNS) if self.format.tokens else set[str]()
-        self._n_ids = 1 + max(tokenizer.get_vocab().values()) if self.format.tokens else 0
         self._spec = spec
         self._data = data
         self._encoder = Encoder(tokenizer)
@@ -158,7 +156,7 @@ class RowPipeline:
         for row in rendered:
             encoded = list(islice(encodings, len(row.sides)))
             try:
-                if self.format.tokens:
+                if self._tokens is not None:
                     examples += self._examples_of_documents(row.documents, row.source, counts)
                 else:
                     examples += self._examples_of(row, encoded, counts)
@@ -229,9 +227,8 @@ class RowPipeline:
         row, references = self._files.extract(row) if self._files else (row, [])
         repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
         parsed = self.format.parse(Record(row, record.source), repairs)
-        if self.format.tokens:
-            row = dict.fromkeys(self._label_columns) | row
-            return RenderedRow([], record.source, documents=token_documents(row, record.source, self._n_ids))
+        if self._tokens is not None:
+            return RenderedRow([], record.source, documents=self._tokens.documents(row, record.source))
         for repair in repairs or ():
             counts.repaired[repair] += 1
             counts.first_repaired.setdefault(repair, record.source)

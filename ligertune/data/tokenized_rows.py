@@ -7,7 +7,9 @@ Lists that do not fit together are an error of the program that wrote them, so t
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,12 +17,32 @@ from ligertune.data.bad_rows import BadRow
 from ligertune.data.templates.label_masking import IGNORE_INDEX, Encoded
 from ligertune.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TOKENS = "input_ids"
 # of Axolotl, TRL and transformers; the mask of attention also says which tokens are padding
 LABEL_COLUMNS = ("labels", "loss_mask", "assistant_masks", "completion_mask")
 MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
 BOUNDS = ("position_ids", "seq_lengths")
 TOKEN_COLUMNS = (TOKENS, *LABEL_COLUMNS, "attention_mask", *BOUNDS)
+
+
+@dataclass(frozen=True)
+class TokenReader:
+    """Reads the rows of one data set. n_ids: as in token_documents; label_columns: those that every row must have."""
+
+    n_ids: int
+    label_columns: frozenset[str]
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerBase, columns: Collection[str]) -> TokenReader:
+        """Return the reader of rows with these columns, made by this tokenizer."""
+        return TokenReader(1 + max(tokenizer.get_vocab().values()), frozenset(LABEL_COLUMNS) & frozenset(columns))
+
+    def documents(self, row: dict[str, Any], source: str) -> list[Encoded]:
+        """Return the documents of a row, as token_documents does."""
+        return token_documents(dict.fromkeys(self.label_columns) | row, source, self.n_ids)
 
 
 def token_documents(row: dict[str, Any], source: str, n_ids: int) -> list[Encoded]:
