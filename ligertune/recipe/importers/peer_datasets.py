@@ -24,6 +24,7 @@ KNOWN_FIELDS = [(role, content) for role in ("role", None) for content in ("cont
 KNOWN_FIELDS += [("from", content) for content in ("value", None)]
 # keys of Axolotl's custom formats that do not change a prompt which is the instruction alone
 PLAIN_FORMAT = {"format", "no_input_format", "field_instruction", "field_output", "system_prompt", "system_format"}
+ROLE_NAMES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 CHAT_FORMATS = ("messages", "sharegpt")
 OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
 
@@ -423,7 +424,12 @@ def hoist_trained_turns(work: Import) -> None:
 
 def _hoist_choice(work: Import, items: list[dict[str, Any]], name: str, *, default: Any) -> None:
     """Move a key of data sets that are conversations to the recipe, if all of them say the same."""
+    for item in items:
+        if isinstance(item.get(name), list):
+            item[name] = [ROLE_NAMES.get(str(role), role) for role in item[name]]
     found = [item.get(name, default) for item in items if item.get("format") in CHAT_FORMATS]
+    # rows without turns have no roles, and are refused next to them
+    has_others = name == "roles_to_train" and len(found) < len(items)
     for index, item in enumerate(items):
         if name not in item:
             continue
@@ -431,6 +437,8 @@ def _hoist_choice(work: Import, items: list[dict[str, Any]], name: str, *, defau
         source = work.source_of(("data", "datasets", index, name))
         if item.get("format") not in CHAT_FORMATS:
             work.lose(source, Reason("only conversations have turns", HARMLESS))
+        elif has_others and value != default:
+            work.lose(source, Reason(f"data.{name} is for all data sets, and some are no conversations"))
         elif any(other != value for other in found):
             work.lose(source, Reason(f"data.{name} is one for all data sets, and here they differ in it"))
         else:
