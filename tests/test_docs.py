@@ -22,6 +22,27 @@ def test_relative_links_lead_to_files(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def headings(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = [re.sub(r"\]\([^)]*\)", "", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_anchors_of_links_lead_to_headings(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text)
+    inside = [(page.parent / name if name else page, anchor) for name, anchor in links if "://" not in name]
+    assert [f"{path.name}#{anchor}" for path, anchor in inside if anchor not in headings(path)] == []
+
+
+def test_the_pages_on_data_are_short():
+    pages = ("data", "data-files", "labels", "batches")
+    words = {page: len((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) for page in pages}
+    assert {page: number for page, number in words.items() if number > 1800} == {}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_files_of_the_repository_that_a_page_names_exist(page):
     named = set(re.findall(r"(?<![\w./-])(?:scripts|configs|tests|docs)/[\w./-]*\w", page.read_text(encoding="utf-8")))
@@ -35,7 +56,7 @@ def test_the_readme_is_short():
 # written by scripts/support_matrix
 GENERATED = ("families.md", "support.md")
 # to be split
-LONG_PAGES = ("data.md", "methods.md")
+LONG_PAGES = ("methods.md",)
 
 
 def test_a_page_can_be_read_in_one_sitting():

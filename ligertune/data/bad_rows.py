@@ -38,7 +38,7 @@ DROP_REASONS: dict[str, str] = {
     "label of another kind": "the label is null, negative, not finite, or of another kind than most first rows have",
     "label is too large": "ids must be below 1,048,576, lists have at most as many labels, and numbers be at most 1e18",
     "margin is not a number": "the column `margin` of a pair must hold a number",
-    "no trained token": "all its answers have weight 0, or the tokenizer merged them into the prompt",
+    "no trained token": "its answers have weight 0, the tokenizer merged them into the prompt, or all labels are -100",
     "too long": "more than data.max_length tokens, with data.on_overlength: drop",
     "cut before the answer": "no trained token is left within data.max_length, with on_overlength: truncate",
 }

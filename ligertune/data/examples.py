@@ -29,6 +29,7 @@ _NO_LINE = -1
 _NOT_IN_KEY = {
     "datasets",
     "eval_datasets",
+    "interleave",
     "val_split",
     "packing",
     "padding_free",

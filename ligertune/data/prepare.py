@@ -14,6 +14,7 @@ import numpy as np
 from ligertune.data.cache import CacheEntry, cache_home, data_key, load_or_make
 from ligertune.data.dataset_report import DatasetReport
 from ligertune.data.examples import Block, Examples, Preparation
+from ligertune.data.interleave import expected_examples, interleave
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.row_kind import row_kinds
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from ligertune.data.modalities.modality import ModalityReader
     from ligertune.data.rows.row_kind import RowKind, TargetNames
-    from ligertune.planning.options import DataOptions, DatasetOptions
+    from ligertune.planning.options import DataOptions, DatasetOptions, InterleaveOptions
     from ligertune.recipe.section import Section
 
 # called with (path of the data set, rows done, share done) while rows are prepared
@@ -40,9 +41,9 @@ _SAMPLE = 5000  # records whose columns decide the format; they are held in memo
 class DataReport:
     """What became of the rows of some data sets: rows_read == examples + held_out + sum(dropped.values()).
 
-    The equation does not hold for raw text: a long row gives several examples. `held_out` examples went to `val_split`;
-    tokens are those of `examples`. `dropped` is by DROP_REASONS and `repaired` by repair, with the source of the first
-    row. `overlength` rows have more than max_length tokens; `truncated` of them were cut.
+    The equation does not hold for raw text and token ids: a row may give several examples. `held_out` examples went to
+    `val_split`; tokens are those of `examples`. `dropped` is by DROP_REASONS and `repaired` by repair, with the source
+    of the first row. `overlength` rows have more than max_length tokens; `truncated` of them were cut.
     """
 
     rows_read: int
@@ -181,11 +182,8 @@ def prepare(
     if data.val_split:
         train, held_out = split_examples(train, data.val_split, seed=seed)
     report = _report(sets, train, data)
-    weights = [spec.weight for spec in data.datasets]
-    if any(weight != 1 for weight in weights):
-        _check_weights(sets, weights)
-        train = train.select(mix_datasets(train.block_of, weights, seed=seed))
-        report = replace(report, notes=(*report.notes, _mixture_note(sets, weights, train)))
+    train, mixture_notes = _mixed(sets, train, data, seed=seed)
+    report = replace(report, notes=(*report.notes, *mixture_notes))
     template = ", ".join(dict.fromkeys(part.report.template for part in sets))
     if labels is not None:
         report = replace(report, notes=(*report.notes, *labels.notes))
@@ -263,6 +261,22 @@ def _build(
     return {"path": path, **rows.about, "counts": vars(counts), **rows.format.report(spec)}
 
 
+def _mixed(
+    sets: Sequence[LoadedDataset], train: Examples, data: DataOptions, *, seed: int
+) -> tuple[Examples, tuple[str, ...]]:
+    """Return the examples of an epoch by the data sets' weights, or as they are interleaved, and a note on them."""
+    if data.interleave.probabilities is not None:
+        _check_interleave(sets, train, data.interleave)
+        train = train.select(interleave(train.block_of, len(sets), data.interleave, seed=seed))
+        return train, (_interleave_note(sets, data.interleave, train),)
+    weights = [spec.weight for spec in data.datasets]
+    if all(weight == 1 for weight in weights):
+        return train, ()
+    _check_weights(sets, weights)
+    train = train.select(mix_datasets(train.block_of, weights, seed=seed))
+    return train, (_mixture_note(sets, weights, train),)
+
+
 def _check_weights(sets: Sequence[LoadedDataset], weights: Sequence[float]) -> None:
     """Raise UserError if an epoch would hold more examples than can be indexed, or none of a data set."""
     for part, weight in zip(sets, weights, strict=True):
@@ -273,6 +287,33 @@ def _check_weights(sets: Sequence[LoadedDataset], weights: Sequence[float]) -> N
                 f"{part.report.path}, and an epoch needs 1 to {_MAX_EXAMPLES:,}.",
                 hint="It is how often an epoch repeats the data set: 2 or 0.5.",
             )
+
+
+def _check_interleave(sets: Sequence[LoadedDataset], train: Examples, options: InterleaveOptions) -> None:
+    """Raise UserError if a data set has no example to draw, or an epoch would hold more than can be indexed."""
+    lengths = np.bincount(train.block_of, minlength=len(sets)).tolist()
+    if 0 in lengths:
+        raise UserError(
+            f"data.interleave: data.val_split leaves no example of {sets[lengths.index(0)].report.path} to train on.",
+            hint="Give more data, a smaller share, or data.eval_datasets.",
+        )
+    expected = expected_examples(lengths, options)
+    if expected > _MAX_EXAMPLES:
+        raise UserError(
+            f"data.interleave.stopping_strategy: {options.stopping_strategy} makes an epoch of about {expected:.1e} "
+            f"examples, and {_MAX_EXAMPLES:,} are possible.",
+            hint="Write first_exhausted, or a larger probability for the largest data set.",
+        )
+
+
+def _interleave_note(sets: Sequence[LoadedDataset], options: InterleaveOptions, train: Examples) -> str:
+    counts = np.bincount(train.block_of, minlength=len(sets))
+    parts = [f"{count} of {part.report.path}" for part, count in zip(sets, counts, strict=True)]
+    if isinstance(options.probabilities, tuple):
+        parts = [f"{part} (probability {p:g})" for part, p in zip(parts, options.probabilities, strict=True)]
+    return (
+        f"An epoch has {plural(len(train), 'example')}: {', '.join(parts)}; it ends with {options.stopping_strategy}."
+    )
 
 
 def mix_datasets(set_of: np.ndarray, weights: Sequence[float], *, seed: int) -> np.ndarray:
@@ -320,11 +361,11 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
         counts.add(part.counts)
     examples = sum(len(part.block) for part in sets)
     notes = []
-    if counts.unended and data.train_on != "all":
+    if counts.unended and data.train_on != "all" and data.train_on_eos != "none":
         notes.append(
             f"{counts.unended} of {plural(examples, 'example')} "
             f"{'ends' if counts.unended == 1 else 'end'} without a special "
-            "token: the template does not teach the model where to stop."
+            "token: the model does not learn from them where to stop."
         )
     if counts.unplaced:
         notes.append(

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -34,6 +34,7 @@ from ligertune.data.templates.control_tokens import ControlTokens, Rendered
 from ligertune.data.templates.label_masking import Encoded, Encoder
 from ligertune.data.templates.prompt_templates import choose_template
 from ligertune.data.templates.whole_texts import SpecialTokens, TextTemplate, labelled_at_end
+from ligertune.data.tokenized_rows import TokenReader
 from ligertune.errors import UserError, panics_as_errors
 from ligertune.hardware import usable_cores
 
@@ -46,7 +47,7 @@ class RowCounts:
     """Counts of rows by what became of them: rows_read == rows_used + sum(dropped.values())."""
 
     rows_read: int = 0
-    rows_used: int = 0  # a row of raw text gives several examples if it is long
+    rows_used: int = 0  # a row gives several examples if it is a long raw text, or holds several documents
     dropped: Counter[str] = field(default_factory=Counter)  # by DROP_REASONS
     first_dropped: dict[str, str] = field(default_factory=dict)
     repaired: Counter[str] = field(default_factory=Counter)  # by the name of the repair
@@ -57,7 +58,7 @@ class RowCounts:
     overlength: int = 0
     truncated: int = 0
     straddling: int = 0  # tokens
-    unended: int = 0  # rows that were not truncated and do not end with a special token
+    unended: int = 0  # rows, or documents of token ids, that were not truncated and do not end with a special token
 
     def __post_init__(self) -> None:
         self.dropped, self.repaired = Counter(self.dropped), Counter(self.repaired)  # dicts in the cache's JSON
@@ -91,9 +92,10 @@ class RenderedRow(NamedTuple):
 
     sides: list[Rendered]
     source: str
-    files: Sequence[RowFile]
-    desirable: int
-    targets: tuple[str | float, ...]
+    files: Sequence[RowFile] = ()
+    desirable: int = -1
+    targets: tuple[str | float, ...] = ()
+    documents: Sequence[Encoded] = ()  # of a row that is tokenized, which has no sides
 
 
 class RowPipeline:
@@ -121,7 +123,13 @@ class RowPipeline:
         plain = plain_format(columns) if kind is CONVERSATIONS and spec.format == "auto" else None
         problem_type = preparation.problem_type
         self.shape = RowShape(plain) if plain else recognise_shape(spec, kind, first, path, problem_type=problem_type)
-        self.format = self.shape.format
+        self.format = replace(self.shape.format, trained_roles=data.roles_to_train)
+        self._tokens = TokenReader.of(tokenizer, columns) if self.format.tokens else None
+        if reader is not None and self._tokens is not None:
+            raise UserError(
+                f"{path}: its rows are token ids, with which a {reader.model_kind} is not trained.",
+                hint="Write the rows as texts or messages.",
+            )
         text_template = kind.text_template(data.prompt_template, self.format)
         part_type = None if reader is None else reader.part_type
         self.template = text_template or choose_template(data, self.format, tokenizer, part_type=part_type)
@@ -148,7 +156,10 @@ class RowPipeline:
         for row in rendered:
             encoded = list(islice(encodings, len(row.sides)))
             try:
-                examples += self._examples_of(row, encoded, counts)
+                if self._tokens is not None:
+                    examples += self._examples_of_documents(row.documents, row.source, counts)
+                else:
+                    examples += self._examples_of(row, encoded, counts)
             except BadRow as bad:
                 self._refuse(bad, row.source, counts)
         return examples
@@ -186,33 +197,49 @@ class RowPipeline:
             for part in fitting
         ]
 
+    def _examples_of_documents(self, documents: Sequence[Encoded], source: str, counts: RowCounts) -> list[Example]:
+        """Return an example for each document that has labels. A document that is too long drops the row."""
+        trained = [document for document in documents if len(document.trained)]
+        if not trained:
+            raise BadRow("no trained token")
+        fitting = [self._fit([document], source, counts)[0] for document in trained]
+        counts.rows_used += 1
+        whole = [part for part, document in zip(fitting, trained, strict=True) if part is document]
+        counts.unended += sum(int(document.trained[-1]) not in self._special for document in whole)
+        return [Example(document.input_ids, document.labels, source) for document in fitting]
+
     def _rendered(self, records: Sequence[Record], counts: RowCounts) -> Iterator[RenderedRow]:
         """Yield each row that can be used."""
         for record in records:
             try:
-                if record.too_large:
-                    raise BadRow("too large", f"{record.too_large:,} bytes")
-                row = self.shape.of(record).row
-                row, references = self._files.extract(row) if self._files else (row, [])
-                repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
-                parsed = self.format.parse(Record(row, record.source), repairs)
-                for repair in repairs or ():
-                    counts.repaired[repair] += 1
-                    counts.first_repaired.setdefault(repair, record.source)
-                sides = [self.template.render(conversation) for conversation in parsed.conversations]
-                files: Sequence[RowFile] = ()
-                if self._files:
-                    files = self._files.find(parsed.conversations[0], references, record.source)
-                    sides = [self._files.insert(sides[0], files)]
-                for side in sides:
-                    side.text.encode()
-                yield RenderedRow(sides, record.source, files, parsed.desirable, parsed.targets)
+                yield self._rendered_row(record, counts)
             except BadRow as bad:
                 self._refuse(bad, record.source, counts)
             except RecursionError:
                 self._refuse(BadRow("nested too deeply"), record.source, counts)
             except UnicodeEncodeError as error:
                 self._refuse(BadRow("broken text", f"U+{ord(error.object[error.start]):04X}"), record.source, counts)
+
+    def _rendered_row(self, record: Record, counts: RowCounts) -> RenderedRow:
+        if record.too_large:
+            raise BadRow("too large", f"{record.too_large:,} bytes")
+        row = self.shape.of(record).row
+        row, references = self._files.extract(row) if self._files else (row, [])
+        repairs: list[str] | None = [] if self._spec.on_bad_row == "repair" else None
+        parsed = self.format.parse(Record(row, record.source), repairs)
+        if self._tokens is not None:
+            return RenderedRow([], record.source, documents=self._tokens.documents(row, record.source))
+        for repair in repairs or ():
+            counts.repaired[repair] += 1
+            counts.first_repaired.setdefault(repair, record.source)
+        sides = [self.template.render(conversation) for conversation in parsed.conversations]
+        files: Sequence[RowFile] = ()
+        if self._files:
+            files = self._files.find(parsed.conversations[0], references, record.source)
+            sides = [self._files.insert(sides[0], files)]
+        for side in sides:
+            side.text.encode()
+        return RenderedRow(sides, record.source, files, parsed.desirable, parsed.targets)
 
     def _split(self, encoded: Encoded) -> list[Encoded]:
         """Split a raw text into examples of data.max_length tokens. A last one of a single token is left out."""

@@ -1,7 +1,8 @@
 """Streaming data (data.streaming): examples that are read during training, from data sets larger than memory.
 
 The recipe and the seed alone decide the examples. Data sets are read in parallel, at rates that let all of them end
-together, and their examples are shuffled in a buffer of fixed size. A resumed run reads from the beginning and skips.
+together, or as `data.interleave` says, and their examples are shuffled in a buffer of fixed size. A resumed run reads
+from the beginning and skips.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from ligertune.data.dataset_report import WARN_SHARE, DatasetReport, remedy
 from ligertune.data.examples import Example, Preparation
+from ligertune.data.interleave import drawn_sets
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
 from ligertune.data.rows.sources import RecordStream, files_of
@@ -46,6 +48,17 @@ class StreamedDataset:
         examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
         self.report = DatasetReport(self.path, **self.rows.about, examples=len(examples), sample=True, **counts.totals)
 
+    def examples(self, records: list[Record]) -> Iterator[Example]:
+        """Yield the examples of these records. Raises UserError after many rows without a usable one."""
+        yield from self.rows.examples(records, self.counts)
+        if self.counts.rows_read >= _MAX_UNUSABLE:
+            self.check_used()
+
+    def check_used(self) -> None:
+        """Raise UserError if none of the rows that were read can be used."""
+        if not self.counts.rows_used:
+            raise self.counts.nothing_used(self.path)
+
 
 class _DatasetEpoch:
     """One epoch of one data set: its records in chunks, repeated `weight` times."""
@@ -72,6 +85,33 @@ class _DatasetEpoch:
                 yield chunk if part >= 1 else list(compress(chunk, self._rng.random(len(chunk)) < part))
 
 
+class _RepeatedDataset:
+    """The examples of one data set, again and again. `exhausted`: all of them were taken at least once."""
+
+    def __init__(self, streamed: StreamedDataset, rng: np.random.Generator) -> None:
+        self.exhausted = False
+        self._set = streamed
+        self._rng = rng
+        self._examples = self._read()
+        self._next = next(self._examples)
+
+    def take(self) -> Example:
+        """Return the next example."""
+        taken = self._next
+        following = next(self._examples, None)
+        if following is None:
+            self.exhausted = True
+            self._examples = self._read()
+            following = next(self._examples)
+        self._next = following
+        return taken
+
+    def _read(self) -> Iterator[Example]:
+        for records in _DatasetEpoch(self._set, self._rng).chunks:
+            yield from self._set.examples(records)
+        self._set.check_used()
+
+
 class ExampleStream:
     """Endless, shuffled examples of a recipe's data sets. `sets` hold the counts of rows so far."""
 
@@ -80,6 +120,7 @@ class ExampleStream:
         self.epoch = 0  # epochs begun
         self.max_length = preparation.data.max_length
         self._preparation = preparation
+        self._interleave = preparation.data.interleave
         self._seed = seed
         self._buffer = buffer
 
@@ -92,6 +133,8 @@ class ExampleStream:
     def fingerprint(self) -> str:
         """SHA-256 of the options, and the files' names, sizes and times, because their content was not read yet."""
         digest = hashlib.sha256(repr(self._preparation.example_options).encode())
+        if self._interleave.probabilities is not None:
+            digest.update(repr(self._interleave).encode())
         for part in self.sets:
             digest.update(repr(part.spec).encode())
             for file in files_of(part.spec):
@@ -118,7 +161,8 @@ class ExampleStream:
         self.epoch = epoch + 1
         rng = np.random.default_rng([self._seed, epoch])
         held: list[Example] = []
-        for example in self._in_order(epoch):
+        in_order = self._in_order if self._interleave.probabilities is None else self._interleaved
+        for example in in_order(epoch):
             # a copy, because an example is a view that would keep its whole batch of texts in memory
             alone = example._replace(input_ids=example.input_ids.copy(), labels=example.labels.copy())
             if len(held) < self._buffer:
@@ -130,22 +174,35 @@ class ExampleStream:
         for place in rng.permutation(len(held)):
             yield held[place]
 
+    def _draws_of(self, epoch: int, number: int) -> np.random.Generator:
+        """Return the random numbers of one data set in one epoch."""
+        return np.random.default_rng([self._seed, epoch, number])
+
     def _in_order(self, epoch: int) -> Iterator[Example]:
         """Yield the epoch's examples, always from the data set with the smallest share read."""
-        lanes = [
-            _DatasetEpoch(part, np.random.default_rng([self._seed, epoch, number]))
-            for number, part in enumerate(self.sets)
-        ]
+        lanes = [_DatasetEpoch(part, self._draws_of(epoch, number)) for number, part in enumerate(self.sets)]
         while lanes:
             lane = min(lanes, key=lambda lane: lane.share)
             records = next(lane.chunks, None)
-            counts = lane.set.counts
             if records is None:
                 lanes.remove(lane)
+                lane.set.check_used()
             else:
-                yield from lane.set.rows.examples(records, counts)
-            if not counts.rows_used and (records is None or counts.rows_read >= _MAX_UNUSABLE):
-                raise counts.nothing_used(lane.set.path)
+                yield from lane.set.examples(records)
+
+    def _interleaved(self, epoch: int) -> Iterator[Example]:
+        """Yield the epoch's examples as `data.interleave` draws them; other ones in each epoch."""
+        sources = [_RepeatedDataset(part, self._draws_of(epoch, number)) for number, part in enumerate(self.sets)]
+        is_over = any if self._interleave.stopping_strategy == "first_exhausted" else all
+        in_turn = self._interleave.probabilities == "round_robin"
+        rng = np.random.default_rng([self._seed, epoch])
+        for block in drawn_sets(self._interleave.probabilities, len(sources), rng):
+            for number in block:
+                yield sources[number].take()
+                if not in_turn and is_over(source.exhausted for source in sources):
+                    return
+            if is_over(source.exhausted for source in sources):  # in turn, an epoch ends with the round
+                return
 
 
 class StreamedExamples:

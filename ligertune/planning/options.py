@@ -16,6 +16,7 @@ from ligertune.recipe.feature import feature_parts, modality_parts
 from ligertune.recipe.schema import (
     DatasetSpec,
     DataSpec,
+    InterleaveSpec,
     KernelsSpec,
     LoggingSpec,
     MethodSpec,
@@ -34,6 +35,7 @@ KernelOptions = KernelsSpec
 MethodOptions = MethodSpec
 DatasetOptions = DatasetSpec
 DataOptions = DataSpec
+InterleaveOptions = InterleaveSpec
 LrGroupOptions = LrGroupSpec
 
 SectionT = TypeVar("SectionT", bound=Section)

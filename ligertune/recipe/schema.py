@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, create_model
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    create_model,
+)
 
 from ligertune.files.base_model import StoredAs
 from ligertune.recipe.feature import feature_parts, modality_parts
@@ -20,6 +29,7 @@ from ligertune.recipe.section import (
     FileOrHub,
     NameList,
     ReadName,
+    RoleList,
     Section,
     Share,
     ShareBelowOne,
@@ -29,6 +39,7 @@ from ligertune.recipe.section import (
     TemplateVariables,
     Text,
     convert_by,
+    unusable,
 )
 from ligertune.recipe.train_sections import CheckpointSpec, EvalSpec, TrainSpec
 
@@ -222,7 +233,7 @@ class DatasetSpec(Section):
     """Branch, tag or commit of a hub data set; null: its newest."""
     format: Literal[
         "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "llava",
-        "question_answer", "dialogue", "oasst",
+        "question_answer", "dialogue", "oasst", "tokenized",
         "prompt_pairs", "question_pairs", "alpaca_pairs", "sharegpt_pairs", "messages_pairs", "pairs",
         "text_label", "texts_label", "messages_label",
     ] = "auto"  # fmt: skip
@@ -237,11 +248,38 @@ class DatasetSpec(Section):
     """Unusable rows; drop: drop and count them; repair: fix what can be fixed, drop the rest; error: stop."""
 
 
+def _probabilities(given: Any) -> Any:
+    """Return probabilities that are above 0 and add up to 1; another value as it is."""
+    if not isinstance(given, tuple):
+        return given
+    if min(given) <= 0:
+        raise unusable(f"holds {min(given):g}, and each probability is above 0.")
+    if abs(sum(given) - 1) > 1e-6:  # of numbers that are written with six digits
+        raise unusable(f"adds up to {sum(given):.6g}, and probabilities add up to 1.")
+    return given
+
+
+Probabilities = Annotated[
+    Literal["round_robin"] | Annotated[tuple[float, ...], Field(strict=False, min_length=1)] | None,
+    AfterValidator(_probabilities),
+]
+
+
+class InterleaveSpec(Section):
+    """Draw each next example from one of several data sets, as datasets.interleave_datasets does."""
+
+    probabilities: Probabilities = None
+    """Probability of each data set; round_robin: one example of each in turn; null: each as often as its weight."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """When an epoch ends: once the first data set has been read, or once all have been read at least once."""
+
+
 class DataSpec(Section):
     """Data sets, and how to format, tokenize, mask and batch them."""
 
     datasets: Annotated[tuple[DatasetSpec, ...], Field(strict=False, min_length=1)]
     """Data sets to train on; each needs a path."""
+    interleave: InterleaveSpec = InterleaveSpec()
     val_split: ShareBelowOne = 0.0
     """Share of the examples to hold out for evaluation."""
     eval_datasets: Annotated[tuple[DatasetSpec, ...], Field(strict=False)] = ()
@@ -252,6 +290,10 @@ class DataSpec(Section):
     """System prompt for conversations without one."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens with labels: all assistant turns, the last assistant turn, or all tokens."""
+    roles_to_train: RoleList = ("assistant",)
+    """With train_on: assistant: roles whose turns have labels."""
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    """End-of-turn tokens with labels: those of turns with labels, the conversation's last one, all, or none."""
     mask_reasoning: Switch = False
     """Give the reasoning of trained answers no labels: the field, or a <think> block that begins the text."""
     drop_history_reasoning: Switch = False

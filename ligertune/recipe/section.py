@@ -158,6 +158,12 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 # as TrainingArguments reads save_steps: a number below 1 is a share of all steps
 StepsOrShare = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0.0, lt=1.0)]
 ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+# names of other data sets and tools
+RoleName = Annotated[
+    Literal["system", "user", "assistant", "tool"],
+    BeforeValidator(convert_by({"human": "user", "gpt": "assistant", "model": "assistant"})),
+]
+RoleList = Annotated[tuple[RoleName, ...], Field(strict=False, min_length=1)]
 NameList = Annotated[tuple[Text, ...], Field(strict=False)]
 Expression = Annotated[Text, AfterValidator(_possible_expression)]
 ExpressionList = Annotated[tuple[Expression, ...], Field(strict=False)]

@@ -53,6 +53,13 @@ def test_pieces_joined_are_the_text(data, stories):
     assert len(preview(data.train, stories, 1)) == 1
 
 
+def test_a_row_of_several_documents_gives_several_examples(prepared, stories, printed):
+    rows = [{"input_ids": [5, 6, 7, 8, 9, 2], "seq_lengths": [2, 2, 2]}] * 2 + [{"input_ids": [5, 2]}]
+    data = prepared(rows)
+    page = " ".join(printed(data, preview(data.train, stories, 1), terminal=False).split())
+    assert " 7 from 3 rows " in page and "4 of 7 examples end without a special token" in page
+
+
 def test_plain_text_marks_trained_spans_and_a_terminal_gets_colours(data, stories, printed):
     page = printed(data, preview(data.train, stories, 2), terminal=False)
     assert "### Response:\n[[  é 👩‍👧 [x]\nbye </s>]]" in page and "[[yes</s>]]" in page

@@ -53,6 +53,10 @@ CHANGES_DATA = {
     "data.prompt_template": ({}, "chat", lambda new, old, decode: (
         "### user:\n" in decode(new) and "### Instruction:\n" in decode(old))),
     "data.train_on": ({}, "all", lambda new, old, decode: (new.train.trained == new.train.lengths - 1).all()),
+    "data.roles_to_train": ({"data.prompt_template": "chat"}, "[user]", lambda new, old, decode: (
+        new.train[0].labels[-3] == -100 != old.train[0].labels[-3])),  # the last tokens are the answer's
+    "data.train_on_eos": ({}, "none", lambda new, old, decode: (
+        (new.train.trained == old.train.trained - 1).all() and new.train[0].labels[-1] == -100)),
     "data.max_length": (TRUNCATED, 130, lambda new, old, decode: (
         all(length == min(lengths(old)[source], 130) for source, length in lengths(new).items())
         and 130 in lengths(new).values())),
@@ -62,6 +66,8 @@ CHANGES_DATA = {
         0 < new.report.dropped["too large"] == old.report.rows_read - len(new.train) - len(new.eval))),
     "data.val_split": ({}, 0.4, lambda new, old, decode: (len(new.train), len(new.eval)) == (24, 16)),
     "data.datasets.0.max_samples": ({}, 20, lambda new, old, decode: len(new.train) + len(new.eval) == 20),
+    "data.interleave.probabilities": ({"data.val_split": 0}, "round_robin", lambda new, old, decode: (
+        "ends with first_exhausted" in new.report.notes[-1] and not any("ends with" in n for n in old.report.notes))),
     "data.datasets.0.weight": ({"data.val_split": 0}, 1.5, lambda new, old, decode: len(new.train) == 60),
     "train.seed": ({}, 43, lambda new, old, decode: (
         [one.source for one in new.eval] != [one.source for one in old.eval] and len(new.eval) == len(old.eval))),

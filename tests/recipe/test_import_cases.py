@@ -168,7 +168,7 @@ READ_BY_CONVERTERS = """
     dataset_splits model_init_kwargs liger_kernel_config report_to stage finetuning_type freeze_trainable_layers
     dataset dataset_dir max_samples template pissa_iter pissa_init neat_packing packing mask_history quantization_bit
     pref_loss peft_config dist_config train_dataset lr_scheduler_kwargs loss_weights eval_strategy dataset_name
-    train_sampling_strategy data model train task context_parallel_size
+    train_sampling_strategy tokenized_path data model train task context_parallel_size
 """.split()  # noqa: SIM905
 
 

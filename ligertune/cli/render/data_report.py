@@ -76,7 +76,7 @@ def account_rows(summary: dict[str, Any], *, with_counts: bool = True) -> list[t
         held_out = f", and {summary['eval_examples']} for evaluation" if summary["eval_examples"] else ""
         overlength = f"{report['overlength']} ({_percent(report['overlength'] / max(report['rows_read'], 1))})"
         what = "pairs" if summary["sequences_per_example"] == 2 else "examples"
-        rows.append((what, f"{report['examples']} of {plural(report['rows_read'], 'row')}{held_out}"))
+        rows.append((what, f"{_of_rows(report)}{held_out}"))
         rows += _reasons("dropped", report) + _reasons("repaired", report) if with_counts else []
         trained = f"{report['trained_tokens']:,} trained ({_percent(report['trained_share'])})"
         rows.append(("tokens", f"{report['tokens']:,}, {trained}"))
@@ -107,10 +107,17 @@ def _sequence(summary: dict[str, Any]) -> str:
     return "example" if summary["sequences_per_example"] == 1 else "sequence"
 
 
+def _of_rows(report: dict[str, Any]) -> str:
+    """Return "2 of 3 rows", or "5 from 3 rows" if a row gives several examples."""
+    examples = report["examples"]
+    word = "from" if examples > report["rows_read"] else "of"
+    return f"{examples} {word} {plural(report['rows_read'], 'row')}"
+
+
 def _data_sets(report: dict[str, Any] | None) -> list[tuple[str, str]]:
     rows = []
     for part in (report or {"sets": ()})["sets"]:
-        used = f"{part['path']}: {part['examples']} of {plural(part['rows_read'], 'row')}"
+        used = f"{part['path']}: {_of_rows(part)}"
         cached = ", from the cache" if part["cached"] else ""
         rows.append(("data set", f"{used}, {part['format']}, template {part['template']}{cached}"))
         if part["columns"]:

@@ -237,10 +237,13 @@ def find_tags(written: str | None, text: str) -> list[Tag]:
     return tags
 
 
-def tag_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[TaggedField]]:
+def tag_messages(
+    messages: Sequence[dict[str, Any]], *, system: bool = False
+) -> tuple[list[dict[str, Any]], list[TaggedField]]:
     """Return the messages with tags around contents, reasoning and names of calls, and these fields by number.
 
-    System turns have none. White space around a text stays outside the tags, for templates that trim the text.
+    System turns have some only with `system`. White space around a text stays outside the tags, for templates that
+    trim the text.
     """
     fields: list[TaggedField] = []
 
@@ -253,7 +256,7 @@ def tag_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any
         return f"{lead}\ufdd2{number}\ufdd2{inner}\ufdd3{number}\ufdd3{text[len(text.rstrip()) :]}"
 
     def tagged_message(turn: int, message: dict[str, Any]) -> dict[str, Any]:
-        if message["role"] == "system":
+        if message["role"] == "system" and not system:
             return message
         new = dict(message)
         reasoning = [name for name in REASONING_FIELDS if name in message]

@@ -13,11 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, check_conversation, repair_turns
+from ligertune.data.rows.conversation import Conversation, Message, ParsedRow, Role, check_conversation, repair_turns
 from ligertune.data.rows.data_files import Record
 from ligertune.data.rows.turns import RowReader, parse_tools, template_kwargs
 from ligertune.data.shapes.column_names import ANSWER_NAMES, PROMPT_NAMES, renamed_row
 from ligertune.data.shapes.marked_texts import functions_in, parse_marked_text
+from ligertune.data.tokenized_rows import TOKEN_COLUMNS
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ class Format:
     """A row format. `template` is the prompt template that `data.prompt_template: auto` selects for it.
 
     raw: the row is one text, not a conversation. It is used unchanged and split to data.max_length, never dropped for
-    its length. is_fallback: `format: auto` prefers any other format whose columns are there too. by_values: `auto`
-    recognises it by the values of the rows, not by its columns.
+    its length. tokens: the row holds token ids (tokenized_rows.py), and `read` returns no turns. is_fallback: `format:
+    auto` prefers any other format whose columns are there too. by_values: `auto` recognises it by the values of the
+    rows, not by its columns. trained_roles: of turns that may have a weight of 1.
     """
 
     name: str
@@ -39,15 +41,17 @@ class Format:
     template: Literal["alpaca", "chat", "plain"]
     read: Callable[[dict[str, Any], RowReader], Conversation]
     raw: bool = False
+    tokens: bool = False
     is_fallback: bool = False
     by_values: bool = False
+    trained_roles: tuple[Role, ...] = ("assistant",)
 
     def convert(self, record: Record, repairs: list[str] | None = None) -> Conversation:
         """Return the row as a checked conversation. Raises BadRow, and UserError for what no setting allows.
 
         repairs: a list to which the names of repairs are appended; None repairs nothing.
         """
-        reader = RowReader(record.source, repair=repairs is not None)
+        reader = RowReader(record.source, repair=repairs is not None, trained_roles=self.trained_roles)
         reader.refuse_media(record.row)
         conversation = self.read(record.row, reader)
         if self.raw:
@@ -252,6 +256,11 @@ def _text(row: dict[str, Any], reader: RowReader) -> Conversation:
     return Conversation((Message("assistant", text),))
 
 
+def _tokens(row: dict[str, Any], reader: RowReader) -> Conversation:
+    """Return no turns: the row holds the tokens of a text that is not known."""
+    return Conversation(())
+
+
 _CHAT = ("system", "tools", "chat_template_kwargs", "image", "images")
 _ANSWER_MORE = ("input", "history", "reasoning", *_CHAT)
 _conversations = partial(_conversation, column="conversations")
@@ -265,4 +274,5 @@ FORMATS: tuple[Format, ...] = (
     Format("text", ("text",), (), "plain", _text, raw=True, is_fallback=True),
     Format("dialogue", ("text",), _CHAT[:3], "chat", _dialogue, by_values=True),
     Format("oasst", ("thread",), (), "chat", _thread, by_values=True),
+    Format("tokenized", TOKEN_COLUMNS[:1], TOKEN_COLUMNS[1:], "plain", _tokens, raw=True, tokens=True, by_values=True),
 )

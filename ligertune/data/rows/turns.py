@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.rows.conversation import ROLES, Message, ToolCall
+from ligertune.data.rows.conversation import ROLES, Message, Role, ToolCall
 from ligertune.data.shapes.marked_texts import quoted_call
 from ligertune.data.shapes.turn_lists import as_turns, is_turn, is_turn_text, turns_in
 from ligertune.errors import UserError
@@ -46,6 +46,7 @@ class RowReader:
     source: str
     repair: bool = False
     repairs: list[str] = field(default_factory=list)
+    trained_roles: tuple[Role, ...] = ("assistant",)  # whose turns may have a weight of 1
 
     def text(self, value: Any, what: str) -> str:
         """Return a value that must be text. `what` names it in errors."""
@@ -175,9 +176,12 @@ class RowReader:
             found = f"{self.source}: {key} {weight!r}"
             if weight not in (0, 1):
                 raise UserError(f"{found}: only 0 and 1 are possible.", hint="Round it, or remove it.")
-            if weight == 1 and role != "assistant":
+            if weight == 1 and role not in self.trained_roles:
+                others = f"turns by {' and '.join(self.trained_roles)}"
+                who = "the assistant's turns" if self.trained_roles == ("assistant",) else others
                 raise UserError(
-                    f"{found} on a turn by the {role}: only the assistant's turns can be trained.", hint="Set it to 0."
+                    f"{found} on a turn by the {role}: only {who} are trained.",
+                    hint=f"Set it to 0, or add {role} to data.roles_to_train.",
                 )
         return all(weight == 1 for _, weight in given)
 

@@ -1,8 +1,8 @@
 """Recognition of a data set from its first rows: a format, and the columns that are read under other names.
 
-In this order: message trees, the columns of alpaca, sharegpt and messages, a list of turns under any name, one prompt
-name and one answer name, texts with role markers, and raw text. What could be meant in two ways is refused with the
-lines that choose. Rows of another kind than conversations are refused by that kind (rows/row_kind.py).
+In this order: message trees, token ids, the columns of alpaca, sharegpt and messages, a list of turns under any name,
+one prompt name and one answer name, texts with role markers, and raw text. What could be meant in two ways is refused
+with the lines that choose. Rows of another kind than conversations are refused by that kind (rows/row_kind.py).
 
 Also recognition of the task that fits data: each kind of rows says whether the data are its own.
 """
@@ -31,6 +31,7 @@ from ligertune.data.shapes.column_names import (
     renamed_row,
 )
 from ligertune.data.shapes.sample_columns import SampleColumns
+from ligertune.data.tokenized_rows import TOKEN_COLUMNS, TOKENS
 from ligertune.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ def recognise_shape(
         raise UserError(
             f"{path}: message trees hold conversations, and this task needs rows of another kind.",
             hint="Write task: sft, or another data set.",
+        )
+    if kind.recognise is not None and TOKENS in sample.names <= set(TOKEN_COLUMNS):
+        raise UserError(
+            f"{path}: its rows are token ids, and this task needs {kind.noun}.",
+            hint=f"Write task: sft, or name a data set of {kind.noun}.",
         )
     if kind.recognise is not None:
         format = kind.recognise(FirstRows(first, spec.format, path, problem_type))
@@ -156,7 +162,15 @@ class _Recognition:
 
     def found(self) -> tuple[Format, dict[str, str]]:
         """Return the format, and its columns that have other names."""
-        for rule in (self._trees, self._columns, self._turns, self._exchange, self._dialogue, self._raw_text):
+        for rule in (
+            self._trees,
+            self._tokens,
+            self._columns,
+            self._turns,
+            self._exchange,
+            self._dialogue,
+            self._raw_text,
+        ):
             if result := rule():
                 return result
         return self._by_columns_alone()
@@ -178,6 +192,13 @@ class _Recognition:
 
     def _trees(self) -> Any:
         return (_BY_NAME["oasst"], {}) if "thread" in self.sample else None
+
+    def _tokens(self) -> Any:
+        """Recognise rows that are tokenized, other columns or not, unless the recipe names those of another format."""
+        others = self.named - set(TOKEN_COLUMNS)
+        # a list, or its JSON text in a csv file
+        is_list = any(str(value).lstrip().startswith("[") for value in self.sample.values(TOKENS))
+        return (_BY_NAME["tokenized"], {}) if is_list and not others else None
 
     def _columns(self) -> Any:
         """Recognise alpaca, sharegpt and messages by their columns, unless the recipe names those of another."""

@@ -34,9 +34,15 @@ class Rendered(NamedTuple):
     text: str
     trained: tuple[Span, ...]
     bos: int | None = None
-    eos: int | None = None  # trained if the text has a trained span
+    eos: int | None = None
     literal: tuple[Span, ...] = ()  # names of control tokens that are the row's text
     unplaced: tuple[str, ...] = ()  # why answers that should be trained are not
+    eos_trained: bool | None = None  # None: if the text has a trained span
+
+    @property
+    def trains_eos(self) -> bool:
+        """Whether `eos` is trained."""
+        return bool(self.trained) if self.eos_trained is None else self.eos_trained
 
     def substitute(self, matches: Iterable[re.Match[str]], replacement: str) -> Rendered:
         """Replace each match by `replacement`, and move the spans."""

@@ -164,7 +164,7 @@ def _label(texts: Sequence[tuple[Rendered, TokenizedText]]) -> Iterator[Encoded]
         total += len(bos)
         places += [(total + start, total + stop) for start, stop in marked.trained]
         total += len(marked.input_ids)
-        places += [(total, total + len(eos))] if rendered.trained else []
+        places += [(total, total + len(eos))] if rendered.trains_eos else []
         total += len(eos)
         ends.append(total)
     input_ids = np.concatenate([np.zeros(0, dtype=np.int32), *(np.array(ids, dtype=np.int32) for ids in parts)])

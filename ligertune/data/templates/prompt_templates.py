@@ -23,8 +23,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ligertune.data.answers.answer_spans import AnswerFinder
 from ligertune.data.answers.reasoning import ReasoningMask, drop_history_reasoning, end_of_think_block
+from ligertune.data.answers.turn_parts import (
+    TrainOnEos,
+    TurnFinder,
+    TurnParts,
+    end_tokens,
+    ends_that_train,
+    is_open,
+    joined_spans,
+    parts_of_answer,
+    unplaced_turns,
+)
 from ligertune.data.bad_rows import BadRow
-from ligertune.data.rows.conversation import Conversation, Message
+from ligertune.data.rows.conversation import Conversation, Message, Role
 from ligertune.data.rows.formats import Format
 from ligertune.data.templates.bounded_jinja import known_templates, read_template, template_name, template_path
 from ligertune.data.templates.control_tokens import ControlTokens, Rendered, Span
@@ -53,14 +64,15 @@ def choose_template(
     wanted = format.template if data.prompt_template == "auto" else data.prompt_template
     if format.raw and wanted != format.template:
         raise UserError(
-            f"data.prompt_template: {data.prompt_template} is not for rows of format {format.name}: they are texts.",
+            f"data.prompt_template: {data.prompt_template} is not for rows of format {format.name}, which are used "
+            "unchanged.",
             hint="Write data.prompt_template: auto, or name the columns of a conversation in data.datasets[].columns.",
         )
     _check_options(wanted, data, format)
     if wanted == "plain":
-        return PlainTemplate(tokenizer, data.train_on, mask_reasoning=data.mask_reasoning)
+        return PlainTemplate(tokenizer, data)
     if wanted == "alpaca":
-        return AlpacaTemplate(tokenizer, data.system_prompt, data.train_on, mask_reasoning=data.mask_reasoning)
+        return AlpacaTemplate(tokenizer, data)
     name = wanted
     source = None
     if wanted != "chat":
@@ -92,6 +104,8 @@ def choose_template(
         mask_reasoning=data.mask_reasoning,
         drop_history_reasoning=data.drop_history_reasoning,
         chat_template_kwargs=data.chat_template_kwargs,
+        roles_to_train=data.roles_to_train,
+        train_on_eos=data.train_on_eos,
     )
 
 
@@ -107,9 +121,20 @@ def _check_options(wanted: str, data: DataOptions, format: Format) -> None:
             f"data.chat_template_kwargs has no effect on rows of format {format.name} without a chat template.",
             hint="Remove it" + ("." if format.raw else ", or write data.prompt_template: chat."),
         )
+    if wanted in ("plain", "alpaca") and tuple(data.roles_to_train) != ("assistant",):
+        raise UserError(
+            f"data.roles_to_train has no effect on rows of format {format.name} without a chat template.",
+            hint="Remove it, or write data.train_on: all to train the prompt, too"
+            + ("." if format.raw else ", or data.prompt_template: chat."),
+        )
+    if format.tokens and data.train_on_eos != "turn":
+        raise UserError(
+            f"data.train_on_eos has no effect on rows of format {format.name}, whose labels say what is trained.",
+            hint="Remove it.",
+        )
     if format.raw and data.mask_reasoning:
         raise UserError(
-            f"data.mask_reasoning has no effect on rows of format {format.name}: all of a text has labels.",
+            f"data.mask_reasoning has no effect on rows of format {format.name}, which hold no turns.",
             hint="Remove it.",
         )
 
@@ -127,6 +152,8 @@ class ChatTemplate:
     mask_reasoning: bool = False
     drop_history_reasoning: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    roles_to_train: tuple[Role, ...] = ("assistant",)
+    train_on_eos: TrainOnEos = "turn"
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -156,7 +183,9 @@ class ChatTemplate:
         written = self._write(drop_history_reasoning(turns) if self.drop_history_reasoning else turns, renderer)
         if self.train_on == "all":
             return self._control.unmark(Rendered(written.text, ((0, len(written.text)),)))
-        return self._control.unmark(self._with_trained_spans(written, renderer))
+        if self.roles_to_train == ("assistant",) and self.train_on_eos == "turn":
+            return self._control.unmark(self._with_trained_spans(written, renderer))
+        return self._control.unmark(self._with_trained_turns(written, renderer))
 
     def _part_type_in(self, source: str) -> str | None:
         """Return the type of the content parts of files; None if there are none, or the template does not read them."""
@@ -214,6 +243,47 @@ class ChatTemplate:
         end = self._next_role(messages, text, renderer) if is_open else None
         return Rendered(text, trained, eos=end, unplaced=tuple([fault.detail for fault in faults]))
 
+    def _with_trained_turns(self, written: _Written, renderer: JinjaRenderer) -> Rendered:
+        """As `_with_trained_spans`, for `roles_to_train` and `train_on_eos`."""
+        turns, messages, text = written
+        parts = self._parts_of_turns(written, renderer)
+        last = max(place for place, turn in enumerate(turns) if turn.role == "assistant")
+        chosen = [place for place, turn in enumerate(turns) if turn.trained and turn.role in self.roles_to_train]
+        if self.train_on == "last":
+            chosen = [last] if last in chosen else []
+        appended = None
+        if is_open(parts[last], len(text)) and not renderer.marks_answers:
+            appended = self._next_role(messages, text, renderer)
+        ends = ends_that_train(parts, chosen, self.train_on_eos, last_has_end=appended is not None)
+        return Rendered(
+            text,
+            tuple(joined_spans(parts, chosen, ends)),
+            eos=appended if last in ends else None,
+            eos_trained=last in ends,
+            unplaced=unplaced_turns(parts, chosen, ends),
+        )
+
+    def _parts_of_turns(self, written: _Written, renderer: JinjaRenderer) -> dict[int, TurnParts | BadRow]:
+        """Return text and end token of each turn, without the reasoning that is not trained."""
+        turns, messages, text = written
+        special = self._control.pattern
+        parts: dict[int, TurnParts | BadRow] = {}
+        for place, spans in self._spans_by_turn(written, renderer).items():
+            parts[place] = parts_of_answer(spans, text, special, has_calls=bool(turns[place].calls))
+        names = {self.tokenizer.eos_token, *end_tokens(parts, text, special)}
+        finder = TurnFinder(renderer.try_render, messages, text, special, names)
+        return parts | {place: finder.parts(place) for place in range(len(turns)) if place not in parts}
+
+    def _spans_by_turn(self, written: _Written, renderer: JinjaRenderer) -> dict[int, BadRow | list[Span]]:
+        """Return the spans of each answer by the number of its turn."""
+        turns, messages, text = written
+        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        found = dict(zip(answers, self._answer_spans(written, renderer), strict=True))
+        if self.mask_reasoning:
+            mask = ReasoningMask(renderer.try_render, messages, text)
+            found |= {place: mask.unmasked(place, span) for place, span in found.items() if isinstance(span, list)}
+        return found
+
     def _next_role(self, messages: list[dict[str, Any]], text: str, renderer: JinjaRenderer) -> int | None:
         """Return the special token that would begin the turn after the last answer, if nothing else ends that (GLM)."""
         if text.endswith(self._control.names):
@@ -260,15 +330,17 @@ class PlainTemplate:
 
     name = "plain"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, *, mask_reasoning: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataOptions) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "The tokenizer has no EOS token, so a model would never learn to stop.",
                 hint="Name one in model.tokenizer.eos_token.",
             )
         writes_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-        self._train_on = train_on
-        self._mask_reasoning = mask_reasoning
+        self._train_on = data.train_on
+        self._mask_reasoning = data.mask_reasoning
+        # one turn is also the last one and all of them
+        self._eos_trained = None if data.train_on_eos == "turn" else data.train_on_eos != "none"
         self._bos = tokenizer.bos_token_id if writes_bos else None
         self._eos = tokenizer.eos_token_id
         self._bos_text = tokenizer.bos_token or ""
@@ -282,6 +354,9 @@ class PlainTemplate:
         rendered = self._exchange(prompt[0].content if prompt else "", answer)
         has_bos = self._bos_text and rendered.text.startswith(self._bos_text)
         has_eos = rendered.text.endswith(self._eos_text)
+        if has_eos and self._eos_trained is False:
+            stop = len(rendered.text) - len(self._eos_text)
+            rendered = rendered._replace(trained=tuple((start, min(end, stop)) for start, end in rendered.trained))
         return rendered._replace(bos=None if has_bos else self._bos, eos=None if has_eos else self._eos)
 
     def _exchange(self, prompt: str, answer: Message) -> Rendered:
@@ -290,7 +365,7 @@ class PlainTemplate:
         if self._mask_reasoning:
             start = len(prompt) + end_of_think_block(answer.content)
         trained = ((start, len(text)),) if answer.trained or self._train_on == "all" else ()
-        return Rendered(text, trained, bos=self._bos, eos=self._eos)
+        return Rendered(text, trained, bos=self._bos, eos=self._eos, eos_trained=self._eos_trained)
 
 
 class AlpacaTemplate(PlainTemplate):
@@ -298,16 +373,9 @@ class AlpacaTemplate(PlainTemplate):
 
     name = "alpaca"
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        system_prompt: str | None,
-        train_on: TrainOn,
-        *,
-        mask_reasoning: bool = False,
-    ) -> None:
-        super().__init__(tokenizer, train_on, mask_reasoning=mask_reasoning)
-        self._system_prompt = system_prompt
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataOptions) -> None:
+        super().__init__(tokenizer, data)
+        self._system_prompt = data.system_prompt
         self._control = ControlTokens(tokenizer)
 
     def render(self, conversation: Conversation) -> Rendered:

@@ -14,7 +14,7 @@ from ligertune.files.checked_files import DamagedFileError, read_json_value
 from ligertune.recipe.document import ITEM, KeyPath, Place, dotted, keys, leaf
 from ligertune.recipe.feature import trains_on_pairs
 from ligertune.recipe.importers.import_state import Import, Left, leaves
-from ligertune.recipe.importers.import_tables import KEYS, TEMPLATES, Reason, nested, split_names
+from ligertune.recipe.importers.import_tables import HARMLESS, KEYS, TEMPLATES, Reason, nested, split_names
 from ligertune.recipe.read import read_document
 
 FILE_TYPES = ("json", "parquet", "csv", "text", "arrow")  # instead of a path; `data_files` then names the files
@@ -24,6 +24,8 @@ KNOWN_FIELDS = [(role, content) for role in ("role", None) for content in ("cont
 KNOWN_FIELDS += [("from", content) for content in ("value", None)]
 # keys of Axolotl's custom formats that do not change a prompt which is the instruction alone
 PLAIN_FORMAT = {"format", "no_input_format", "field_instruction", "field_output", "system_prompt", "system_format"}
+ROLE_NAMES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
+CHAT_FORMATS = ("messages", "sharegpt")
 OWN_KEYS = {leaf(key) for key in keys() if key.startswith(f"data.datasets{ITEM}.")}
 
 
@@ -207,6 +209,22 @@ def _with_columns(item: dict[str, Any], columns: dict[str, str]) -> dict[str, An
     return {**item, "columns": renamed} if renamed else item
 
 
+def convert_stored_tokens(work: Import) -> None:
+    """Convert LLaMA-Factory's `tokenized_path`: if the folder exists, its rows are trained in place of `dataset`."""
+    path = str(work.data["tokenized_path"])
+    found = next((place for place in (work.folder / path, Path(path)) if place.is_dir()), None)
+    if found is None:  # the tool would write its tokens there, and the table has the reason why nothing is lost
+        return
+    work.put("data.datasets", [{"path": path}], "tokenized_path")
+    work.put("data.prompt_template", "auto", "tokenized_path")
+    if (found / "validation").is_dir():
+        work.put("data.eval_datasets", [{"path": path, "split": "validation"}], "tokenized_path")
+    work.take("tokenized_path", "data.datasets")
+    for name in ("dataset", "eval_dataset", "val_size"):
+        if work.data.get(name):
+            work.leave((name,), Reason("the rows of tokenized_path replace it", HARMLESS))
+
+
 def convert_registered_datasets(work: Import) -> None:
     """Convert names of LLaMA-Factory's data sets, and cut each of them to `max_samples`."""
     data = work.data
@@ -310,6 +328,7 @@ def convert_mixture(work: Import) -> None:
     given = work.data.pop("datasets", None)
     source = work.path_of("datasets")
     if isinstance(given, list):
+        convert_shares(work, given)
         for index, item in enumerate(given):
             _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])
     elif given is not None:
@@ -359,15 +378,99 @@ def hoist_template(work: Import) -> None:
             work.trace(source, "model.tokenizer.chat_template")
 
 
+def convert_interleaving(work: Import) -> None:
+    """Convert LLaMA-Factory's `mix_strategy: interleave_...` and the probabilities of its data sets."""
+    strategies = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}
+    given = work.data.get("interleave_probs")
+    shares = [finite_share(name) for name in split_names(given)] if given is not None else []
+    if None in shares:
+        return  # it stays, and is reported
+    work.put("data.interleave.probabilities", shares or "round_robin", "mix_strategy")
+    strategy = work.take("mix_strategy", "data.interleave.stopping_strategy", "data.interleave.probabilities")
+    work.put("data.interleave.stopping_strategy", strategies[strategy], "mix_strategy")
+    work.take("interleave_probs", "data.interleave.probabilities")
+
+
+def finite_share(value: str) -> float | None:
+    """Return a probability that is written as text, None for anything else."""
+    try:
+        share = float(value)
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
+def convert_shares(work: Import, items: list[Any]) -> None:
+    """Convert TRL's shares of a mixture, which add up to any number, if all data sets have one."""
+    shares = [nested(item).get("fraction") for item in items]
+    given = [share for share in shares if isinstance(share, int | float) and share > 0]
+    if not given or len(given) != len(items):
+        return
+    total = sum(given)
+    place = work.place_of("datasets")
+    work.document.put(("data", "interleave", "probabilities"), [round(share / total, 9) for share in given], place)
+    for index, item in enumerate(items):
+        work.trace((*work.path_of("datasets"), index, "fraction"), "data.interleave.probabilities")
+        del item["fraction"]
+    work.notes.append(
+        "TRL cuts each data set to its fraction of the mixture; here each example is drawn with this probability"
+    )
+
+
+def hoist_trained_turns(work: Import) -> None:
+    """Move Axolotl's choices of trained turns from the data sets to the recipe, which has one choice for all."""
+    items = [item for item in nested(work.data.get("data")).get("datasets", []) if isinstance(item, dict)]
+    chats = [item for item in items if item.get("format") in CHAT_FORMATS]
+    if work.data.get("train_on_inputs") is True and chats and chats == items:
+        # of conversations it trains the text of each turn, and not what the template writes around it
+        work.put("data.roles_to_train", ["system", "user", "assistant", "tool"], "train_on_inputs")
+        work.take("train_on_inputs", "data.roles_to_train")
+    for index, item in enumerate(items):
+        # both kinds of tokens that end a turn are one here
+        if "train_on_eot" in item and item["train_on_eot"] == item.get("train_on_eos", "turn"):
+            work.trace(work.source_of(("data", "datasets", index, "train_on_eot")), "data.train_on_eos")
+            del item["train_on_eot"]
+    _hoist_choice(work, items, "roles_to_train", default=["assistant"])
+    _hoist_choice(work, items, "train_on_eos", default="turn")
+
+
+def _hoist_choice(work: Import, items: list[dict[str, Any]], name: str, *, default: Any) -> None:
+    """Move a key of data sets that are conversations to the recipe, if all of them say the same."""
+    for item in items:
+        if isinstance(item.get(name), list):
+            item[name] = [ROLE_NAMES.get(str(role), role) for role in item[name]]
+    found = [item.get(name, default) for item in items if item.get("format") in CHAT_FORMATS]
+    # rows without turns have no roles, and are refused next to them
+    has_others = name == "roles_to_train" and len(found) < len(items)
+    for index, item in enumerate(items):
+        if name not in item:
+            continue
+        value = item.pop(name)
+        source = work.source_of(("data", "datasets", index, name))
+        if item.get("format") not in CHAT_FORMATS:
+            work.lose(source, Reason("only conversations have turns", HARMLESS))
+        elif has_others and value != default:
+            work.lose(source, Reason(f"data.{name} is for all data sets, and some are no conversations"))
+        elif any(other != value for other in found):
+            work.lose(source, Reason(f"data.{name} is one for all data sets, and here they differ in it"))
+        else:
+            work.trace(source, f"data.{name}")
+            if not work.document.has(("data", name)):
+                work.document.put(("data", name), value, Place("", work.line_of(source), work.document.file))
+
+
 # functions that rules of keys.yaml call by their names
 DATASET_CONVERSIONS: dict[str, Callable[[Import], None]] = {
     function.__name__: function
     for function in (
         convert_axolotl_datasets,
         convert_described_datasets,
+        convert_interleaving,
         convert_mixture,
         convert_one_dataset,
         convert_registered_datasets,
+        convert_stored_tokens,
         hoist_template,
+        hoist_trained_turns,
     )
 }

@@ -36,7 +36,13 @@ def _accumulates(recipe: Recipe) -> bool:
     return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
 
 
+def _trains_other_roles(recipe: Recipe) -> bool:
+    return recipe.data.roles_to_train != ("assistant",)
+
+
 DEEPSPEED = "parallel.strategy: deepspeed_zero2|deepspeed_zero3"
+# tasks of features that bring their own rows
+OTHER_ROWS = "task: " + "|".join(name for part in feature_parts() if part.brings_rows for name in part.tasks)
 # optimizers of packages whose kernels run on a GPU only
 GPU_OPTIMIZER = "train.optim: " + "|".join(name for name, row in OPTIMIZERS.items() if row.needs)
 
@@ -68,6 +74,15 @@ RULES = (
     Rule("data.eval_datasets",
          "{0} has a weight, but an evaluation reads every example once. Leave the weight out.",
          also=lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.eval_datasets)),
+    Rule("data.interleave.probabilities, data.datasets: any",
+         "{0} has another number of entries than {1}. Write one probability for each data set.",
+         also=lambda recipe: recipe.data.interleave.probabilities != "round_robin"
+         and len(recipe.data.interleave.probabilities) != len(recipe.data.datasets)),
+    Rule("data.interleave.probabilities, data.datasets: any",
+         "{0} decides how often each data set is read, and one of {1} has a weight. Leave the weight out.",
+         also=lambda recipe: any(dataset.weight != 1 for dataset in recipe.data.datasets)),
+    Rule("data.interleave.stopping_strategy: not first_exhausted, data.interleave.probabilities: null",
+         "{0} says when interleaved data ends, and {1} is not given. Give it, or leave {0} out."),
     Rule("eval.eval_strategy: not no, no data.val_split, no data.eval_datasets",
          "{0} is {v[0]}, but there is no evaluation data. Give {1} or {2}."),
     Rule("eval.eval_on_start: true, no data.val_split, no data.eval_datasets",
@@ -80,6 +95,16 @@ RULES = (
     ),
     Rule("data.mask_reasoning, data.train_on: all",
          "{0} gives reasoning no labels, and {1} is {v[1]}, which gives labels to all tokens. Write assistant."),
+    Rule("data.roles_to_train, data.train_on: last|all",
+         "{0} chooses among roles, and {1} is {v[1]}, which chooses all by itself. Leave one of them out.",
+         also=_trains_other_roles),
+    Rule("data.train_on_eos: not turn, data.train_on: all",
+         f"{{0}} chooses end tokens, and {{1}} is all, which gives labels to all tokens. {ONE_OUT}"),
+    Rule(f"data.roles_to_train, {OTHER_ROWS}",
+         "{0} is for conversations, and {1} is {v[1]}, which trains on other rows. Leave {0} out.",
+         also=_trains_other_roles),
+    Rule(f"data.train_on_eos: not turn, {OTHER_ROWS}",
+         "{0} is for conversations, and {1} is {v[1]}, which trains on other rows. Leave {0} out."),
     Rule("data.streaming, train.max_steps: null", "{0} reads data of unknown length. Give {1}."),
     Rule("data.streaming, data.val_split, data.eval_datasets: any",
          "{0} cannot split off {1} before it has read the data. Give {2} instead."),

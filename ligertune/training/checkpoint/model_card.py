@@ -27,7 +27,7 @@ PROMPT_FORMATS = {
     "chat": "The prompt format of training is the tokenizer's chat template.",
     "alpaca": "The prompt format of training is the Alpaca prompt below, and not the chat template of the tokenizer."
     f"\n\n```text\n{ALPACA_PROMPT.format(instruction='{instruction}')}```",
-    "raw": "The model was trained on plain text, without a prompt template.",
+    "raw": "The model was trained on texts or token ids as they were, without a prompt template.",
 }
 Rows = list[tuple[str, str]]
 

@@ -198,6 +198,19 @@ def test_train_on_all_excludes_image_tokens(prepared_for, image_paths, reader_of
     assert untrained == set(reader.untrained) and len(reader.untrained) == 3
 
 
+def test_labels_of_a_question_exclude_its_image(prepared_for, image_paths, reader_of, tokenizer_of):
+    rows = [image_row("<image>What?", "Yes", image_paths["red"])]
+    example = prepared_for(FAMILY, rows, roles_to_train=["user"], train_on_eos="none").train[0]
+    trained = example.labels[example.labels != -100].tolist()
+    assert tokenizer_of(FAMILY).decode(trained).strip() == "What?"
+    assert not set(trained) & set(reader_of(FAMILY).untrained)
+
+
+def test_rows_of_token_ids_are_refused(prepared_for):
+    with pytest.raises(UserError, match=r"its rows are token ids, with which a .* is not trained"):
+        prepared_for(FAMILY, [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+
+
 def test_pixel_limits_set_the_tokens_of_an_image(folder_of, image_paths):
     image = check_image(image_paths["red"])
     for limit, tokens in ((3136, 4), (28 * 28 * 8, 8), (1_003_520, 8)):
