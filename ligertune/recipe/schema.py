@@ -18,6 +18,8 @@ from ligertune.recipe.section import (
     Expression,
     ExpressionList,
     FileOrHub,
+    LayerNumbers,
+    ModuleNames,
     NameList,
     ReadName,
     Section,
@@ -168,6 +170,10 @@ class MethodSpec(Section):
     """Dropout probability of the adapter's input, in layers; experts have none."""
     lora_target_modules: Literal["all-linear"] | Expression | NameList = "all-linear"
     """Layers to adapt: all-linear (but head, routers, what PEFT refuses), names, or an expression of whole names."""
+    layers_to_transform: LayerNumbers = ()
+    """Numbers of the layers that get an adapter, from 0, as in PEFT; none: all."""
+    layers_pattern: ModuleNames = ()
+    """With layers_to_transform: names of the lists of layers that are numbered, such as layers; none: any."""
     lora_target_parameters: NameList | None = None
     """Weights to adapt that are not layers, such as mlp.experts.down_proj; null: with all-linear, all experts'."""
     lora_modules_to_save: NameList = ()

@@ -64,6 +64,8 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]  # PEFT declares int, and divides it by the rank
         lora_dropout=0.0 if targets.parameters else spec.lora_dropout,
         target_modules=targets.modules,
+        layers_to_transform=[*targets.layers] or None,
+        layers_pattern=[*spec.layers_pattern] or None if targets.layers else None,
         target_parameters=targets.parameters or None,
         exclude_modules=targets.excluded or None,
         trainable_token_indices=token_layers(model, spec),

@@ -209,7 +209,7 @@ class ModelShape:
     in_front: int = 0  # first layers without a backward: nothing in or before them trains
     n_matmul_in_front: int = 0  # part of n_matmul in those layers
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
-    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # unlike `layer`: with a mixer, without experts; how many
+    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # with a backward, unlike `layer`; how many
     heads: AddedHeadsShape | None = None
     linear_layers: int = 0  # layers without attention
     linear_in_front: int = 0  # of those, how many are among the `in_front`

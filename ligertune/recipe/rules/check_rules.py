@@ -109,8 +109,15 @@ RULES = (
     *(
         Rule(f"{key}, method.type: not lora|qlora",
              "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out.")
-        for key in ("method.init_lora_weights: not default", "method.trainable_token_indices")
+        for key in (
+            "method.init_lora_weights: not default", "method.trainable_token_indices", "method.layers_to_transform",
+        )
     ),
+    Rule("method.layers_pattern, no method.layers_to_transform",
+         "{0} names the lists whose layers {1} numbers, and {1} is not given. Give it, or leave {0} out."),
+    Rule("method.layers_to_transform, method.lora_target_modules: not all-linear",
+         "{0} limits names of layers, and {1} is an expression, as in PEFT. Write a list of names, such as [q_proj].",
+         also=lambda recipe: isinstance(recipe.method.lora_target_modules, str)),
     *each(
         INIT_CHANGES_WEIGHTS,
         f"method.init_lora_weights: {CHANGES_WEIGHTS}",
