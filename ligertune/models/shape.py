@@ -248,6 +248,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
     of_experts = tuple(expert_stacks(layer, config))
     trained = [name.split(".") for name, p in layer.named_parameters() if p.requires_grad and p.ndim >= 2]
     reads_input = experts is not None and experts.reads_input
+    factors = [p for name, p in layer.named_parameters() if ".lora_A." in name and not name.startswith(of_experts)]
     shape = LayerShape(
         hidden=hidden,
         query=query,
@@ -258,9 +259,9 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
         mlp_in=reads_input or any(MLP_IN & set(parts) for parts in trained),
         mlp_out=any(map(reads_product, trained)),
-        adapters=sum(
-            p.shape[0] for name, p in layer.named_parameters() if ".lora_A." in name and not name.startswith(of_experts)
-        ),
+        adapters=sum(p.shape[0] for p in factors),
+        adapter_inputs=sum(p.shape[1] for p in factors),
+        widest_adapter=max((p.shape[1] for p in factors), default=0),
         experts=experts,
         norms_train=any(p.requires_grad and p.ndim == 1 for p in layer.parameters()),
         # OLMo 2 normalises the outputs of attention and MLP, not their inputs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -463,15 +463,19 @@ def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine,
     if options.kernels.enabled is False or options.method.type not in ("lora", "qlora"):
         return ()
     from ligertune.patching.experts.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
-    from ligertune.patching.lora.fused_lora import FusedLora
+    from ligertune.patching.lora.fused_lora import FusedLora, why_peft_computes
 
-    fused = sum(isinstance(module, FusedLora) for module in model.modules())
-    lines = (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
-    reasons = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
+    linear = [why_peft_computes(module) for module in model.modules() if isinstance(module, FusedLora)]
+    experts = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
+    lines = {"lora_linear": linear, "expert_lora": experts}
+    return tuple(_line_of(kernel, reasons) for kernel, reasons in lines.items() if reasons)
+
+
+def _line_of(kernel: str, reasons: Sequence[str | None]) -> KernelLine:
+    """Return the line of a kernel. reasons: why it leaves a layer out, or None, for each layer."""
     left = Counter(reason for reason in reasons if reason is not None)
     notes = "; ".join(f"{count} {reason}" for reason, count in left.items())
-    split = KernelLine("expert_lora", len(reasons) - left.total(), left.total(), notes)
-    return (*lines, split) if reasons else lines
+    return KernelLine(kernel, len(reasons) - left.total(), left.total(), notes)
 
 
 def _with_padding(plan: Plan, config: PreTrainedConfig, why: str) -> Plan:
