@@ -248,7 +248,8 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
     of_experts = tuple(expert_stacks(layer, config))
     trained = [name.split(".") for name, p in layer.named_parameters() if p.requires_grad and p.ndim >= 2]
     reads_input = experts is not None and experts.reads_input
-    factors = [p for name, p in layer.named_parameters() if ".lora_A." in name and not name.startswith(of_experts)]
+    adapters = [(name, p) for name, p in layer.named_parameters() if not name.startswith(of_experts)]
+    factors = [p for name, p in adapters if ".lora_A." in name]
     shape = LayerShape(
         hidden=hidden,
         query=query,
@@ -262,6 +263,7 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         adapters=sum(p.shape[0] for p in factors),
         adapter_inputs=sum(p.shape[1] for p in factors),
         widest_adapter=max((p.shape[1] for p in factors), default=0),
+        adapter_outputs=sum(p.shape[0] for name, p in adapters if ".lora_B." in name),
         experts=experts,
         norms_train=any(p.requires_grad and p.ndim == 1 for p in layer.parameters()),
         # OLMo 2 normalises the outputs of attention and MLP, not their inputs.

@@ -273,7 +273,8 @@ def _adapter_bytes(shape: ModelShape, itemsize: int) -> int:
     if shape.layer is None or shape.layer.experts is not None:
         return 0
     elements = sum(kind.elements * number for kind, number in shape.parameters if kind.adapter and kind.inside)
-    return elements // shape.num_hidden_layers * (itemsize + 4)
+    bare = shape.in_front + sum(number for layer, number in shape.other_layers if not layer.adapters)
+    return elements // max(1, shape.num_hidden_layers - bare) * (itemsize + 4)
 
 
 def estimate_memory(
@@ -301,6 +302,9 @@ def estimate_memory(
     # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
     four_bit = (k.elements for k, _ in shape.parameters if k.quantised(recipe.method.type) and not k.experts)
     dequantised += itemsize * max(four_bit, default=0)
+    if recipe.method.use_dora:  # PEFT's norm of a weight: the product of B and A, its transpose, and the sum
+        linear = (k.elements for k, _ in shape.parameters if k.linear and k.inside and not k.adapter)
+        dequantised += 3 * itemsize * max(linear, default=0)
     return MemoryEstimate(
         states=states,
         layer=shape.layer,

@@ -72,6 +72,7 @@ class ActivationPolicy:
     float8_mlp: bool = False  # SwiGLU's kernels write float8 operands
     fused_lora: bool = False  # our functions compute the adapters
     lora_dropout: bool = False  # adapters read their input with elements dropped
+    dora: bool = False  # adapters of PEFT's DoRA
     tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
     mixer_chunk: int = 64  # tokens per chunk of our recurrence; 0: transformers' functions compute it
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
@@ -136,6 +137,8 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     elements += layer.gated_out + 2 * layer.gated * layer.query
     elements -= sum(recomputed_elements(layer, policy))
     elements += layer.adapters
+    # the magnitude's gradient reads the frozen product and the low-rank one
+    elements += 2 * policy.dora * layer.adapter_outputs
     size = 0
     if policy.lora_dropout and not policy.fused_lora:
         # PEFT's layers save what is left of their inputs, and a mask of one byte, in place of the inputs

@@ -79,6 +79,7 @@ def choose_policy(
         float8_mlp="swiglu_float8" in applied,
         fused_lora=fuses_lora and not copies,
         lora_dropout=drops,
+        dora=recipe.method.type in ("lora", "qlora") and recipe.method.use_dora,
     )
 
 

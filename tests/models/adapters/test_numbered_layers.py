@@ -181,3 +181,7 @@ def test_a_run_trains_these_layers_alone(tmp_path):
     weights = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
     assert {layer_number(name, ()) for name in weights} == {1, 3}
     assert plan.n_trainable == sum(t.numel() for t in weights.values())
+    every = plan_run(
+        tmp_path / "all", **{**settings, "method.layers_to_transform": "[]", "method.layers_pattern": "[]"}
+    )
+    assert plan.memory.workspace == every.plan.memory.workspace  # the adapters of one layer, and their gradients
