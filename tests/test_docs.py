@@ -28,6 +28,23 @@ def test_files_of_the_repository_that_a_page_names_exist(page):
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", ["methods", "lora", "qlora", "float8", "optimizers"])
+def test_a_page_on_methods_is_read_in_a_few_minutes(page):
+    assert len((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) <= 1800
+
+
+ANCHOR = re.compile(r"\]\(([\w.-]*\.md)?#([^)]+)\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_to_sections_lead_to_a_heading(page):
+    """As GitHub makes anchors of headings: lower case, spaces as hyphens, no other punctuation."""
+    for name, anchor in ANCHOR.findall(page.read_text(encoding="utf-8")):
+        text = (page.parent / name if name else page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings], (name, anchor)
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 

@@ -148,6 +148,7 @@ RULES = (
     *each(
         "{0} {why}",
         "method.load_in_8bit",
+        ("method.use_dora", "loses the weights' scales where {1} reads them. Write method.type: qlora, or leave {1} out."),
         ("kernels.lora: true", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
         ("train.gradient_checkpointing: offload_gate|offload_both",
          "has no plain linear layers, whose outputs {1}: {v[1]} saves. Write train.gradient_checkpointing: true."),
