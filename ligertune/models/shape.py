@@ -248,8 +248,6 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
     of_experts = tuple(expert_stacks(layer, config))
     trained = [name.split(".") for name, p in layer.named_parameters() if p.requires_grad and p.ndim >= 2]
     reads_input = experts is not None and experts.reads_input
-    adapters = [(name, p) for name, p in layer.named_parameters() if not name.startswith(of_experts)]
-    factors = [p for name, p in adapters if ".lora_A." in name]
     shape = LayerShape(
         hidden=hidden,
         query=query,
@@ -260,10 +258,6 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
         mlp_in=reads_input or any(MLP_IN & set(parts) for parts in trained),
         mlp_out=any(map(reads_product, trained)),
-        adapters=sum(p.shape[0] for p in factors),
-        adapter_inputs=sum(p.shape[1] for p in factors),
-        widest_adapter=max((p.shape[1] for p in factors), default=0),
-        adapter_outputs=sum(p.shape[0] for name, p in adapters if ".lora_B." in name),
         experts=experts,
         norms_train=any(p.requires_grad and p.ndim == 1 for p in layer.parameters()),
         # OLMo 2 normalises the outputs of attention and MLP, not their inputs.
@@ -274,8 +268,21 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
             for name, module in layer.named_modules()
         ),
     )
-    shape = _with_activation(shape, layer)
+    shape = _with_activation(_with_adapters(shape, layer, of_experts), layer)
     return shape if has.mixer is None else with_mixer(shape, has.mixer)
+
+
+def _with_adapters(shape: LayerShape, layer: nn.Module, of_experts: tuple[str, ...]) -> LayerShape:
+    """Return the sizes of a layer with those of its adapters. of_experts: starts of the names of experts' weights."""
+    named = [(name, p) for name, p in layer.named_parameters() if not name.startswith(of_experts)]
+    factors = [p.shape for name, p in named if ".lora_A." in name]
+    return replace(
+        shape,
+        adapters=sum(size[0] for size in factors),
+        adapter_inputs=sum(size[1] for size in factors),
+        widest_adapter=max((size[1] for size in factors), default=0),
+        adapter_outputs=sum(p.shape[0] for name, p in named if ".lora_B." in name),
+    )
 
 
 def _with_activation(shape: LayerShape, layer: nn.Module) -> LayerShape:

@@ -31,7 +31,7 @@ from ligertune.planning.memory.activation_policy import (
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
-from ligertune.planning.memory.model_shape import ModalityFacts, ModelShape
+from ligertune.planning.memory.model_shape import ExpertsShape, ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.optimization import (
     Cadence,
@@ -277,6 +277,22 @@ def _adapter_bytes(shape: ModelShape, itemsize: int) -> int:
     return elements // max(1, shape.num_hidden_layers - bare) * (itemsize + 4)
 
 
+def _dense_bytes(recipe: Recipe, shape: ModelShape, experts: ExpertsShape | None, itemsize: int) -> int:
+    """Return the bytes of weights that exist in the compute dtype while a layer computes."""
+    method = recipe.method
+    found = dequantised_bytes(experts, itemsize) if method.type == "qlora" else 0
+    # The backward of an 8-bit layer dequantises its weight.
+    eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(method.stored_as))
+    found += itemsize * max(eight_bit, default=0)
+    # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
+    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(method.type) and not k.experts)
+    found += itemsize * max(four_bit, default=0)
+    if method.use_dora:  # PEFT's norm of a weight: the product of B and A, its transpose, and the sum
+        linear = (k.elements for k, _ in shape.parameters if k.linear and k.inside and not k.adapter)
+        found += 3 * itemsize * max(linear, default=0)
+    return found
+
+
 def estimate_memory(
     recipe: Recipe, inputs: PlanInputs, states: StateBytes, *, shards: int = 1
 ) -> MemoryEstimate | None:
@@ -295,16 +311,7 @@ def estimate_memory(
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
     policy = on_machine(policy, shape.mixer, itemsize, inputs.machine)
-    dequantised = dequantised_bytes(shape.layer.experts, itemsize) if recipe.method.type == "qlora" else 0
-    # The backward of an 8-bit layer dequantises its weight.
-    eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(recipe.method.stored_as))
-    dequantised += itemsize * max(eight_bit, default=0)
-    # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
-    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(recipe.method.type) and not k.experts)
-    dequantised += itemsize * max(four_bit, default=0)
-    if recipe.method.use_dora:  # PEFT's norm of a weight: the product of B and A, its transpose, and the sum
-        linear = (k.elements for k, _ in shape.parameters if k.linear and k.inside and not k.adapter)
-        dequantised += 3 * itemsize * max(linear, default=0)
+    dequantised = _dense_bytes(recipe, shape, shape.layer.experts, itemsize)
     return MemoryEstimate(
         states=states,
         layer=shape.layer,

@@ -179,10 +179,10 @@ class MethodSpec(Section):
     lora_modules_to_save: NameList = ()
     """Layers to train in full in addition to the adapter, such as lm_head."""
     init_lora_weights: Annotated[
-        Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"],
+        Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16", "loftq"],
         BeforeValidator(convert_by({True: "default"})),
     ] = "default"
-    """Initial adapter, as in PEFT; olora, pissa: from the weights' QR or SVD; pissa_niter_16: a fast SVD."""
+    """Initial adapter, as in PEFT; olora, pissa: by QR or SVD; loftq: error of 4-bit weights; niter: a fast SVD."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
     """LoRA+: learning rate of B and of one-dimensional parameters, relative to train.learning_rate; null: the same."""
     loraplus_lr_embedding: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
@@ -206,9 +206,9 @@ class MethodSpec(Section):
         return "fp4" if self.bnb_4bit_use_double_quant else "fp4_single"
 
     @property
-    def init_changes_weights(self) -> bool:
-        """Whether the initial adapter is not zero, and is subtracted from the frozen weights (PiSSA, OLoRA)."""
-        return self.init_lora_weights.startswith(("pissa", "olora"))
+    def init_from_weights(self) -> bool:
+        """Whether the initial adapter is made from the weights, and is not zero (PiSSA, OLoRA, LoftQ)."""
+        return self.init_lora_weights.startswith(("pissa", "olora", "loftq"))
 
 
 class DatasetSpec(Section):

@@ -314,12 +314,30 @@ def _preview_checkpoints(model: AnyModule, preview: ModelPreview) -> AnyModule:
 
 def _apply_method(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     options = plan.build
-    return apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+    adapted = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+    if options.method.init_lora_weights == "loftq":
+        from ligertune.models.adapters.loftq import start_from_error  # imports peft, which takes seconds
+
+        start_from_error(adapted, _original_model(options, getattr(torch, plan.precision.weights)))
+    return adapted
+
+
+def _original_model(options: BuildOptions, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model before it is quantised, in host memory."""
+    config = read_config(options.model)
+    feature_of(options.task).prepare_config(config, options)
+    spec = options.model.model_copy(update={"attn_implementation": "eager"})  # it never runs
+    return build_model(spec, config, dtype=dtype, device="cpu", seed=options.seed)
 
 
 def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
     options = preview.options
     preview.notes += _adapter_notes(options, model)
+    if options.method.init_lora_weights == "loftq":
+        preview.notes.append(
+            "method.init_lora_weights: loftq: each process reads the weights once more, into host memory, and "
+            "decomposes the error of each, which takes minutes for large models"
+        )
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     preview.kernels += _adapter_lines(options, model)
     check_new_rows(model, options.model.tokenizer)

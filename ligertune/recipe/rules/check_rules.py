@@ -125,6 +125,13 @@ RULES = (
         ("method.load_in_8bit", f"{{1}} would quantise what is left. {ONE_OUT}"),
         ("method.use_dora", f"{{1}} could not be saved for the original weights then. {ONE_OUT}"),
     ),
+    *each(
+        "{0}: loftq starts from the error of 4-bit weights, and {why}",
+        "method.init_lora_weights: loftq",
+        ("method.type: lora", "{1} is lora. Write method.type: qlora, or init_lora_weights: pissa_niter_16."),
+        ("method.use_dora", f"{{1}} has read the adapter before that. {ONE_OUT}"),
+        ("model.init: random", f"{{1}} is random, with no weights to compare with. {ONE_OUT}"),
+    ),
     *(
         Rule(f"{key}, {DEEPSPEED}", "{0} is not supported by {1}: {v[1]}. Write ddp or fsdp.")
         for key in ("train.lr_groups", "method.loraplus_lr_ratio: not null")
@@ -148,7 +155,7 @@ RULES = (
     *each(
         "{0} {why}",
         "method.load_in_8bit",
-        ("method.use_dora", "loses the weights' scales where {1} reads them. Write method.type: qlora, or leave {1} out."),
+        ("method.use_dora", "loses its scales where {1} reads weights. Write method.type: qlora, or leave {1} out."),
         ("kernels.lora: true", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
         ("train.gradient_checkpointing: offload_gate|offload_both",
          "has no plain linear layers, whose outputs {1}: {v[1]} saves. Write train.gradient_checkpointing: true."),
@@ -239,7 +246,7 @@ RULES = (
          "{0}: torchao speeds up the matrix products of weights that train, and {1} is lora. Write train.fp8: true."),
     Rule("train.fp8: true, method.init_lora_weights: any",
          "{0}: true keeps frozen weights in float8, and {1}: {v[1]} changes them. Leave one of them out.",
-         also=lambda recipe: recipe.method.init_changes_weights),
+         also=lambda recipe: recipe.method.init_from_weights),
     Rule("train.fp8: true, train.torch_compile",
          "{0}: true runs kernels that {1} does not trace. Leave it out, or write train.fp8: torchao."),
     Rule("train.fp8: true, train.cuda_graphs: true",
