@@ -45,6 +45,7 @@ from ligertune.planning.optimization import (
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
+    check_four_bit_experts,
     check_strategy,
     check_tower_accumulation,
     choose_strategy,
@@ -221,6 +222,7 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
 
     strategy, why = choose_strategy(recipe, machine, why_fsdp=inputs.why_fsdp, need=need)
     check_strategy(recipe, strategy, autocast=inputs.precision.autocast)
+    check_four_bit_experts(recipe, strategy, experts=bool(shape.layer and shape.layer.experts))
     states = states_of(recipe, shape.parameters, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
     memory = estimate_memory(recipe, inputs, states, shards=shards)

@@ -160,6 +160,8 @@ class MethodSpec(Section):
     """With type: qlora: values of 4 bits; nf4: quantiles of a normal distribution; fp4: floating-point numbers."""
     bnb_4bit_use_double_quant: Switch = True
     """With type: qlora: store the weights' scales in 8 bits, too; false: in float32, 0.37 more bits per weight."""
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = "uint8"
+    """With type: qlora: dtype that holds the 4-bit weights' bytes; parallel.strategy: fsdp shards all but uint8."""
     load_in_8bit: Switch = False
     """With type: lora: store the linear weights of the layers in 8 bits (LLM.int8); needs bitsandbytes."""
     lora_r: Annotated[int, Field(ge=1, le=2**16)] = 16

@@ -453,7 +453,10 @@ def _load_and_patch(
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
     stored_as = options.method.stored_as
-    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as)
+    storage = options.method.bnb_4bit_quant_storage
+    model = build_model(
+        spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as, storage=storage
+    )
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:

@@ -146,7 +146,10 @@ RULES = (
     *(
         Rule(f"{key}, method.type: not qlora",
              "{0} works with method.type: qlora only, and {1} is {v[1]}. Leave {0} out.")
-        for key in ("method.bnb_4bit_quant_type: not nf4", "no method.bnb_4bit_use_double_quant")
+        for key in (
+            "method.bnb_4bit_quant_type: not nf4", "no method.bnb_4bit_use_double_quant",
+            "method.bnb_4bit_quant_storage: not uint8",
+        )
     ),
     Rule("method.load_in_8bit, method.type: qlora",
          "{0} stores weights in 8 bits, and {1} is qlora, which stores them in 4. Leave {0} out."),
@@ -256,14 +259,19 @@ RULES = (
          "Write train.fp8: torchao, or parallel.strategy: ddp."),
     # ---- processes
     *each(
-        "{0} is qlora, whose 4-bit weights cannot be sharded, and {1}: {v[1]} shards them. Write method.type: lora, or "
-        "{why}.",
+        "{0} is qlora, whose 4-bit weights are sharded by parallel.strategy: fsdp alone, and {1}: {v[1]} shards them "
+        "in another way. Write method.type: lora, or {why}.",
         "method.type: qlora",
-        ("parallel.strategy: fsdp", "parallel.strategy: ddp"),
         ("parallel.cp_size: not 1", "leave {1} out"),
         ("parallel.dp_replicate_size: not 1", "leave {1} out"),
         ("parallel.cpu_offload", "leave {1} out"),
     ),
+    Rule("method.bnb_4bit_quant_storage: uint8, method.type: qlora, parallel.strategy: fsdp",
+         "{0} is uint8, which {2}: fsdp does not shard. Write {0}: bfloat16, or parallel.strategy: ddp."),
+    Rule("method.bnb_4bit_quant_storage: not uint8, parallel.strategy: not fsdp",
+         "{0} is for parallel.strategy: fsdp, and {1} is {v[1]}. Leave {0} out."),
+    Rule("kernels.lora: true, method.type: qlora, parallel.strategy: fsdp",
+         "{0} reads whole 4-bit weights with their scales, and {2} is fsdp, which gathers bytes. Leave {0} out."),
     Rule("parallel.num_processes: not auto|1, parallel.strategy: single",
          "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them."),
     *each(
