@@ -49,6 +49,7 @@ from ligertune.planning.parallelism import (
     check_strategy,
     check_tower_accumulation,
     choose_strategy,
+    quant_storage_notes,
     unsharded_need,
 )
 from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
@@ -176,6 +177,7 @@ def _notes(
         *inputs.model.notes,
         *optimizer_notes(recipe.train.optim, inputs.model.shape),
         *repeats,
+        *quant_storage_notes(recipe, resources.strategy),
         *padding_free_notes(recipe),
         *cuda_graphs_notes(recipe, inputs.machine),
         *float8_notes(recipe, inputs.machine),

@@ -121,6 +121,14 @@ def check_four_bit_experts(recipe: Recipe, strategy: Strategy, *, experts: bool)
         )
 
 
+def quant_storage_notes(recipe: Recipe, strategy: Strategy) -> tuple[str, ...]:
+    """Return a note on a dtype of 4-bit weights' bytes that no sharding needs."""
+    storage = recipe.method.bnb_4bit_quant_storage
+    if storage == "uint8" or strategy == "fsdp":
+        return ()
+    return (f"method.bnb_4bit_quant_storage: {storage} has no effect without parallel.strategy: fsdp",)
+
+
 def check_cp_size(ranks: int, world_size: int) -> None:
     """Raise UserError if `parallel.cp_size` does not divide the processes."""
     if world_size % ranks:

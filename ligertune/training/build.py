@@ -227,7 +227,10 @@ def trained_model(
     quantization = quantization_of(config)
     original = copy.deepcopy(config)  # building a model changes it
     model: AnyModule
-    model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
+    device = accelerator.device
+    model, _ = _load_and_patch(
+        options, config, plan.attn_implementation, dtype=dtype, device=device, shards=plan.strategy == "fsdp"
+    )
     if change is not None:
         change(model)
     prepare_masks(model)
@@ -446,14 +449,23 @@ def _without_outliers(model: nn.Module) -> Iterator[None]:
 
 
 def _load_and_patch(
-    options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
+    options: BuildOptions,
+    config: PreTrainedConfig,
+    attention: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shards: bool = False,
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
-    """Return the model with frozen towers and our kernels, and one line per kernel. attention: its name."""
+    """Return the model with frozen towers and our kernels, and one line per kernel. attention: its name.
+
+    shards: FSDP2 shards the weights, which those in 4 bits need another dtype for.
+    """
     feature = feature_of(options.task)
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
     stored_as = options.method.stored_as
-    storage = options.method.bnb_4bit_quant_storage
+    storage = options.method.bnb_4bit_quant_storage if shards else "uint8"
     model = build_model(
         spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as, storage=storage
     )

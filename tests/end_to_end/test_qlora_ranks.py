@@ -14,7 +14,8 @@ from ligertune.models.trainable import apply_method
 from ligertune.planning.memory.states import states_of
 from ligertune.planning.options import MethodOptions
 from ligertune.planning.parallelism import check_four_bit_experts
-from ligertune.training.parallel.distributed import leave_quant_states
+from ligertune.training.build import trained_model
+from ligertune.training.parallel.distributed import leave_quant_states, start_accelerator
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
 
@@ -85,6 +86,14 @@ def test_state_dicts_of_4_bit_layers_hold_bytes_alone():
     assert any("absmax" in name for name in model.state_dict())
     leave_quant_states(model)
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_without_sharding_the_dtype_of_the_bytes_has_no_effect_and_the_plan_says_so(tmp_path):
+    job = plan_run(tmp_path, **QLORA, **{"method.bnb_4bit_quant_storage": "bfloat16", "kernels.lora": True})
+    assert "method.bnb_4bit_quant_storage: bfloat16 has no effect without parallel.strategy: fsdp" in job.plan.notes
+    model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
+    stored = {p.dtype for name, p in model.named_parameters() if name.endswith("q_proj.base_layer.weight")}
+    assert stored == {torch.uint8}
 
 
 def test_what_is_not_sharded_is_refused(tmp_path):
