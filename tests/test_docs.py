@@ -37,12 +37,6 @@ def test_anchors_of_links_lead_to_headings(page):
     assert [f"{path.name}#{anchor}" for path, anchor in inside if anchor not in headings(path)] == []
 
 
-def test_the_pages_on_data_are_short():
-    pages = ("data", "data-files", "labels", "batches")
-    words = {page: len((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) for page in pages}
-    assert {page: number for page, number in words.items() if number > 1800} == {}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_files_of_the_repository_that_a_page_names_exist(page):
     named = set(re.findall(r"(?<![\w./-])(?:scripts|configs|tests|docs)/[\w./-]*\w", page.read_text(encoding="utf-8")))
@@ -55,13 +49,11 @@ def test_the_readme_is_short():
 
 # written by scripts/support_matrix
 GENERATED = ("families.md", "support.md")
-# to be split
-LONG_PAGES = ("methods.md",)
 
 
 def test_a_page_can_be_read_in_one_sitting():
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
-    assert [name for name, number in words.items() if number > 1800 and name not in (*GENERATED, *LONG_PAGES)] == []
+    assert [name for name, number in words.items() if number > 1800 and name not in GENERATED] == []
 
 
 def test_every_page_is_linked_from_the_readme():

@@ -63,5 +63,6 @@ OPS = (
     Op("float8", "swiglu_float8", ("swiglu_float8_backward", "SwigluFloat8Gradients")),
     Op("extra", "int2_int8_matmul", ("pack_int2", "unpack_int2")),
     Op("extra", "adamw_step", ("AdamWOptions",)),
+    Op("extra", "seeded_dropout", ("draw_seed",)),
     Op("extra", "embedding", ("Embedding",), ("weight",)),
 )

@@ -50,6 +50,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         pointwise_cases.SWIGLU_FLOAT8,
         pointwise_cases.INT2_MATMUL,
         pointwise_cases.ADAMW_STEP,
+        pointwise_cases.SEEDED_DROPOUT,
     )
 }
 

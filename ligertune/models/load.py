@@ -69,16 +69,19 @@ def build_model(
     device: torch.device | str,
     seed: int,
     stored_as: StoredAs | None = None,
+    storage: str = "uint8",
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Return the model on `device`: pretrained, or random from `seed`; without weights on the meta device.
 
     stored_as: format to which the layers' weights are quantised while they are loaded. Embedding and output head have
-    rows for the tokens that the recipe adds. Raises UserError.
+    rows for the tokens that the recipe adds. storage: dtype that holds the bytes of 4-bit weights. Raises UserError.
     """
     loaded = copy.deepcopy(config) if spec.tokenizer.adds else config  # growing changes it
     place = torch.device(device)
-    model = _build(spec, loaded, dtype=dtype, device=place, seed=seed, stored_as=stored_as, origin=origin)
+    model = _build(
+        spec, loaded, dtype=dtype, device=place, seed=seed, stored_as=stored_as, storage=storage, origin=origin
+    )
     if spec.tokenizer.adds:
         rows = needed_rows(read_tokenizer(spec, RECIPE_TOKENIZER), spec.tokenizer, config)
         grow(model, rows, seed=seed, mean_resizing=spec.tokenizer.mean_resizing)
@@ -93,6 +96,7 @@ def _build(
     device: torch.device,
     seed: int,
     stored_as: StoredAs | None,
+    storage: str,
     origin: ModelOrigin,
 ) -> PreTrainedModel:
     four_bits = four_bit_format(stored_as)
@@ -115,7 +119,7 @@ def _build(
     if four_bits is not None:
         quant_type, double_quant = four_bits
         quantization = four_bit_experts.four_bit_config(
-            skeleton, dtype, quant_type=quant_type, double_quant=double_quant
+            skeleton, dtype, quant_type=quant_type, double_quant=double_quant, storage=storage
         )
     elif stored_as == "int8":
         quantization = BitsAndBytesConfig(load_in_8bit=True)
@@ -372,6 +376,8 @@ def _check_numbers(name: str, model: PreTrainedModel, origin: ModelOrigin) -> No
     for key, parameter in model.named_parameters():
         # torch has no sum of float8 on a CPU (2.13)
         if not parameter.is_floating_point() or parameter.itemsize == 1 or parameter.is_meta:
+            continue
+        if hasattr(parameter, "quant_state"):  # bytes of 4-bit weights in another dtype, which are no numbers
             continue
         values = parameter.absmax() if isinstance(parameter, Nf4Weight) else parameter.detach()
         total = values.sum()

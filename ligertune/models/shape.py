@@ -33,7 +33,7 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
     config = model.config.get_text_config()
     matmul = _matmul_sizes(model)
     in_front = _layers_without_backward(model)
-    layer, other_layers = _layer_shapes(model)
+    layer, other_layers = _layer_shapes(model, len(in_front))
     parts = parts_of_layers(text_layers(model) or ())
     types = getattr(config, "layer_types", None) or [""] * len(parts)
     without = [not has.attention or kind in LINEAR_LAYERS for has, kind in zip(parts, types, strict=False)]
@@ -211,11 +211,14 @@ def _layers_without_backward(model: PreTrainedModel) -> list[nn.Module]:
     return [*itertools.takewhile(lambda layer: not any(p.requires_grad for p in layer.parameters()), layers)]
 
 
-def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, tuple[tuple[LayerShape, int], ...]]:
-    """Return the sizes of the last layer, and of each other kind of layers with their number.
+def _layer_shapes(
+    model: PreTrainedModel, in_front: int = 0
+) -> tuple[LayerShape | None, tuple[tuple[LayerShape, int], ...]]:
+    """Return the sizes of the last layer, and of each other kind of layers with a backward with their number.
 
-    A kind has experts or not, attention or not, a mixer or not, an MLP or not. The first is that of the last layer with
-    experts and attention, as far as there are such layers. None: the layers are not understood.
+    A kind has experts or not, attention or not, a mixer or not, an MLP or not, and parameters that train or not. The
+    first is that of the last layer with experts and attention that trains, as far as there are such layers. None: the
+    layers are not understood. in_front: number of the first layers without a backward.
     """
     config = model.config.get_text_config()
     layers = text_layers(model)
@@ -225,8 +228,10 @@ def _layer_shapes(model: PreTrainedModel) -> tuple[LayerShape | None, tuple[tupl
     if not config_value(config, "num_attention_heads") and any(has.attention for has in parts):
         return None, ()
     kinds: dict[tuple[bool, ...], list[tuple[nn.Module, LayerParts]]] = {}
-    for layer, has in zip(layers, parts, strict=True):
-        kind = bool(expert_stacks(layer, config)), has.attention, has.mixer is None, has.mlp
+    first_with_backward = min(in_front, len(layers) - 1)  # at least one layer has sizes
+    for layer, has in [*zip(layers, parts, strict=True)][first_with_backward:]:
+        trains = any(p.requires_grad for p in layer.parameters())
+        kind = bool(expert_stacks(layer, config)), has.attention, has.mixer is None, has.mlp, trains
         kinds.setdefault(kind, []).append((layer, has))
     first, *others = sorted(kinds, reverse=True)
     shapes = ((_layer_shape(config, *kinds[kind][-1]), len(kinds[kind])) for kind in others)
@@ -253,9 +258,6 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
         attn_in=any(ATTENTION_IN & set(parts) for parts in trained),
         mlp_in=reads_input or any(MLP_IN & set(parts) for parts in trained),
         mlp_out=any(map(reads_product, trained)),
-        adapters=sum(
-            p.shape[0] for name, p in layer.named_parameters() if ".lora_A." in name and not name.startswith(of_experts)
-        ),
         experts=experts,
         norms_train=any(p.requires_grad and p.ndim == 1 for p in layer.parameters()),
         # OLMo 2 normalises the outputs of attention and MLP, not their inputs.
@@ -266,8 +268,21 @@ def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) ->
             for name, module in layer.named_modules()
         ),
     )
-    shape = _with_activation(shape, layer)
+    shape = _with_activation(_with_adapters(shape, layer, of_experts), layer)
     return shape if has.mixer is None else with_mixer(shape, has.mixer)
+
+
+def _with_adapters(shape: LayerShape, layer: nn.Module, of_experts: tuple[str, ...]) -> LayerShape:
+    """Return the sizes of a layer with those of its adapters. of_experts: starts of the names of experts' weights."""
+    named = [(name, p) for name, p in layer.named_parameters() if not name.startswith(of_experts)]
+    factors = [p.shape for name, p in named if ".lora_A." in name]
+    return replace(
+        shape,
+        adapters=sum(size[0] for size in factors),
+        adapter_inputs=sum(size[1] for size in factors),
+        widest_adapter=max((size[1] for size in factors), default=0),
+        adapter_outputs=sum(p.shape[0] for name, p in named if ".lora_B." in name),
+    )
 
 
 def _with_activation(shape: LayerShape, layer: nn.Module) -> LayerShape:

@@ -31,7 +31,7 @@ from ligertune.planning.memory.activation_policy import (
 )
 from ligertune.planning.memory.estimate import MemoryEstimate
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
-from ligertune.planning.memory.model_shape import ModalityFacts, ModelShape
+from ligertune.planning.memory.model_shape import ExpertsShape, ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.optimization import (
     Cadence,
@@ -45,9 +45,11 @@ from ligertune.planning.optimization import (
 from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
+    check_four_bit_experts,
     check_strategy,
     check_tower_accumulation,
     choose_strategy,
+    quant_storage_notes,
     unsharded_need,
 )
 from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
@@ -175,6 +177,7 @@ def _notes(
         *inputs.model.notes,
         *optimizer_notes(recipe.train.optim, inputs.model.shape),
         *repeats,
+        *quant_storage_notes(recipe, resources.strategy),
         *padding_free_notes(recipe),
         *cuda_graphs_notes(recipe, inputs.machine),
         *float8_notes(recipe, inputs.machine),
@@ -221,6 +224,7 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
 
     strategy, why = choose_strategy(recipe, machine, why_fsdp=inputs.why_fsdp, need=need)
     check_strategy(recipe, strategy, autocast=inputs.precision.autocast)
+    check_four_bit_experts(recipe, strategy, experts=bool(shape.layer and shape.layer.experts))
     states = states_of(recipe, shape.parameters, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
     memory = estimate_memory(recipe, inputs, states, shards=shards)
@@ -273,7 +277,24 @@ def _adapter_bytes(shape: ModelShape, itemsize: int) -> int:
     if shape.layer is None or shape.layer.experts is not None:
         return 0
     elements = sum(kind.elements * number for kind, number in shape.parameters if kind.adapter and kind.inside)
-    return elements // shape.num_hidden_layers * (itemsize + 4)
+    bare = shape.in_front + sum(number for layer, number in shape.other_layers if not layer.adapters)
+    return elements // max(1, shape.num_hidden_layers - bare) * (itemsize + 4)
+
+
+def _dense_bytes(recipe: Recipe, shape: ModelShape, experts: ExpertsShape | None, itemsize: int) -> int:
+    """Return the bytes of weights that exist in the compute dtype while a layer computes."""
+    method = recipe.method
+    found = dequantised_bytes(experts, itemsize) if method.type == "qlora" else 0
+    # The backward of an 8-bit layer dequantises its weight.
+    eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(method.stored_as))
+    found += itemsize * max(eight_bit, default=0)
+    # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
+    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(method.type) and not k.experts)
+    found += itemsize * max(four_bit, default=0)
+    if method.use_dora:  # PEFT's norm of a weight: the product of B and A, its transpose, and the sum
+        linear = (k.elements for k, _ in shape.parameters if k.linear and k.inside and not k.adapter)
+        found += 3 * itemsize * max(linear, default=0)
+    return found
 
 
 def estimate_memory(
@@ -294,13 +315,7 @@ def estimate_memory(
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
     policy = on_machine(policy, shape.mixer, itemsize, inputs.machine)
-    dequantised = dequantised_bytes(shape.layer.experts, itemsize) if recipe.method.type == "qlora" else 0
-    # The backward of an 8-bit layer dequantises its weight.
-    eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(recipe.method.stored_as))
-    dequantised += itemsize * max(eight_bit, default=0)
-    # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
-    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(recipe.method.type) and not k.experts)
-    dequantised += itemsize * max(four_bit, default=0)
+    dequantised = _dense_bytes(recipe, shape, shape.layer.experts, itemsize)
     return MemoryEstimate(
         states=states,
         layer=shape.layer,

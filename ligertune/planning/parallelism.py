@@ -78,7 +78,8 @@ def choose_strategy(
     if why_fsdp:
         return "fsdp", why_fsdp
     if recipe.method.stored_as is not None:
-        return "ddp", f"{'4-bit' if recipe.method.type == 'qlora' else '8-bit'} weights cannot be sharded"
+        four = recipe.method.type == "qlora"
+        return "ddp", "4-bit weights are sharded on request only" if four else "8-bit weights cannot be sharded"
     micro = recipe.train.per_device_train_batch_size
     alone = need(1 if micro == "auto" else micro)
     if alone.fits:
@@ -108,6 +109,24 @@ def check_replicas(copies: int, world_size: int) -> None:
             f"{2 * copies}, because each copy is sharded over two or more; this run has {world_size}.",
             hint="Write a smaller number that divides the processes, or leave it out.",
         )
+
+
+def check_four_bit_experts(recipe: Recipe, strategy: Strategy, *, experts: bool) -> None:
+    """Raise UserError if FSDP would shard the 4-bit weights of experts, which have no dtype that it shards."""
+    if experts and strategy == "fsdp" and recipe.method.type == "qlora":
+        raise UserError(
+            "method.type: qlora: the 4-bit weights of a mixture's experts cannot be sharded, and parallel.strategy is"
+            " fsdp.",
+            hint="Write parallel.strategy: ddp, or method.type: lora.",
+        )
+
+
+def quant_storage_notes(recipe: Recipe, strategy: Strategy) -> tuple[str, ...]:
+    """Return a note on a dtype of 4-bit weights' bytes that no sharding needs."""
+    storage = recipe.method.bnb_4bit_quant_storage
+    if storage == "uint8" or strategy == "fsdp":
+        return ()
+    return (f"method.bnb_4bit_quant_storage: {storage} has no effect without parallel.strategy: fsdp",)
 
 
 def check_cp_size(ranks: int, world_size: int) -> None:
@@ -147,6 +166,12 @@ class UnsupportedSetting:
 ZERO: tuple[Strategy, ...] = ("deepspeed_zero2", "deepspeed_zero3")
 UNSUPPORTED = (
     UnsupportedSetting(
+        ("fsdp",),
+        lambda recipe, autocast: recipe.method.type == "qlora" and recipe.method.bnb_4bit_quant_storage == "uint8",
+        "method.bnb_4bit_quant_storage: uint8 is not sharded, and the launcher configured fsdp.",
+        "Write parallel.strategy: fsdp and method.bnb_4bit_quant_storage: bfloat16, or start the run without fsdp.",
+    ),
+    UnsupportedSetting(
         ("ddp",),
         lambda recipe, autocast: recipe.train.optim_in_backward,
         "train.optim_in_backward: under ddp each rank would step with its own gradients, before they are averaged.",
@@ -157,12 +182,6 @@ UNSUPPORTED = (
         lambda recipe, autocast: recipe.train.optim_in_backward and autocast == "fp16",
         "train.optim_in_backward: with model.dtype: float16 the gradients stay scaled until the step.",
         "Write model.dtype: bfloat16 or float32, or leave the key out.",
-    ),
-    UnsupportedSetting(
-        ("fsdp",),
-        lambda recipe, autocast: recipe.method.type == "qlora",
-        "method.type: qlora: its 4-bit weights cannot be sharded, and the launcher configured fsdp.",
-        "Start the run without fsdp, or write method.type: lora.",
     ),
     UnsupportedSetting(
         ("fsdp", *ZERO),

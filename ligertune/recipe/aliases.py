@@ -99,6 +99,8 @@ ALIASES = (
     Alias("method.lora_r", ("lora_rank",)),
     Alias("method.lora_target_modules", ("lora_target",)),
     Alias("method.lora_target_modules", ("lora_target_linear",), _flag("all-linear")),
+    Alias("method.layers_to_transform", ("peft_layers_to_transform", "lora_layers_to_transform")),
+    Alias("method.layers_pattern", ("peft_layers_pattern",)),
     Alias("method.lora_target_parameters", ("target_parameters",)),
     Alias("method.lora_modules_to_save", ("modules_to_save", "additional_target")),
     Alias("method.trainable_token_indices", ("peft_trainable_token_indices", "trainable_tokens")),

@@ -27,6 +27,8 @@ from ligertune.recipe.section import (
     Expression,
     ExpressionList,
     FileOrHub,
+    LayerNumbers,
+    ModuleNames,
     NameList,
     ReadName,
     RoleList,
@@ -169,6 +171,8 @@ class MethodSpec(Section):
     """With type: qlora: values of 4 bits; nf4: quantiles of a normal distribution; fp4: floating-point numbers."""
     bnb_4bit_use_double_quant: Switch = True
     """With type: qlora: store the weights' scales in 8 bits, too; false: in float32, 0.37 more bits per weight."""
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = "uint8"
+    """With type: qlora: dtype that holds the 4-bit weights' bytes; parallel.strategy: fsdp shards all but uint8."""
     load_in_8bit: Switch = False
     """With type: lora: store the linear weights of the layers in 8 bits (LLM.int8); needs bitsandbytes."""
     lora_r: Annotated[int, Field(ge=1, le=2**16)] = 16
@@ -179,15 +183,19 @@ class MethodSpec(Section):
     """Dropout probability of the adapter's input, in layers; experts have none."""
     lora_target_modules: Literal["all-linear"] | Expression | NameList = "all-linear"
     """Layers to adapt: all-linear (but head, routers, what PEFT refuses), names, or an expression of whole names."""
+    layers_to_transform: LayerNumbers = ()
+    """Numbers of the layers that get an adapter, from 0, as in PEFT; none: all."""
+    layers_pattern: ModuleNames = ()
+    """With layers_to_transform: names of the lists of layers that are numbered, such as layers; none: any."""
     lora_target_parameters: NameList | None = None
     """Weights to adapt that are not layers, such as mlp.experts.down_proj; null: with all-linear, all experts'."""
     lora_modules_to_save: NameList = ()
     """Layers to train in full in addition to the adapter, such as lm_head."""
     init_lora_weights: Annotated[
-        Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"],
+        Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16", "loftq"],
         BeforeValidator(convert_by({True: "default"})),
     ] = "default"
-    """Initial adapter, as in PEFT; olora, pissa: from the weights' QR or SVD; pissa_niter_16: a fast SVD."""
+    """Initial adapter, as in PEFT; olora, pissa: by QR or SVD; loftq: error of 4-bit weights; niter: a fast SVD."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
     """LoRA+: learning rate of B and of one-dimensional parameters, relative to train.learning_rate; null: the same."""
     loraplus_lr_embedding: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
@@ -211,9 +219,9 @@ class MethodSpec(Section):
         return "fp4" if self.bnb_4bit_use_double_quant else "fp4_single"
 
     @property
-    def init_changes_weights(self) -> bool:
-        """Whether the initial adapter is not zero, and is subtracted from the frozen weights (PiSSA, OLoRA)."""
-        return self.init_lora_weights.startswith(("pissa", "olora"))
+    def init_from_weights(self) -> bool:
+        """Whether the initial adapter is made from the weights, and is not zero (PiSSA, OLoRA, LoftQ)."""
+        return self.init_lora_weights.startswith(("pissa", "olora", "loftq"))
 
 
 class DatasetSpec(Section):

@@ -108,6 +108,13 @@ def _possible_expression(value: str) -> str:
     return value
 
 
+def _plain_name(value: str) -> str:
+    """Return a name of a module if it is no expression: PEFT matches it with `re`, which has no time limit."""
+    if not re.fullmatch(r"\w+(\.\w+)*", value):
+        raise unusable(f"is {value!r}, and must be a name, such as layers or h.")
+    return value
+
+
 def _resolve_path(value: str, info: ValidationInfo) -> str:
     """Return the absolute path of `value` if it exists in the recipe's folder or the current one, else `value`."""
     value = os.path.expanduser(value)
@@ -165,5 +172,9 @@ RoleName = Annotated[
 ]
 RoleList = Annotated[tuple[RoleName, ...], Field(strict=False, min_length=1)]
 NameList = Annotated[tuple[Text, ...], Field(strict=False)]
+# as PEFT reads layers_to_transform and layers_pattern: one value is a list of it
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, int | str) else value)
+LayerNumbers = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**12)], ...], Field(strict=False), OneOrMore]
+ModuleNames = Annotated[tuple[Annotated[Text, AfterValidator(_plain_name)], ...], Field(strict=False), OneOrMore]
 Expression = Annotated[Text, AfterValidator(_possible_expression)]
 ExpressionList = Annotated[tuple[Expression, ...], Field(strict=False)]

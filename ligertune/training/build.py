@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -227,7 +227,10 @@ def trained_model(
     quantization = quantization_of(config)
     original = copy.deepcopy(config)  # building a model changes it
     model: AnyModule
-    model, _ = _load_and_patch(options, config, plan.attn_implementation, dtype=dtype, device=accelerator.device)
+    device = accelerator.device
+    model, _ = _load_and_patch(
+        options, config, plan.attn_implementation, dtype=dtype, device=device, shards=plan.strategy == "fsdp"
+    )
     if change is not None:
         change(model)
     prepare_masks(model)
@@ -314,12 +317,30 @@ def _preview_checkpoints(model: AnyModule, preview: ModelPreview) -> AnyModule:
 
 def _apply_method(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     options = plan.build
-    return apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+    adapted = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
+    if options.method.init_lora_weights == "loftq":
+        from ligertune.models.adapters.loftq import start_from_error  # imports peft, which takes seconds
+
+        start_from_error(adapted, _original_model(options, getattr(torch, plan.precision.weights)))
+    return adapted
+
+
+def _original_model(options: BuildOptions, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model before it is quantised, in host memory."""
+    config = read_config(options.model)
+    feature_of(options.task).prepare_config(config, options)
+    spec = options.model.model_copy(update={"attn_implementation": "eager"})  # it never runs
+    return build_model(spec, config, dtype=dtype, device="cpu", seed=options.seed)
 
 
 def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
     options = preview.options
     preview.notes += _adapter_notes(options, model)
+    if options.method.init_lora_weights == "loftq":
+        preview.notes.append(
+            "method.init_lora_weights: loftq: each process reads the weights once more, into host memory, and "
+            "decomposes the error of each, which takes minutes for large models"
+        )
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     preview.kernels += _adapter_lines(options, model)
     check_new_rows(model, options.model.tokenizer)
@@ -428,14 +449,26 @@ def _without_outliers(model: nn.Module) -> Iterator[None]:
 
 
 def _load_and_patch(
-    options: BuildOptions, config: PreTrainedConfig, attention: str, *, dtype: torch.dtype, device: torch.device | str
+    options: BuildOptions,
+    config: PreTrainedConfig,
+    attention: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shards: bool = False,
 ) -> tuple[PreTrainedModel, tuple[KernelLine, ...]]:
-    """Return the model with frozen towers and our kernels, and one line per kernel. attention: its name."""
+    """Return the model with frozen towers and our kernels, and one line per kernel. attention: its name.
+
+    shards: FSDP2 shards the weights, which those in 4 bits need another dtype for.
+    """
     feature = feature_of(options.task)
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
     stored_as = options.method.stored_as
-    model = build_model(spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as)
+    storage = options.method.bnb_4bit_quant_storage if shards else "uint8"
+    model = build_model(
+        spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as, storage=storage
+    )
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:
@@ -463,15 +496,19 @@ def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine,
     if options.kernels.enabled is False or options.method.type not in ("lora", "qlora"):
         return ()
     from ligertune.patching.experts.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
-    from ligertune.patching.lora.fused_lora import FusedLora
+    from ligertune.patching.lora.fused_lora import FusedLora, why_peft_computes
 
-    fused = sum(isinstance(module, FusedLora) for module in model.modules())
-    lines = (KernelLine("lora_linear", fused, 0, ""),) if fused else ()
-    reasons = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
+    linear = [why_peft_computes(module) for module in model.modules() if isinstance(module, FusedLora)]
+    experts = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
+    lines = {"lora_linear": linear, "expert_lora": experts}
+    return tuple(_line_of(kernel, reasons) for kernel, reasons in lines.items() if reasons)
+
+
+def _line_of(kernel: str, reasons: Sequence[str | None]) -> KernelLine:
+    """Return the line of a kernel. reasons: why it leaves a layer out, or None, for each layer."""
     left = Counter(reason for reason in reasons if reason is not None)
     notes = "; ".join(f"{count} {reason}" for reason, count in left.items())
-    split = KernelLine("expert_lora", len(reasons) - left.total(), left.total(), notes)
-    return (*lines, split) if reasons else lines
+    return KernelLine(kernel, len(reasons) - left.total(), left.total(), notes)
 
 
 def _with_padding(plan: Plan, config: PreTrainedConfig, why: str) -> Plan:

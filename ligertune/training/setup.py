@@ -59,6 +59,7 @@ from ligertune.training.parallel.distributed import (
     full_tensor,
     is_sharded,
     leave_four_bit_weights,
+    leave_quant_states,
     reduce_sum,
     uses_deepspeed,
     wrap_layers_that_are_there,
@@ -323,6 +324,7 @@ def _wrap(plan: Plan, accelerator: Accelerator, model: nn.Module, custom: Custom
     if _takes_kernel_step(plan, accelerator, optimizer):
         optimizer = with_kernel_step(optimizer)
     leave_four_bit_weights(model)
+    leave_quant_states(model)
     wrap_layers_that_are_there(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
     autocast_under_fsdp(accelerator, model)

@@ -72,7 +72,7 @@ Written by `scripts/support_matrix` from the recipe's rules, the planner and the
 ## Methods and parallel strategies
 ✓: a recipe with these settings is accepted. –: it is refused before a model is loaded, with a sentence that says why
 and what to write instead. The columns are explained in [several GPUs](distributed.md), the methods in
-[methods](methods.md), [Medusa](medusa.md), [classification](classification.md) and [vision](vision.md).
+[methods](methods.md), [LoRA](lora.md), [QLoRA](qlora.md), [Medusa](medusa.md), [classification](classification.md) and [vision](vision.md).
 
 {methods}
 

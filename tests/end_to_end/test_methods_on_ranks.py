@@ -11,6 +11,14 @@ LORA, DDP, FSDP = {"method.type": "lora"}, {"parallel.strategy": "ddp"}, {"paral
 WAYS = {
     "fused": {**LORA, **FSDP, "model.dtype": "bfloat16", "kernels.lora": True},
     "bfloat16": {**LORA, **FSDP, "model.dtype": "bfloat16", "train.gradient_checkpointing": True},
+    "some layers, rslora": {
+        **LORA, **FSDP, "kernels.lora": True, "method.layers_to_transform": "[0, 2]", "method.use_rslora": True,
+    },
+    "dora": {**LORA, **FSDP, "method.use_dora": True, "method.use_rslora": True},
+    "dora in bfloat16": {**LORA, **FSDP, "method.use_dora": True, "model.dtype": "bfloat16"},
+    "qlora, dora": {**DDP, "method.type": "qlora", "method.use_dora": True, "method.use_rslora": True},
+    "loftq": {**DDP, "method.type": "qlora", "method.init_lora_weights": "loftq"},
+    "pissa, rslora": {**LORA, **FSDP, "method.init_lora_weights": "pissa", "method.use_rslora": True},
     "pissa": {**LORA, **FSDP, "method.init_lora_weights": "pissa"},
     "learning rates": {
         **LORA, **FSDP, "method.loraplus_lr_ratio": 4, "train.lr_groups": "[{parameters: q_proj, learning_rate: 1e-5}]",

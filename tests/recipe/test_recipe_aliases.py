@@ -58,6 +58,8 @@ TABLE: dict[str, list[tuple[str, object, object]]] = {
         ("lora_target", "[q_proj]", ("q_proj",)),
         ("lora_target_linear", "true", "all-linear"),
     ],
+    "method.layers_to_transform": [("peft_layers_to_transform lora_layers_to_transform", "[0, 3]", (0, 3))],
+    "method.layers_pattern": [("peft_layers_pattern", "layers", ("layers",))],
     "method.lora_target_parameters": [("target_parameters", "[mlp.gate.weight]", ("mlp.gate.weight",))],
     "method.lora_modules_to_save": [("modules_to_save additional_target", "[lm_head]", ("lm_head",))],
     "method.trainable_token_indices": [("peft_trainable_token_indices trainable_tokens", "[3, a]", (3, "a"))],
@@ -146,6 +148,8 @@ NEEDS = {
     "method.bnb_4bit_use_double_quant": "method: {type: qlora}",
     "method.init_lora_weights": "method: {type: lora}",
     "method.trainable_token_indices": "method: {type: lora}",
+    "method.layers_to_transform": "method: {type: lora}",
+    "method.layers_pattern": "method: {type: lora, layers_to_transform: [0]}",
     "eval.eval_strategy": "val_size: 0.1",
     "eval.early_stopping_patience": "val_size: 0.1\neval: {eval_strategy: epoch}",
 }

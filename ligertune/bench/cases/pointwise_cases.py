@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ligertune_kernels as kernels
@@ -348,5 +349,26 @@ ADAMW_STEP = OpBenchmark(
     work=elementwise_work(7, 0),  # four tensors are read and three written
     reference=lambda case, args: _adamw,
     providers=providers_of(function("ours", _our_adamw, overwrites=True), eager=_adamw),
+    modes=("forward",),
+)
+
+
+def _dropout_inputs(case: Case, device: torch.device) -> Tensors:
+    return torch.randn(case.sizes, dtype=case.dtype, device=device), torch.tensor(2**40 + 7, device=device)
+
+
+SEEDED_DROPOUT = OpBenchmark(
+    op="seeded_dropout",
+    dims=("N", "E"),
+    sizes=((8192, 4096), (8192, 14336)),
+    cpu_sizes=((16, 8), (64, 24)),
+    args=("x", "seed"),
+    inputs=_dropout_inputs,
+    work=elementwise_work(2, 0),  # no row_args: the numbers depend on an element's place in the whole
+    reference=lambda case, args: partial(kernels.seeded_dropout_reference, p=0.1),
+    # torch's dropout draws other elements, so it cannot be compared
+    providers=providers_of(
+        partial(kernels.seeded_dropout, p=0.1), eager=partial(kernels.seeded_dropout_reference, p=0.1)
+    ),
     modes=("forward",),
 )

@@ -112,7 +112,7 @@ def reference_of(preference: PreferenceSpec, method: MethodSpec) -> Literal["pre
         return "none"
     if preference.reference != "auto":
         return preference.reference
-    adapts = method.type in ("lora", "qlora") and not method.lora_modules_to_save and not method.init_changes_weights
+    adapts = method.type in ("lora", "qlora") and not method.lora_modules_to_save and not method.init_from_weights
     return "adapter" if adapts else "precompute"
 
 

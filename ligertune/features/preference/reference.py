@@ -166,7 +166,7 @@ class PrecomputedReference:
                 return earlier
         if found is None:
             has_base = hasattr(getattr(model, "module", model), "disable_adapter")
-            if resumed and (not has_base or self._plan.build.method.init_changes_weights):
+            if resumed and (not has_base or self._plan.build.method.init_from_weights):
                 raise UserError(
                     f"{self._plan.output_dir} has lost its reference log-probabilities ({stored.name}), and a resumed"
                     " run has no initial weights to compute them with.",
@@ -241,7 +241,7 @@ def precompute(plan: Plan, model: nn.Module, rows: ReferenceRows, say: Say) -> n
     shown = time.monotonic()
     batches = reference_batches(plan, lengths, rows.order)
     # PiSSA and OLoRA subtract the initial adapter from the weights: before training, the model is the one with it.
-    base = contextlib.nullcontext() if plan.build.method.init_changes_weights else without_adapter(model)
+    base = contextlib.nullcontext() if plan.build.method.init_from_weights else without_adapter(model)
     with base, without_dropout(model), loss_only():
         for number, (chosen, is_new) in enumerate(batches):
             if time.monotonic() - shown > SHOW_EVERY:

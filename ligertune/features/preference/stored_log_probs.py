@@ -92,7 +92,7 @@ def log_probs_key(plan: Plan, examples: Examples) -> str:
         "ld_alpha": build.section(PreferenceSpec).ld_alpha,
         "torch": torch.__version__,
     }
-    if build.method.init_changes_weights:  # an adapter made from the weights, and what is left of them, are rounded
+    if build.method.init_from_weights:  # an adapter made from the weights, and what is left of them, are rounded
         parts["adapter"] = [build.method.init_lora_weights, build.method.lora_r, build.seed]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -18,17 +18,17 @@ import peft
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
 from ligertune.files.base_model import stored_bits
 from ligertune.models.adapters.name_patterns import matching_names
+from ligertune.models.adapters.numbered_layers import is_numbered, numbered_names
 from ligertune.models.score_head import embedding_of, is_tied, lm_head_of, score_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from ligertune.patching.mixers.recognise_mixers import is_mixer
 from ligertune.patching.mixers.recognise_mixers import is_mixer
 from ligertune.planning.options import MethodOptions
 
@@ -36,34 +36,41 @@ ALL_LINEAR = "all-linear"
 # PEFT refuses the output projection of these models, whose mixer reads its weight alone where mamba-ssm is installed
 MAMBA_MODELS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 REFUSED_BY_PEFT = "out_proj"
+LINEAR = (nn.Linear, Conv1D)  # GPT-2's layers are transformers' Conv1D, a linear layer with a transposed weight
 NO_EXPERTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """PEFT's `target_modules`, `target_parameters` and `exclude_modules`. left: layers that get no adapter."""
+    """PEFT's `target_modules`, `target_parameters` and `exclude_modules`. left: layers that get no adapter.
+
+    layers: PEFT's `layers_to_transform`, which limits `modules` but no name in it that is the whole name of a layer.
+    """
 
     modules: str | list[str]
     parameters: list[str]
     excluded: list[str]
     left: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
 
 
 def find_targets(model: PreTrainedModel, spec: MethodOptions) -> AdapterTargets:
     """Return the layers and parameters that `spec` adapts.
 
-    Raises UserError for names that the model does not have, for an adapter on a tied head, and for DoRA of parameters.
+    Raises UserError for names and layers that the model does not have, for an adapter on a tied head, and for DoRA of
+    parameters.
     """
     _check_names(model, spec)
     outside = _linears_outside_text(model)
     experts = expert_parameters(model)
-    layers = [name for name in _adapted_layers(model, spec) if name not in outside]
+    every = [name for name in _adapted_layers(model, spec) if name not in outside]
+    layers = numbered_names(every, _names_of_text(model), spec)
     _refuse_convolutions(model, layers)
     renamed = {leaf for leaf in {_leaf(name) for name in layers} if _is_taken_for_experts(model, leaf)}
     # in a family of mixtures PEFT takes these names for those of experts, even in a model with dense layers only
     if not experts and not spec.lora_target_parameters and not renamed:
         _check_trained(model, spec, [])
-        return AdapterTargets(_asked_layers(model, spec, layers), [], outside)
+        return AdapterTargets(_asked_layers(model, spec, every), [], outside, layers=spec.layers_to_transform)
     _check_experts(layers, experts)
     clashing = [name for name in layers if _leaf(name) in renamed]
     left = tuple(clashing) if spec.type == "qlora" else ()  # PEFT adapts no parameter that is a packed matrix
@@ -89,6 +96,12 @@ def adapter_notes(model: PreTrainedModel, spec: MethodOptions) -> tuple[str, ...
     """Return what an adapter does not reach, for the plan. Raises UserError as `find_targets`."""
     targets = find_targets(model, spec)
     notes = []
+    if spec.layers_to_transform and spec.lora_target_parameters:
+        notes.append(
+            "method.layers_to_transform does not limit method.lora_target_parameters, as in PEFT: they are adapted in"
+            " all layers"
+        )
+    notes += _missing_notes(model, spec)
     if targets.parameters and spec.lora_dropout:
         notes.append("method.lora_dropout is that of layers; adapters of experts have none, because PEFT refuses it")
     if targets.left:
@@ -145,6 +158,18 @@ def _is_leaf_layer(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
+def _missing_notes(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
+    """Return a note on names of `lora_target_modules` that are in none of the layers of `layers_to_transform`."""
+    wanted = spec.lora_target_modules
+    if isinstance(wanted, str) or not spec.layers_to_transform:
+        return []
+    adapted = [name for name in _adapted_layers(model, spec) if is_numbered(name, spec)]
+    lost = [end for end in wanted if not any(name == end or name.endswith(f".{end}") for name in adapted)]
+    if not lost:
+        return []
+    return [f"method.layers_to_transform: {', '.join(lost)} is in none of these layers, and gets no adapter"]
+
+
 def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
     """Return the full names of the layers of `lora_target_modules`.
 
@@ -163,7 +188,7 @@ def _adapted_layers(model: PreTrainedModel, spec: MethodOptions) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and name not in routers and _leaf(name) != refused
+        if isinstance(module, LINEAR) and module is not head and name not in routers and _leaf(name) != refused
     ]
 
 
@@ -204,7 +229,8 @@ def _adapted_parameters(model: PreTrainedModel, spec: MethodOptions, experts: li
     """Return the full names of `lora_target_parameters`; null stands for the experts with all-linear, else for none."""
     ends = spec.lora_target_parameters
     if ends is None:
-        return experts if spec.lora_target_modules == ALL_LINEAR else []
+        numbered = [name for name in experts if is_numbered(name, spec)]
+        return numbered if spec.lora_target_modules == ALL_LINEAR else []
     found = []
     for end in ends:
         names = [name for name, _ in model.named_parameters() if name == end or name.endswith(f".{end}")]
@@ -240,9 +266,12 @@ def _is_taken_for_experts(model: PreTrainedModel, leaf: str) -> bool:
 def _asked_layers(model: PreTrainedModel, spec: MethodOptions, layers: list[str]) -> str | list[str]:
     """Return the layers as PEFT takes them. An expression becomes names: PEFT would match it without a time limit."""
     wanted = spec.lora_target_modules
-    if wanted == ALL_LINEAR and _refused_layer(model) is None:
+    if wanted == ALL_LINEAR and _refused_layer(model) is None and not spec.layers_to_transform:
         return wanted
-    return shortest_names(layers, [name for name, _ in model.named_modules()]) if isinstance(wanted, str) else [*wanted]
+    if not isinstance(wanted, str):
+        return [*wanted]
+    names = [name for name, _ in model.named_modules()]
+    return [name for name in shortest_names(layers, names) if name not in names or is_numbered(name, spec)]
 
 
 def _refuse_convolutions(model: PreTrainedModel, layers: Sequence[str]) -> None:
@@ -355,6 +384,12 @@ def _about_experts(model: nn.Module, key: str) -> str:
     if not experts or key != "lora_target_modules":
         return ""
     return f" The weights of its experts belong to lora_target_parameters: [{', '.join(experts)}]."
+
+
+def _names_of_text(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules of the language model."""
+    modality = modality_of(model.config)
+    return [name for name, _ in model.named_modules() if modality.in_language_model(f"{name}.weight")]
 
 
 def _linears_outside_text(model: PreTrainedModel) -> list[str]:

@@ -57,13 +57,15 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     """
     targets = find_targets(model, spec)
     is_meta = model.device.type == "meta"
-    # a plan's model has no weights that PiSSA or OLoRA could decompose
-    initial = True if is_meta or spec.init_lora_weights == "default" else spec.init_lora_weights
+    # a plan's model has no weights that PiSSA or OLoRA could decompose; LoftQ's adapter is computed later (`loftq.py`)
+    initial = True if is_meta or spec.init_lora_weights in ("default", "loftq") else spec.init_lora_weights
     config = peft.LoraConfig(
         r=spec.lora_r,
         lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]  # PEFT declares int, and divides it by the rank
         lora_dropout=0.0 if targets.parameters else spec.lora_dropout,
         target_modules=targets.modules,
+        layers_to_transform=[*targets.layers] or None,
+        layers_pattern=[*spec.layers_pattern] or None if targets.layers else None,
         target_parameters=targets.parameters or None,
         exclude_modules=targets.excluded or None,
         trainable_token_indices=token_layers(model, spec),
@@ -74,9 +76,9 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
         task_type=SEQ_CLS if gives_scores(model.config) else "CAUSAL_LM",
     )
     adapted = _wrapped(model, config)
-    if spec.init_changes_weights:
+    if spec.init_from_weights:
         _check_initial(adapted, spec)
-        if not is_meta:
+        if not is_meta and spec.init_lora_weights != "loftq":  # which leaves the weights as they are
             remember_initial(adapted)
     model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     own_dropout = spec.lora_dropout if targets.parameters else 0.0

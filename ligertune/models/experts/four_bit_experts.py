@@ -38,15 +38,16 @@ def expert_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def four_bit_config(
-    skeleton: PreTrainedModel, dtype: torch.dtype, *, quant_type: str, double_quant: bool
+    skeleton: PreTrainedModel, dtype: torch.dtype, *, quant_type: str, double_quant: bool, storage: str = "uint8"
 ) -> BitsAndBytesConfig:
-    """Return the quantisation of a model for from_pretrained, experts included."""
+    """Return the quantisation of a model for from_pretrained, experts included. storage: dtype of the bytes."""
     cls = Nf4ExpertsConfig if any(expert_weights(skeleton)) else BitsAndBytesConfig
     return cls(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=storage,
     )
 
 

@@ -9,8 +9,11 @@ into the other one (`addmm_`), in fp32 and rounded once. Seven such layers of Ll
 
 `joint_lora.py` computes layers with the same input (q, k, v; gate, up) together.
 
-peft's own code runs wherever it does more than this (DoRA, dropout, several adapters, a merged adapter), and where it
-multiplies by the adapter in another dtype than the layer's input.
+With dropout the adapter reads x with elements dropped, by a seed from torch's generator. peft keeps such a copy of x
+for each layer, and a mask; here both directions drop the same elements again.
+
+peft's own code runs wherever it does more than this (DoRA, several adapters, a merged adapter), and where it multiplies
+by the adapter in another dtype than the layer's input.
 
 Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three, into a buffer
 as large as the largest weight. The weight in the buffer is not dequantised again: a checkpointed layer that ends with a
@@ -39,7 +42,15 @@ from torch import Tensor, nn
 from ligertune.any_types import AnyModule
 from ligertune.patching.deferred_logits import STATE, count_fused
 from ligertune.patching.fused_loss import LossHead
-from ligertune.patching.lora.joint_lora import LoraTerms, join_siblings, joint_update, known_of, rows_of, siblings_of
+from ligertune.patching.lora.joint_lora import (
+    DroppedInputs,
+    LoraTerms,
+    join_siblings,
+    joint_update,
+    known_of,
+    rows_of,
+    siblings_of,
+)
 from ligertune.patching.module_patch import ModulePatch, has_own_hooks, patch_module, unpatch_module
 from ligertune.patching.recompute import is_linear, is_whole, recomputation_of
 
@@ -151,7 +162,7 @@ def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:
 
 
 class _LowRankUpdate(torch.autograd.Function):
-    """base + s (x A^T) B^T in a new tensor. base: (..., F)."""
+    """base + s (drop(x) A^T) B^T in a new tensor. base: (..., F)."""
 
     @staticmethod
     def forward(
@@ -161,8 +172,10 @@ class _LowRankUpdate(torch.autograd.Function):
         b: Tensor,  # (F, R)
         scale: float,
         base: Tensor,
+        dropout: float,
     ) -> Tensor:  # (..., F)
-        rows = rows_of(x)
+        drops = DroppedInputs.of(x, [dropout])
+        rows = rows_of(x) if drops is None else drops.applied(0, rows_of(x))
         narrow_a = a.to(x.dtype)
         scaled_b = (scale * b).to(x.dtype)
         low = rows @ narrow_a.t()  # (N, R)
@@ -170,6 +183,7 @@ class _LowRankUpdate(torch.autograd.Function):
         torch.addmm(rows_of(base), low, scaled_b.t(), out=rows_of(y))
         ctx.save_for_backward(x, narrow_a, scaled_b, low)
         ctx.scale = scale
+        ctx.drops = drops
         ctx.adapter_dtypes = (a.dtype, b.dtype)
         return y
 
@@ -177,16 +191,18 @@ class _LowRankUpdate(torch.autograd.Function):
     @no_double_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow_a, scaled_b, low = ctx.saved_tensors
-        needs_dx, needs_da, needs_db, _, needs_base = ctx.needs_input_grad
+        needs_dx, needs_da, needs_db, _, needs_base, _ = ctx.needs_input_grad
         d_rows = rows_of(dy)
         dx = da = db = None
         if needs_dx or needs_da:
             d_low = d_rows @ scaled_b  # (N, R)
-            dx = (d_low @ narrow_a).view(x.shape) if needs_dx else None
-            da = (d_low.t() @ rows_of(x)).to(ctx.adapter_dtypes[0]) if needs_da else None
+            rows = rows_of(x) if ctx.drops is None else ctx.drops.applied(0, rows_of(x))
+            da = (d_low.t() @ rows).to(ctx.adapter_dtypes[0]) if needs_da else None
+            d_read = d_low @ narrow_a
+            dx = (d_read if ctx.drops is None else ctx.drops.applied(0, d_read)).view(x.shape) if needs_dx else None
         if needs_db:
             db = (d_rows.t() @ low).to(ctx.adapter_dtypes[1]).mul_(ctx.scale)
-        return dx, da, db, None, dy if needs_base else None
+        return dx, da, db, None, dy if needs_base else None, None
 
 
 class FusedLora(ModulePatch):
@@ -206,7 +222,7 @@ class FusedLora(ModulePatch):
             if _is_plain(self, x, None):
                 name = self.active_adapters[0]
                 adapter = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-                return _LowRankUpdate.apply(x, *adapter, self.base_layer(x))
+                return _LowRankUpdate.apply(x, *adapter, self.base_layer(x), _dropout_of(self))
         return super().forward(x)
 
     def gives_new_output(self: LoraLayer, x: Tensor) -> bool:
@@ -225,7 +241,9 @@ class LoraLossHead(LossHead):
 
     def compute_loss(self: LoraLayer, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         base = self.base_layer
-        reason = why_not_low_rank(self, training=self.training)
+        reason = why_not_low_rank(self)
+        if reason is None and _dropout_of(self):
+            reason = "has dropout"
         if reason is None and _casts_input(self, hidden):
             reason = "has another dtype"
         is_off = self.disable_adapters and not self.merged  # for a reference; then the head is its base
@@ -244,22 +262,30 @@ class LoraLossHead(LossHead):
         return linear_cross_entropy(hidden, base.weight, labels, base.bias, **options)
 
 
-def why_not_low_rank(layer: LoraLayer, *, training: bool) -> str | None:
-    """Return why the layer's output is more than x W^T + s x A^T B^T, or None if it is exactly that.
-
-    training: in training mode, in which a dropout has an effect.
-    """
+def why_not_low_rank(layer: LoraLayer) -> str | None:
+    """Return why the layer's output is more than x W^T + s drop(x) A^T B^T, or None if it is exactly that."""
     name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
     if layer.disable_adapters or layer.merged or name not in layer.lora_A:
         return "is switched off, merged, or one of several"
     if name in layer.lora_variant or layer.lora_bias.get(name):
         return "is more than a low-rank term"
-    if training and not isinstance(layer.lora_dropout[name], nn.Identity):
-        return "has dropout"
+    if type(layer.lora_dropout[name]) not in (nn.Identity, nn.Dropout):
+        return "has another dropout than torch's"
     # FSDP1 wraps A and B by peft's policy, and gathers their weights only when the wrapper is called
     if not (is_linear(layer.lora_A[name]) and is_linear(layer.lora_B[name])):
         return "consists of wrapped layers"
     return None
+
+
+def _dropout_of(layer: LoraLayer) -> float:
+    """Return the probability with which the adapter's input loses an element now: 0 in evaluations."""
+    dropout = layer.lora_dropout[layer.active_adapters[0]]
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def _may_drop(layer: LoraLayer) -> bool:
+    """Return whether the adapter's input loses elements in training."""
+    return isinstance(layer.lora_dropout[layer.active_adapters[0]], nn.Dropout)
 
 
 def _terms_of(layer: LoraLayer, x: Tensor) -> LoraTerms | None:
@@ -271,12 +297,12 @@ def _terms_of(layer: LoraLayer, x: Tensor) -> LoraTerms | None:
     name = layer.active_adapters[0]
     bias = base.bias if base.bias is None or packed is None else base.bias.to(x.dtype)
     weight = base.weight if packed is None else packed
-    return LoraTerms(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], weight, bias)
+    adapter = layer.lora_A[name].weight, layer.lora_B[name].weight
+    return LoraTerms(*adapter, layer.scaling[name], weight, bias, _dropout_of(layer))
 
 
 def _is_plain(layer: LoraLayer, x: Tensor, packed: FourBitWeight | None) -> bool:
-    reason = why_not_low_rank(layer, training=layer.training)
-    return reason is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
+    return why_not_low_rank(layer) is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
 
 
 def _has_hooks(layer: LoraLayer) -> bool:
@@ -354,5 +380,7 @@ def why_peft_computes(layer: LoraLayer) -> str | None:
     """Return why peft's own code trains a LoRA layer, or None if the fused one does."""
     if not isinstance(layer, FusedLora | LoraLossHead):
         return "not a linear layer, or one in another format"
-    reason = why_not_low_rank(layer, training=True)
+    reason = why_not_low_rank(layer)
+    if reason is None and isinstance(layer, LoraLossHead) and _may_drop(layer):
+        reason = "has dropout"
     return None if reason is None else f"its adapter {reason}, so PEFT computes it"

@@ -5,6 +5,9 @@
 Each layer alone reads x for its x A^T and its gradient of A, and autograd sums the gradients of x in passes over them.
 Together they read x once for both, the products add up the gradient of x, and one product adds its low-rank terms.
 
+With dropout each adapter reads an x that lacks other elements, by one seed for all. The seed is all that is kept of
+them: the backward drops the same elements again, of x and of the gradient of what the adapter has read.
+
 The first layer that is called computes the outputs of all; the others return theirs when they get the same tensor.
 """
 
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from ligertune_kernels import draw_seed, seeded_dropout
 from ligertune_kernels.autograd import no_double_backward
 from ligertune_kernels.known_results import KnownResults, known_results
 from torch import Tensor, nn
@@ -35,13 +39,17 @@ class PackedWeight(Protocol):
 
 @dataclass(frozen=True)
 class LoraTerms:
-    """What a LoRA layer computes: x W^T + bias + scale (x A^T) B^T. a: (R, E). b: (F, R). weight: (F, E), frozen."""
+    """What a LoRA layer computes: x W^T + bias + scale (drop(x) A^T) B^T.
+
+    a: (R, E). b: (F, R). weight: (F, E), frozen. dropout: probability with which an element of x is dropped.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
     weight: Tensor | PackedWeight
     bias: Tensor | None
+    dropout: float = 0.0
 
 
 def joint_update(x: Tensor, layers: Sequence[LoraTerms], known: KnownResults | None = None) -> tuple[Tensor, ...]:
@@ -70,11 +78,17 @@ class _LowRankFactors(torch.autograd.Function):
         scales = [one.scale for one in layers]
         narrow_a, *narrow_b = _narrowed(adapters[:count], adapters[count:], x.dtype)
         low = x.new_empty(math.prod(x.shape[:-1]), sum(ranks))
-        _scaled_products(low, rows_of(x), narrow_a, ranks, scales)
+        drops = DroppedInputs.of(x, [one.dropout for one in layers])
+        if drops is None:
+            _scaled_products(low, rows_of(x), narrow_a, ranks, scales)
+        else:
+            for i, (part, one) in enumerate(zip(low.split(ranks, 1), narrow_a.split(ranks), strict=True)):
+                _scaled_product(part, drops.applied(i, rows_of(x)), one.t(), scales[i])
         factors += zip(low.split(ranks, 1), narrow_b, strict=True)
         weights = [one.weight for one in layers]
         kept = [weight if isinstance(weight, Tensor) else None for weight in weights]
         ctx.save_for_backward(x, narrow_a, low, *narrow_b, *kept)
+        ctx.drops = drops
         ctx.packed = [None if isinstance(weight, Tensor) else weight for weight in weights]
         ctx.scales = scales
         ctx.ranks = ranks
@@ -103,17 +117,44 @@ class _LowRankFactors(torch.autograd.Function):
                 d_bs[i] = (d_rows.t() @ part).to(ctx.dtypes[count + i])
         dx = None
         if needs_dx:
-            dx = d_low @ narrow_a
+            dx = d_low @ narrow_a if ctx.drops is None else ctx.drops.gradient(d_parts, narrow_a.split(ranks))
             for dy, weight in zip(gradients, weights, strict=True):
                 if dy is not None:
                     dx.addmm_(rows_of(dy), dense(weight))
             dx = dx.view(x.shape)
         d_as: Sequence[Tensor | None] = [None] * count
-        if any(needs[:count]):
+        if any(needs[:count]) and ctx.drops is None:
             d_as = (d_low.t() @ rows_of(x)).to(ctx.dtypes[0]).split(ranks)
+        elif any(needs[:count]):
+            d_as = [part.t() @ ctx.drops.applied(i, rows_of(x)) for i, part in enumerate(d_parts)]
         d_as = [d_a.to(dtype) if d_a is not None and need else None
                 for d_a, dtype, need in zip(d_as, ctx.dtypes[:count], needs[:count], strict=True)]  # fmt: skip
         return dx, None, None, *d_as, *d_bs
+
+
+@dataclass(frozen=True)
+class DroppedInputs:
+    """Which elements of x (N, E) the adapters of some layers do not read. seed: () int64, one for all layers."""
+
+    seed: Tensor
+    shares: tuple[float, ...]  # probability of each layer
+
+    @staticmethod
+    def of(x: Tensor, shares: Sequence[float]) -> DroppedInputs | None:
+        """Draw which elements are dropped; None if no layer drops any."""
+        return DroppedInputs(draw_seed(x.device), tuple(shares)) if any(shares) else None
+
+    def applied(self, layer: int, rows: Tensor, *, add_to: Tensor | None = None) -> Tensor:
+        """Return rows (N, E) as the adapter of a layer reads them, added to others (N, E)."""
+        return seeded_dropout(rows, self.seed, self.shares[layer], stream=layer, add_to=add_to)
+
+    def gradient(self, d_parts: Sequence[Tensor], a: Sequence[Tensor]) -> Tensor:
+        """Return the gradient (N, E) of x from the adapters. d_parts: (N, R) of each layer. a: (R, E) of each layer."""
+        total = None
+        for layer, (part, one) in enumerate(zip(d_parts, a, strict=True)):
+            total = self.applied(layer, part @ one, add_to=total)
+        assert total is not None
+        return total
 
 
 def rows_of(x: Tensor) -> Tensor:

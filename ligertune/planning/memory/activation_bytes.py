@@ -71,6 +71,8 @@ class ActivationPolicy:
     float8: Float8 = "no"
     float8_mlp: bool = False  # SwiGLU's kernels write float8 operands
     fused_lora: bool = False  # our functions compute the adapters
+    lora_dropout: bool = False  # adapters read their input with elements dropped
+    dora: bool = False  # adapters of PEFT's DoRA
     tile: int = 0  # tokens per tile of tiled layers; 0: the layers are not tiled
     mixer_chunk: int = 64  # tokens per chunk of our recurrence; 0: transformers' functions compute it
     keys_per_token: float = 1.0  # above 1 under context parallel: attention also holds keys of other ranks
@@ -135,8 +137,17 @@ def layer_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, row_
     elements += layer.gated_out + 2 * layer.gated * layer.query
     elements -= sum(recomputed_elements(layer, policy))
     elements += layer.adapters
+    # the magnitude's gradient reads the frozen product and the low-rank one
+    elements += 2 * policy.dora * layer.adapter_outputs
+    size = 0
+    if policy.lora_dropout and not policy.fused_lora:
+        # PEFT's layers save what is left of their inputs, and a mask of one byte, in place of the inputs
+        shared = layer.attn_in * layer.hidden + (layer.mlp_in and layer.experts is None) * layer.hidden
+        product = layer.dense_mlp * (layer.mlp_out and layer.ungated is None)
+        elements += layer.adapter_inputs - (shared + product) * (layer.adapter_inputs > 0)
+        size += layer.adapter_inputs
     # float32 statistics: one per head (attention's log-sum-exp) and one per norm (its reciprocal deviation)
-    size = elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden)
+    size += elements * itemsize + 4 * (layer.heads + layer.norms // layer.hidden)
     if not policy.fused_norm and layer.norms_train:  # the input in float32, and the normalised value for the weight
         size += layer.norms * (4 if itemsize < 4 else 0) + layer.norms * itemsize
     elif not policy.fused_norm:  # with frozen weights an eager norm saves its input in float32 only
@@ -188,6 +199,8 @@ def backward_bytes(
     fused = policy.float8_mlp and not layer.adapters
     gates = 2 if keeps_gates(layer, policy) or (policy.float8 != "no" and not fused) else 1
     outside = tokens * (2 * layer.hidden + max(recomputed_elements(layer, policy))) * itemsize
+    if policy.lora_dropout:  # the gradient of what an adapter has read, before that of its input is made of it
+        outside += tokens * layer.widest_adapter * itemsize
     mlp = tokens * gates * layer.dense_mlp * itemsize
     if layer.experts is not None:  # the shared experts and the routed ones have their backward one after the other
         fused = policy.fused_experts

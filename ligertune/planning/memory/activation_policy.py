@@ -35,10 +35,10 @@ WORTH_OFFLOADING = 0.03
 HOST_LINK_BANDWIDTH = 40e9
 
 
-def adapters_copy_inputs(recipe: Recipe) -> bool:
+def adapters_copy_inputs(recipe: Recipe, *, fused_lora: bool) -> bool:
     """Whether LoRA layers save a copy of their input, so that `kernels.recompute` frees nothing."""
     method = recipe.method
-    return method.type in ("lora", "qlora") and (method.lora_dropout > 0 or method.use_dora)
+    return method.type in ("lora", "qlora") and (method.use_dora or (method.lora_dropout > 0 and not fused_lora))
 
 
 def recomputes(recipe: Recipe, *, fused_lora: bool) -> Literal["norms", "mlps"] | bool:
@@ -50,7 +50,7 @@ def recomputes(recipe: Recipe, *, fused_lora: bool) -> Literal["norms", "mlps"] 
     wanted = recipe.kernels.recompute
     if wanted != "auto":
         return wanted
-    if not fused_lora or recipe.method.type not in ("lora", "qlora") or adapters_copy_inputs(recipe):
+    if not fused_lora or recipe.method.type not in ("lora", "qlora") or adapters_copy_inputs(recipe, fused_lora=True):
         return False
     kernels = recipe.kernels.model_copy(update={"recompute": True})
     return not contradicts_itself(recipe.model_copy(update={"kernels": kernels}))
@@ -63,6 +63,9 @@ def choose_policy(
 
     loss_kernel: the kernel that computes the loss of the recipe's task in the output head.
     """
+    fuses_lora = recipe.kernels.fuses_lora and not recipe.train.torch_compile
+    copies = adapters_copy_inputs(recipe, fused_lora=fuses_lora)
+    drops = recipe.method.type in ("lora", "qlora") and recipe.method.lora_dropout > 0
     return ActivationPolicy(
         fused_norm="rms_norm" in applied,
         fused_mlp=not {"swiglu", "geglu", "reglu", "experts"}.isdisjoint(applied),
@@ -71,10 +74,12 @@ def choose_policy(
         attention=attn_implementation,
         mixer_chunk=64 if not MIXERS.isdisjoint(applied) else 0,
         checkpointing=recipe.train.gradient_checkpointing,
-        recompute=recipe.kernels.recomputed if "recompute" in applied and not adapters_copy_inputs(recipe) else False,
+        recompute=recipe.kernels.recomputed if "recompute" in applied and not copies else False,
         float8=_float8_of(recipe) if "float8_linear" in applied else "no",
         float8_mlp="swiglu_float8" in applied,
-        fused_lora=recipe.kernels.fuses_lora and not (adapters_copy_inputs(recipe) or recipe.train.torch_compile),
+        fused_lora=fuses_lora and not copies,
+        lora_dropout=drops,
+        dora=recipe.method.type in ("lora", "qlora") and recipe.method.use_dora,
     )
 
 

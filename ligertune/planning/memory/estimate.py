@@ -58,7 +58,7 @@ class MemoryEstimate:
     in_front: int = 0  # first layers without a backward, which save nothing
     heads: AddedHeadsShape | None = None
     frozen_model: FrozenModelShape | None = None
-    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # of the layers, those unlike `layer`, and how many they are
+    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # with a backward, those unlike `layer`; how many
     loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
 
     def peak(
@@ -94,7 +94,7 @@ class MemoryEstimate:
             tower=tower,
             weights=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
-            others=tuple((one, round(number * layers / self.layers)) for one, number in self.other_layers),
+            others=self.other_layers,
         )
         if self.policy.tile:
             phases = tiled_phases(self.layer, self.head, self.policy, batch, step, stack)

@@ -80,6 +80,9 @@ class LayerShape:
     mlp_in: bool = True
     mlp_out: bool = True
     adapters: int = 0  # LoRA rank times adapted linear layers
+    adapter_inputs: int = 0  # sum of the input widths of these layers
+    widest_adapter: int = 0  # the largest of them
+    adapter_outputs: int = 0  # sum of the output widths
     experts: ExpertsShape | None = None  # of a mixture of experts
     norms_train: bool = True  # whether a norm's weight (or a bias) trains
     normed: bool = True  # attention and MLP read the output of a norm (OLMo 2 norms their outputs instead)
@@ -209,7 +212,7 @@ class ModelShape:
     in_front: int = 0  # first layers without a backward: nothing in or before them trains
     n_matmul_in_front: int = 0  # part of n_matmul in those layers
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
-    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # unlike `layer`: with a mixer, without experts; how many
+    other_layers: tuple[tuple[LayerShape, int], ...] = ()  # with a backward, unlike `layer`; how many
     heads: AddedHeadsShape | None = None
     linear_layers: int = 0  # layers without attention
     linear_in_front: int = 0  # of those, how many are among the `in_front`

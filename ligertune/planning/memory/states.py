@@ -70,7 +70,7 @@ def states_of(
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size)
     # DeepSpeed's optimizer keeps float32 copies of the weights.
     master_weights = strategy.startswith("deepspeed") and weight_dtype != "float32"
-    weights = trained = masters = 0.0
+    weights = trained = masters = scales = 0.0
     states = Counter[tuple[tuple[int, ...], int, bool]]()
     four_bits = NF4_BYTES if recipe.method.bnb_4bit_use_double_quant else SINGLE_4BIT_BYTES
     for kind, count in parameters:
@@ -78,6 +78,8 @@ def states_of(
         if kind.in_eight_bits(recipe.method.stored_as):
             size = 1 + 4 / kind.shape[-1]
         weights += count * kind.elements * size
+        # FSDP shards the bytes of 4-bit weights, and each process keeps all scales
+        scales += kind.quantised(method) * count * kind.elements * (four_bits - 0.5)
         if kind.trains:
             trained += count * kind.elements * size
             masters += 4 * count * kind.elements * master_weights
@@ -86,7 +88,7 @@ def states_of(
     kept = (optimizer_bytes(optim, states, rank=recipe.train.galore.rank) + round(masters)) // shards
     hosted = kept if offload or OPTIMIZERS[optim].on_host else 0
     return StateBytes(
-        weights=round(weights / shards if strategy in SHARDED_WEIGHTS else weights),
+        weights=round((weights - scales) / shards + scales if strategy in SHARDED_WEIGHTS else weights),
         gradients=round(trained / shards),
         optimizer=kept - hosted,
         trained=round(trained / shards),

@@ -322,16 +322,7 @@ def convert_targets(work: Import) -> None:
     data["lora_target_modules"] = given
     if not isinstance(given, list):
         return
-    layers = data["lora_target_modules"] = _without_experts(work, given)
-    numbers = data.get("layers_to_transform")
-    numbers = [numbers] if type(numbers) is int else numbers
-    # a recipe has no key for the numbers: one expression names layers and modules
-    if isinstance(numbers, list) and numbers:
-        names = "|".join(re.escape(str(layer)) for layer in layers)
-        # (?:.*\.)? because attention and MLP lie between a layer and its projections
-        data["lora_target_modules"] = rf".*\.({'|'.join(map(str, numbers))})\.(?:.*\.)?({names})"
-        for name in ("layers_to_transform", "layers_pattern", "peft_layers_pattern"):
-            work.take(name, "method.lora_target_modules")
+    data["lora_target_modules"] = _without_experts(work, given)
 
 
 def _without_experts(work: Import, given: list[Any]) -> list[Any]:

@@ -134,14 +134,28 @@ RULES = (
     *(
         Rule(f"{key}, method.type: not lora|qlora",
              "{0} works with method.type: lora or qlora only, and {1} is {v[1]}. Leave {0} out.")
-        for key in ("method.init_lora_weights: not default", "method.trainable_token_indices")
+        for key in (
+            "method.init_lora_weights: not default", "method.trainable_token_indices", "method.layers_to_transform",
+        )
     ),
+    Rule("method.layers_pattern, no method.layers_to_transform",
+         "{0} names the lists whose layers {1} numbers, and {1} is not given. Give it, or leave {0} out."),
+    Rule("method.layers_to_transform, method.lora_target_modules: not all-linear",
+         "{0} limits names of layers, and {1} is an expression, as in PEFT. Write a list of names, such as [q_proj].",
+         also=lambda recipe: isinstance(recipe.method.lora_target_modules, str)),
     *each(
         INIT_CHANGES_WEIGHTS,
         f"method.init_lora_weights: {CHANGES_WEIGHTS}",
         ("method.type: qlora", "{1}: qlora would quantise what is left. Write method.type: lora."),
         ("method.load_in_8bit", f"{{1}} would quantise what is left. {ONE_OUT}"),
         ("method.use_dora", f"{{1}} could not be saved for the original weights then. {ONE_OUT}"),
+    ),
+    *each(
+        "{0}: loftq starts from the error of 4-bit weights, and {why}",
+        "method.init_lora_weights: loftq",
+        ("method.type: lora", "{1} is lora. Write method.type: qlora, or init_lora_weights: pissa_niter_16."),
+        ("method.use_dora", f"{{1}} has read the adapter before that. {ONE_OUT}"),
+        ("model.init: random", f"{{1}} is random, with no weights to compare with. {ONE_OUT}"),
     ),
     *(
         Rule(f"{key}, {DEEPSPEED}", "{0} is not supported by {1}: {v[1]}. Write ddp or fsdp.")
@@ -157,7 +171,10 @@ RULES = (
     *(
         Rule(f"{key}, method.type: not qlora",
              "{0} works with method.type: qlora only, and {1} is {v[1]}. Leave {0} out.")
-        for key in ("method.bnb_4bit_quant_type: not nf4", "no method.bnb_4bit_use_double_quant")
+        for key in (
+            "method.bnb_4bit_quant_type: not nf4", "no method.bnb_4bit_use_double_quant",
+            "method.bnb_4bit_quant_storage: not uint8",
+        )
     ),
     Rule("method.load_in_8bit, method.type: qlora",
          "{0} stores weights in 8 bits, and {1} is qlora, which stores them in 4. Leave {0} out."),
@@ -166,6 +183,7 @@ RULES = (
     *each(
         "{0} {why}",
         "method.load_in_8bit",
+        ("method.use_dora", "loses its scales where {1} reads weights. Write method.type: qlora, or leave {1} out."),
         ("kernels.lora: true", f"multiplies in 8 bits, and {{1}} adds the update inside 16-bit products. {ONE_OUT}"),
         ("train.gradient_checkpointing: offload_gate|offload_both",
          "has no plain linear layers, whose outputs {1}: {v[1]} saves. Write train.gradient_checkpointing: true."),
@@ -256,7 +274,7 @@ RULES = (
          "{0}: torchao speeds up the matrix products of weights that train, and {1} is lora. Write train.fp8: true."),
     Rule("train.fp8: true, method.init_lora_weights: any",
          "{0}: true keeps frozen weights in float8, and {1}: {v[1]} changes them. Leave one of them out.",
-         also=lambda recipe: recipe.method.init_changes_weights),
+         also=lambda recipe: recipe.method.init_from_weights),
     Rule("train.fp8: true, train.torch_compile",
          "{0}: true runs kernels that {1} does not trace. Leave it out, or write train.fp8: torchao."),
     Rule("train.fp8: true, train.cuda_graphs: true",
@@ -266,14 +284,17 @@ RULES = (
          "Write train.fp8: torchao, or parallel.strategy: ddp."),
     # ---- processes
     *each(
-        "{0} is qlora, whose 4-bit weights cannot be sharded, and {1}: {v[1]} shards them. Write method.type: lora, or "
-        "{why}.",
+        "{0} is qlora, whose 4-bit weights are sharded by parallel.strategy: fsdp alone, and {1}: {v[1]} shards them "
+        "in another way. Write method.type: lora, or {why}.",
         "method.type: qlora",
-        ("parallel.strategy: fsdp", "parallel.strategy: ddp"),
         ("parallel.cp_size: not 1", "leave {1} out"),
         ("parallel.dp_replicate_size: not 1", "leave {1} out"),
         ("parallel.cpu_offload", "leave {1} out"),
     ),
+    Rule("method.bnb_4bit_quant_storage: uint8, method.type: qlora, parallel.strategy: fsdp",
+         "{0} is uint8, which {2}: fsdp does not shard. Write {0}: bfloat16, or parallel.strategy: ddp."),
+    Rule("kernels.lora: true, method.type: qlora, parallel.strategy: fsdp",
+         "{0} reads whole 4-bit weights with their scales, and {2} is fsdp, which gathers bytes. Leave {0} out."),
     Rule("parallel.num_processes: not auto|1, parallel.strategy: single",
          "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them."),
     *each(

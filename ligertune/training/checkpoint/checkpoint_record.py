@@ -57,7 +57,8 @@ class CheckpointRecord:
         return cls(
             step=step,
             seed=plan.build.seed,
-            method=plan.build.method.model_dump(mode="json"),
+            # how the bytes of 4-bit weights are held changes no result, and depends on the strategy
+            method=plan.build.method.model_dump(mode="json", exclude={"bnb_4bit_quant_storage"}),
             model=f"{plan.model_family} with {plan.n_parameters:,} parameters, {plan.n_trainable:,} of them trained",
             data_fingerprint=plan.data.fingerprint,
             global_batch_size=plan.batching.global_batch_size,

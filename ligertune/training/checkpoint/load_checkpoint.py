@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -237,9 +238,11 @@ def _load_all_states(
 
 def _gather_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load all shards into a whole model. Each rank reads them by itself."""
-    weights = {"model": get_model_state_dict(model)}
+    # weights in 4 bits are those of the base model, whose bytes this model may hold in another dtype
+    packed = {name for name, parameter in model.named_parameters() if hasattr(parameter, "quant_state")}
+    weights = {"model": {name: t for name, t in get_model_state_dict(model).items() if name not in packed}}
     _read_shards(weights, folder / MODEL_SHARDS)
-    set_model_state_dict(model, weights["model"])
+    set_model_state_dict(model, weights["model"], options=StateDictOptions(strict=not packed))
     states = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     _read_shards(states, folder / OPTIMIZER_SHARDS)
     set_optimizer_state_dict(model, optimizer, states["optimizer"])

@@ -186,6 +186,21 @@ def leave_four_bit_weights(model: nn.Module) -> None:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
+def leave_quant_states(model: nn.Module) -> None:
+    """Keep the scales of bitsandbytes' 4-bit layers out of state dicts: each process computes them from the base model.
+
+    Under FSDP2 they are in a saved state dict once a layer has run, and no layer that has not run can load them.
+    """
+
+    def drop(layer: nn.Module, states: dict[str, Tensor], prefix: str, metadata: object) -> None:
+        for name in [name for name in states if name.startswith(f"{prefix}weight.")]:
+            del states[name]
+
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):
+            module.register_state_dict_post_hook(drop)
+
+
 def launched_with_fsdp() -> bool:
     """Return whether `accelerate launch --use_fsdp` (or its configuration file) started this process."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

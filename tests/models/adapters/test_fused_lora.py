@@ -210,7 +210,7 @@ def test_a_head_whose_adapter_is_off_has_the_loss_of_its_base():
     assert loss_counts(adapted).fused == before + 1  # without logits
 
 
-@pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"use_rslora": True}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
 def test_a_model_trains_as_with_plain_peft(family, changes):
     found = []
@@ -220,7 +220,6 @@ def test_a_model_trains_as_with_plain_peft(family, changes):
         adapted = apply_method(model, MethodOptions(type="lora", lora_r=4, **changes), seed=1, fused=fused).train()
         adapted.double()
         randomise(adapted)
-        torch.manual_seed(2)  # dropout
         loss = adapted(**tiny_models.batch(), use_cache=False).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in adapted.parameters() if p.requires_grad)])
@@ -326,8 +325,8 @@ def test_auto_fuses_where_it_was_measured_to_be_faster(changes, arch, processes,
         ({}, True),
         ({"method.type": "qlora"}, True),
         ({"method.type": "full"}, False),
-        ({"method.lora_dropout": 0.1}, False),  # those layers save a copy of their input
-        ({"method.use_dora": True}, False),
+        ({"method.lora_dropout": 0.1}, True),
+        ({"method.use_dora": True}, False),  # those layers save a copy of their input
         ({"train.gradient_checkpointing": True}, False),
         ({"train.gradient_checkpointing": True, "train.gradient_checkpointing_layers": 2}, True),
         ({"train.fp8": True}, False),

@@ -124,10 +124,15 @@ def test_an_output_that_nobody_uses_has_no_gradient():
     assert first.b.grad is None and not first.a.grad.any() and second.b.grad.any()
 
 
-@pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_dora": True}], ids=str)
-def test_layers_that_are_more_than_low_rank_are_not_joined(changes, sizes):
-    passes(adapted(joint=True, dtype=torch.float32, **changes))
+def test_layers_that_are_more_than_low_rank_are_not_joined(sizes):
+    passes(adapted(joint=True, dtype=torch.float32, use_dora=True))
     assert sizes == []
+
+
+def test_layers_with_dropout_are_joined(sizes):
+    """tests/models/adapters/test_fused_dropout.py compares their gradients with peft's."""
+    passes(adapted(joint=True, lora_dropout=0.5))
+    assert sizes.count(3) == sizes.count(2) == 2 * 2
 
 
 def test_a_copy_of_a_model_computes_alone():

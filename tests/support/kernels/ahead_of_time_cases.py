@@ -516,6 +516,15 @@ def _adamw() -> list[Case]:
     ]
 
 
+def _seeded_dropout() -> list[Case]:
+    seed = meta(dtype=torch.int64)
+
+    def call(x: torch.Tensor, *added: torch.Tensor) -> None:
+        kernels.seeded_dropout(x, seed, 0.1, stream=1, add_to=added[0] if added else None)
+
+    return [Case(call, ((4096, 512),) * count, dtype, backward=False) for count in (1, 2) for dtype in (BF16, FP32)]
+
+
 # op -> cases, made on demand: names of the package are imported at first use.
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": _rms_norm,
@@ -552,6 +561,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "jsd": _jsd,
     "linear_jsd": _linear_jsd,
     "adamw_step": _adamw,
+    "seeded_dropout": _seeded_dropout,
 }
 
 

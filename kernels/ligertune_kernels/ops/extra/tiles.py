@@ -9,6 +9,9 @@ from ligertune_kernels.chips import Chip
 # adamw_step
 STEP_BLOCK = 2048  # elements per program: 8 per thread, of four tensors
 
+# seeded_dropout
+DROPOUT_BLOCK = 2048  # elements per program: 512 counters of Philox, which give four numbers each
+
 # embedding
 COPY_TILE = 4096  # elements that a forward program copies
 SORTED_CHUNK = 16  # sorted indices per backward program, processed one by one
