@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Before test modules import transformers: pydantic looks for the file of each frame of this import in all modules.
+import ligertune.recipe.schema  # noqa: F401
+
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = Path(os.environ.get("LIGERTUNE_TEST_DATA", ROOT.parent / "shared" / "data"))
 
