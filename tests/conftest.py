@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,15 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which takes a tenth of the time otherwise."""
+    seed_no_absent_gpu()
     gc.freeze()
+
+
+def seed_no_absent_gpu() -> None:
+    """Let `torch.manual_seed` leave out devices that are absent. It would note each call with its stack: 1 ms."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available() and not torch.xpu.is_available():
+        torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 
 
 def pytest_runtest_setup() -> None:

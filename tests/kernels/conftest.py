@@ -38,10 +38,7 @@ def no_reference_against_itself(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    if torch.cuda.is_available():
-        torch.manual_seed(0)
-    else:  # torch.manual_seed also notes the call and its stack for each kind of device that is absent: 5 ms
-        torch.default_generator.manual_seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture
