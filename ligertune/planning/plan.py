@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strate
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Dtype, Precision
+from ligertune.recipe.plain_yaml import dump
 
 # Kernels that compute a loss in the output head, so that the logits are never stored.
 LOSS_KERNELS = ("linear_cross_entropy", "multi_head_linear_cross_entropy", "linear_jsd", "linear_log_probs")
@@ -102,6 +104,11 @@ class Plan(RunOptions):
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
     base: TrainedBase | None = None  # None before the model is loaded
     carried: CarriedTensors | None = None  # None: the base's files are not on this machine yet
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """The recipe as YAML with every default. Files and the report of a run hold it."""
+        return dump(self.settings)
 
     @property
     def output_dir(self) -> Path:

@@ -27,6 +27,7 @@ def schema_key(path: KeyPath) -> str:
     return re.sub(r"\[\d+\]", ITEM, dotted(path))
 
 
+@cache
 def split(key: str) -> KeyPath:
     """Split a dotted key into a path; accepts `data.datasets.0.path` as well as `data.datasets[0].path`."""
     parts = re.sub(r"\[(\d+)\]", r".\1", key).split(".")

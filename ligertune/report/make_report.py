@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ligertune.errors import format_bytes, format_duration
 from ligertune.files.storage import mask_secrets, read_metrics, utc_now
 from ligertune.recipe.feature import feature_parts
-from ligertune.recipe.plain_yaml import dump
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import KernelLine, Plan
@@ -172,7 +172,7 @@ def make_report(
         host=platform.node(),
         command=command_line(),
         git_commit=git_commit(),
-        recipe_sha256=hashlib.sha256(mask_secrets(dump(plan.settings)).encode()).hexdigest(),
+        recipe_sha256=hashlib.sha256(mask_secrets(plan.recipe_text).encode()).hexdigest(),
         versions=versions(),
         notes=(*plan.notes, *fitted.notes, *notes),
         measured=measured,
@@ -243,8 +243,14 @@ def git_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the installed versions of packages that affect a result."""
-    found = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    found = {package: _installed_version(package) for package in PACKAGES}
+    return {package: version for package, version in found.items() if version is not None}
+
+
+@functools.cache
+def _installed_version(package: str) -> str | None:
+    """Return a package's version, or None without it. Reading it takes 3 ms, and a process may train many runs."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

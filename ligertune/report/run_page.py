@@ -12,7 +12,6 @@ from ligertune.errors import format_bytes, format_count, format_duration, plural
 from ligertune.files.plots import draw_curves
 from ligertune.files.storage import mask_secrets, model_name, read_metrics, write_json, write_text
 from ligertune.planning.feature_spec import MeasureChart, feature_of
-from ligertune.recipe.plain_yaml import dump
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
 
@@ -63,7 +62,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         measured=report.measured,
         setup=_setup(plan, report),
         origin=_origin(report),
-        recipe=dump(plan.settings),
+        recipe=plan.recipe_text,
     )
     path = plan.output_dir / PAGE
     write_text(path, mask_secrets(page))

@@ -1,5 +1,7 @@
 """Packed training has the loss and the gradients of its documents one by one."""
 
+from functools import cache
+
 import pytest
 import torch
 from support.models import tiny_models
@@ -31,6 +33,20 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+def number_of_targets() -> int:
+    return sum(tiny_models.trained_tokens(batch["labels"]) for batch in separate())
+
+
+@cache
+def trained_alone(family: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients of the documents one by one, with the eager attention of transformers."""
+    model = make(family, attn_implementation="eager")
+    count = number_of_targets()
+    losses = [model(**batch, num_items_in_batch=count, use_cache=False).loss for batch in separate()]
+    torch.stack(losses).sum().backward()
+    return sum(losses).item(), gradients(model)
+
+
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -38,20 +54,15 @@ def test_loss_and_gradients_are_those_of_single_documents(family, implementation
     if implementation == "varlen" and family == CAPPED:
         pytest.skip("torch's flash attention has no soft cap")
     monkeypatch.setattr(packed_documents, "flash_varlen", flash_on_a_cpu)
-    alone = make(family, attn_implementation="eager")
-    n_targets = sum(tiny_models.trained_tokens(batch["labels"]) for batch in separate())
-    losses = [alone(**batch, num_items_in_batch=n_targets, use_cache=False).loss for batch in separate()]
-    torch.stack(losses).sum().backward()
-
+    expected_loss, expected = trained_alone(family)
     model = make(family, attn_implementation=implementation)
     if patched:
         patch(model)
     install_packing_checks(model)
-    loss = model(**packed(), num_items_in_batch=n_targets, use_cache=False).loss
+    loss = model(**packed(), num_items_in_batch=number_of_targets(), use_cache=False).loss
     loss.backward()
 
-    assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-5)
-    expected = gradients(alone)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     for name, found in gradients(model).items():
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].abs().max()))
 

@@ -81,7 +81,8 @@ def test_many_dropped_rows_are_a_warning_in_plan_and_report_and_more_are_refused
 STREAMED = {"data.streaming": "true", "data.val_split": 0, "data.packing": True, "train.max_steps": 6, **saves(4)}
 
 
-def test_a_resumed_stream_continues_with_the_next_rows(tmp_path):
+def test_a_resumed_stream_continues_with_the_next_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("ligertune.data.batching.order.STREAM_WINDOW", 64)  # 4,096 rows take seconds to read
     settings = {**STREAMED, **TWO_LAYERS}
     report = train(tmp_path / "whole", **settings)
     assert any("rows read are used" in note for note in report.notes)

@@ -158,7 +158,7 @@ def test_a_plateau_lowers_the_rate_of_the_next_step_and_a_resumed_run_remembers_
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_an_evaluation_does_not_change_the_steps_of_qlora(tmp_path):
     """On some CPUs bitsandbytes packs 4-bit weights when a model is evaluated, and they have no gradients then."""
-    qlora = {"method.type": "qlora", "train.max_steps": 2}
+    qlora = {**TWO_LAYERS, "method.type": "qlora", "train.max_steps": 2}
     for name, changes in {"alone": {}, "evaluated": {"eval.eval_strategy": "steps", "eval.eval_steps": 1}}.items():
         train(tmp_path / name, **qlora, **changes)
     assert losses(tmp_path / "evaluated" / "run") == losses(tmp_path / "alone" / "run")

@@ -1,6 +1,7 @@
 """The Hugging Face hub: models in its cache, models with their own code, and data sets that a test's server serves.
 
-huggingface_hub reads its variables when it is imported, so commands that use the test's server run in another process.
+huggingface_hub and datasets read their variables when they are imported. For commands in this process the tests change
+what they have read, and set the variables for new processes.
 """
 
 import json
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support.command_line import RECIPE, Done, Worker, overrides, run
+from support.command_line import RECIPE, Done, overrides, run
 from support.data.hub_server import Hub, serving
 from support.quickstart_runs import ONE_ROW
 
@@ -96,26 +97,41 @@ def hub(tmp_path_factory) -> Iterator[Hub]:
     """A hub whose `name` and `files` a test sets."""
     with serving("", {}) as hub, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("home")))
+        home = tmp_path_factory.mktemp("home")
+        patch.setenv("HF_HOME", str(home))
+        for module, constants in (
+            (
+                "huggingface_hub.constants",
+                {
+                    "ENDPOINT": hub.endpoint,
+                    "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+                    "HF_HUB_CACHE": str(home / "hub"),
+                    "HF_HUB_OFFLINE": False,
+                },
+            ),
+            (
+                "datasets.config",
+                {
+                    "HF_ENDPOINT": hub.endpoint,
+                    "HUB_DATASETS_URL": hub.endpoint + "/datasets/{repo_id}/resolve/{revision}/{path}",
+                    "HF_DATASETS_CACHE": home / "datasets",
+                    "HF_HUB_OFFLINE": False,
+                },
+            ),
+        ):
+            for name, value in constants.items():
+                patch.setattr(f"{module}.{name}", value)
         yield hub
 
 
-@pytest.fixture(scope="module")
-def worker(hub, tmp_path_factory) -> Iterator[Worker]:
-    """A process that uses this hub: huggingface_hub reads its variables when it is imported."""
-    worker = Worker(cwd=tmp_path_factory.mktemp("worker"))
-    yield worker
-    worker.close()
-
-
 @pytest.fixture
-def train(hub, worker, tmp_path):
+def train(hub, ligertune, tmp_path):
     """train(name, files, **settings): the finished command and the bytes that the hub sent."""
 
     def call(name: str, files: dict[str, bytes], **settings) -> tuple[Done, int]:
         hub.name, hub.files, hub.bytes_sent = name, files, 0
         settings = {**RUN, "data.datasets.0.path": name, "checkpoint.output_dir": tmp_path / "run", **settings}
-        return worker.run("train", RECIPE, "--json", *overrides(settings)), hub.bytes_sent
+        return ligertune("train", RECIPE, "--json", *overrides(settings)), hub.bytes_sent
 
     return call
 

@@ -1,4 +1,4 @@
-"""Run the tests of ops/ in a separate process, with the Triton kernels interpreted on the CPU."""
+"""Run the tests of ops/, and of kernels within models, in a separate process that interprets Triton on the CPU."""
 
 from pathlib import Path
 
@@ -9,10 +9,19 @@ OPS = Path(__file__).parent / "ops"
 # have an interpreter of their own, also without this switch
 EMULATED = (OPS / "attention" / "test_hopper_emulated.py", OPS / "recurrence" / "test_hopper_scans_emulated.py")
 IGNORED = tuple(f"--ignore={file}" for file in EMULATED)
+TESTS = Path(__file__).parents[1]
+IN_MODELS = ("patching/test_recompute.py", "patching/test_patch_in_place.py", "training/optim/test_kernel_adamw.py")
 
 
 def test_the_kernels_agree_with_float64_under_the_interpreter() -> None:
-    rerun_interpreted(str(OPS), "-m", "not slow", *IGNORED)
+    """Within models: of the families whose norms and MLPs launch in different ways. Others differ outside the kernels.
+
+    All run in one process, which imports torch once.
+    """
+    different = "llama- or llama] or gemma2 or phi3] or mixtral or olmo2"
+    chosen = f"(every_bit and ({different})) or two_backwards or (freed and not qwen2) or test_patch_in_place"
+    files = [str(OPS), *(str(TESTS / file) for file in IN_MODELS)]
+    rerun_interpreted(*files, "-m", "not slow", "-k", f"ops or {chosen} or trains_as_torchs_adamw", *IGNORED)
 
 
 @pytest.mark.slow

@@ -1,18 +1,17 @@
 """Norm outputs and gated products recomputed in the backward: the same bits, and no memory in between.
 
-The reference path has no in-place backward, so on a machine without a GPU some tests run once more under Triton's
-interpreter.
+The reference path has no in-place backward. On a machine without a GPU tests/kernels/test_under_interpreter.py runs
+some tests once more, with the kernels.
 """
 
 import copy
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support.models import tiny_models
-from support.rerun_interpreted import DEVICE, RUNS_TRITON, rerun_interpreted
+from support.rerun_interpreted import DEVICE, RUNS_TRITON
 from support.storages import MadeStorages
 from torch import nn
 
@@ -24,7 +23,6 @@ from ligertune.patching.patch import patch, unpatch
 from ligertune.patching.recompute import mark_recomputable, recompute_inputs
 from ligertune.planning.options import MethodOptions
 
-TESTS = Path(__file__).parents[1]
 FAMILIES = ("llama", "qwen2", "gemma2", "phi3")  # plain; with biases; offset norms and GeGLU; packed projections
 ROWS, LENGTH = 2, 6  # 12 tokens: the interpreter is slow
 BATCH = tiny_models.batch(rows=ROWS, length=LENGTH, device=DEVICE)
@@ -309,14 +307,3 @@ def test_patching_again_changes_nothing_and_another_recompute_needs_unpatch():
     patch(model)
     with pytest.raises(ValueError, match="unpatch the model first"):
         patch(model, recompute=True)
-
-
-def test_kernels_within_models_under_the_interpreter():
-    """Of the families whose norms and MLPs launch in different ways: the others differ outside the kernels.
-
-    The tests of two other files run in the same process, which saves importing torch again.
-    """
-    different = "llama- or llama] or gemma2 or phi3] or mixtral or olmo2"
-    chosen = f"(every_bit and ({different})) or two_backwards or (freed and not qwen2) or test_patch_in_place"
-    others = (TESTS / "patching" / "test_patch_in_place.py", TESTS / "training" / "optim" / "test_kernel_adamw.py")
-    rerun_interpreted(__file__, *map(str, others), "-k", f"{chosen} or trains_as_torchs_adamw")

@@ -82,23 +82,6 @@ def _build_commands_once() -> None:
     typer.main.get_command = functools.cache(typer.main.get_command)
 
 
-class Worker:
-    """A new process that runs commands one after another, so that only the first one waits for imports."""
-
-    def __init__(self, *, cwd: Path) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, __file__], cwd=cwd, env=environment(), **pipes)
-
-    def run(self, *arguments: object) -> Done:
-        """Run `ligertune ARGUMENTS` there until it ends."""
-        print(json.dumps([str(argument) for argument in arguments]), file=self.process.stdin, flush=True)
-        return Done(**json.loads(self.process.stdout.readline()))
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
-
-
 class Background:
     """`ligertune ARGUMENTS` in a fork of this process, which has imported everything.
 
@@ -193,8 +176,3 @@ def losses(output_dir: Path, key: str = "loss") -> list[float]:
 def weights(output_dir: Path) -> bytes:
     """Return the content of the trained model's weight file."""
     return (output_dir / "model" / "model.safetensors").read_bytes()
-
-
-if __name__ == "__main__":  # a Worker's process
-    for line in sys.stdin:
-        print(json.dumps(vars(run_here(*json.loads(line), cwd=Path.cwd()))), file=sys.__stdout__, flush=True)

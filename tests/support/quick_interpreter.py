@@ -24,6 +24,8 @@ CASTS = frozenset(
     [("fp16", "fp32"), ("fp32", "fp16"), ("int32", "int64"), ("int64", "int32"), ("int32", "fp32"), ("int1", "fp32"),
      ("fp32", "int32"), ("int1", "int32"), ("int64", "fp32"), ("int8", "fp32"), ("int8", "int32")]
 )  # fmt: skip
+# The interpreter stores bfloat16 as an integer, and cuts float32 off where it makes one of it.
+KNOWN_CASTS = CASTS | {("bf16", "fp32"), ("fp32", "bf16")}
 _TRITONS_PRODUCT = interpreter.InterpreterBuilder.create_dot
 
 
@@ -143,10 +145,17 @@ def _cast_with_numpy() -> None:
         wanted = dst_ty.scalar
         if input.dtype.name == wanted.name:
             return input
-        if fp_downcast_rounding is not None or (input.dtype.name, wanted.name) not in CASTS:
+        names = input.dtype.name, wanted.name
+        if fp_downcast_rounding is not None or names not in KNOWN_CASTS:
             return cast_any(self, input, dst_ty, fp_downcast_rounding)
-        type = core.block_type(wanted, input.type.shape) if input.type.is_block() else wanted
-        return tensor_of(input.handle.data.astype(interpreter._get_np_dtype(wanted)), type)
+        data = input.handle.data
+        if names in CASTS:
+            converted = data.astype(interpreter._get_np_dtype(wanted))
+        else:
+            converted = _bfloat16_widened(data) if names[0] == "bf16" else _bfloat16_of(data)
+            if converted is None:
+                return cast_any(self, input, dst_ty)
+        return tensor_of(converted, core.block_type(wanted, input.type.shape) if input.type.is_block() else wanted)
 
     def arange(self: object, start: int, end: int, *, ret_ty: core.dtype | None = None) -> core.tensor:
         if ret_ty is not None:
@@ -157,6 +166,23 @@ def _cast_with_numpy() -> None:
         return ranges[start, end]
 
     semantic.TritonSemantic.cast, semantic.TritonSemantic.arange = cast, arange
+
+
+def _bfloat16_widened(data: np.ndarray) -> np.ndarray | None:
+    """Return float32 of the bits of bfloat16; None for subnormal numbers, which Triton converts in its own way."""
+    magnitude = data & 0x7FFF
+    if ((magnitude < 0x80) & (magnitude > 0)).any():
+        return None
+    return (data.astype(np.uint32) << 16).view(np.float32)
+
+
+def _bfloat16_of(data: np.ndarray) -> np.ndarray | None:
+    """Return the bits of bfloat16 of float32; None for subnormal numbers."""
+    bits = data.view(np.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    if ((magnitude < 0x800000) & (magnitude > 0)).any():
+        return None
+    return (bits >> 16).astype(np.uint16)
 
 
 def _remember_numbers() -> None:

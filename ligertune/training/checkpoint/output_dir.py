@@ -11,7 +11,6 @@ from ligertune.launcher.failures import is_started_rank
 from ligertune.launcher.run_lock import locked_folder
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import check_output_dir, clear_run
-from ligertune.recipe.plain_yaml import dump
 from ligertune.training.checkpoint.checkpoint_files import check_space
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
 
@@ -38,4 +37,4 @@ def begin_output(plan: Plan) -> None:
         clear_run(plan.output_dir)
     check_space(plan)
     write_json(plan.output_dir / "plan.json", plan.as_dict())
-    write_text(plan.output_dir / "resolved_recipe.yaml", mask_secrets(dump(plan.settings)))
+    write_text(plan.output_dir / "resolved_recipe.yaml", mask_secrets(plan.recipe_text))

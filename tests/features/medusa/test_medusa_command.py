@@ -35,8 +35,8 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def learned(runs) -> dict:
-    """The report of 100 short steps with the bundled recipe, trained in `runs`/runs/medusa."""
-    steps = {"train.max_steps": 100, "train.per_device_train_batch_size": 3, "train.learning_rate": 1e-2}
+    """The report of 65 short steps with the bundled recipe, trained in `runs`/runs/medusa."""
+    steps = {"train.max_steps": 65, "train.per_device_train_batch_size": 3, "train.learning_rate": 1e-2}
     measured = {"medusa.eval_prompts": 4, "medusa.eval_new_tokens": 48}
     done = run_here("medusa", "--json", *overrides({**steps, **measured}), cwd=runs)
     assert done.code == 0, done.err[-3000:]

@@ -11,7 +11,7 @@ from ligertune.features.medusa.decode.tree_decoding import decode_with_heads
 from ligertune.features.medusa.heads import MedusaHeads
 from ligertune.features.output_head import logit_transform
 
-HEADS, NEW = 3, 40
+HEADS, NEW = 3, 32
 WIDE = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth) if sum(path) < 4]
 TREES = {"chain": chain(HEADS), "tree": WIDE}
 # full attention, tied, a window shorter than the text, alternating windows with a soft cap, a scale, partial rope

@@ -59,8 +59,8 @@ def add_noise_of_shape(model: torch.nn.Module) -> None:
 
 
 def first_lines(folder: Path, **changes: object) -> tuple[dict, dict]:
-    """Train two steps in bfloat16; return the lines of the first step and of the evaluation before it."""
-    settled = settings(folder, pairs(26), **{"model.dtype": "bfloat16", "train.max_steps": 2, **changes})
+    """Train one step in bfloat16; return the lines of it and of the evaluation before it."""
+    settled = settings(folder, pairs(12), **{"model.dtype": "bfloat16", "train.max_steps": 1, **changes})
     job = plan_run(folder, **settled, **{"eval.eval_on_start": True, "eval.eval_strategy": "no"})
     run(job, lambda line: None, change=add_noise_of_shape)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -94,7 +94,7 @@ def test_the_first_loss_of_two_ranks_is_log_2(tmp_path):
 
 def test_kl_of_the_first_step_is_0(tmp_path):
     """The mismatched answers of KTO have batches of their own."""
-    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 2} for n, row in enumerate(pairs(26))]
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 2} for n, row in enumerate(pairs(12))]
     folder = tmp_path / "kto"
     folder.mkdir()
     settled = settings(folder, rows, **{"model.dtype": "bfloat16", "train.max_steps": 1, "preference.loss_type": "kto"})

@@ -18,6 +18,7 @@ from ligertune.run import run as train_job
 from ligertune.training.resolve import plan_for
 
 pytestmark = pytest.mark.corpus
+MAX_PIXELS = 10_000  # of images whose number of tokens follows their size
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def recipe_for(folder_of, corpus, tmp_path):
             "checkpoint": {"output_dir": str(tmp_path / name), "save_strategy": "no"},
         }  # fmt: skip
         if family in tiny_vlms.QWEN:
-            settings["vision"]["image_max_pixels"] = 20_000
+            settings["vision"]["image_max_pixels"] = MAX_PIXELS
         for key, value in changes.items():
             section, _, key_in_section = key.partition(".")
             settings.setdefault(section, {})[key_in_section] = value
@@ -73,7 +74,7 @@ def test_a_run_learns_and_its_model_loads(family, trained):
     assert [line.kernel for line in report.kernels if line.left] == []
     load = transformers.AutoModelForImageTextToText.from_pretrained
     model = load(output / "model").eval()
-    limits = {"image_max_pixels": 20_000} if family in tiny_vlms.QWEN else {}
+    limits = {"image_max_pixels": MAX_PIXELS} if family in tiny_vlms.QWEN else {}
     reader = tiny_vlms.reader_of(output / "model", **limits)
     assert reader.options == job.reader.options and reader.identity() == job.reader.identity()
     batch = batch_of(job.data, reader, (0,))
@@ -107,7 +108,7 @@ def test_vision_keys_change_the_losses_and_kernels_and_checkpointing_do_not(trai
             losses(trained("qwen2_vl", next(iter(change)), **two, **change)[2]), usual, rtol=1e-4
         )
     freeze = {f"freeze_{part}": True for part in ("vision_tower", "projector", "language_model")}
-    for key, value in {"image_max_pixels": 8_000, **freeze}.items():
+    for key, value in {"image_max_pixels": 4_000, **freeze}.items():
         assert losses(trained("qwen2_vl", key, **two, **{f"vision.{key}": value})[2]) != usual, key
 
 
