@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 gpu = torch.cuda.is_available()
             if not gpu:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA or AMD GPU"))
-        if item.get_closest_marker("corpus") and not CORPUS.is_dir():
+        reads_corpus = item.get_closest_marker("corpus") or "corpus" in item.fixturenames
+        if reads_corpus and not CORPUS.is_dir():
             item.add_marker(pytest.mark.skip(reason="needs the test corpus: set LIGERTUNE_TEST_DATA to its folder"))
 
 

@@ -25,6 +25,7 @@ embedding_lr: 0.1
 def explained(tmp_path, monkeypatch):
     """explained(text, *options): the result of the command, and its rows by key if it printed JSON."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")  # cells of a narrow table are cut into lines
 
     def explained(text: str, *options: str):
         Path("tool.yml").write_text(text)
