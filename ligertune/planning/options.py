@@ -193,13 +193,13 @@ def fuses_lora(recipe: Recipe, machine: Machine) -> bool:
     method = recipe.method
     if recipe.kernels.lora != "auto":
         return recipe.kernels.lora
-    # torch.compile optimises peft's own code better. 8-bit weights were not measured. On several GPUs, only LoRA under
-    # DDP and FSDP2 was.
+    # torch.compile optimises peft's own code better. 8-bit weights and dropout were not measured. On several GPUs, only
+    # LoRA under DDP and FSDP2 was.
     several = machine.world_size > 1 and not recipe.parallel.strategy.startswith("deepspeed")
     several = several and method.type == "lora" and recipe.parallel.cp_size == 1
     one = machine.world_size == 1 and method.type in ("lora", "qlora")
     measured = machine.arch == "sm90" and (one or several)
-    return measured and not (train.torch_compile or method.load_in_8bit)
+    return measured and not (train.torch_compile or method.load_in_8bit or method.lora_dropout)
 
 
 def completed(

@@ -138,7 +138,7 @@ class KernelsSpec(Section):
     attention: AutoSwitch = "auto"
     """Attention kernel for packed documents; auto: in half precision on sm90 (H100, H200), where it is faster."""
     lora: AutoSwitch = "auto"
-    """Fuse the LoRA update into the matrix multiplication; auto: on sm90 (H100, H200), where it is faster."""
+    """Fuse the LoRA update into matrix multiplications; auto: on sm90 (H100, H200) without dropout: it is faster."""
     optimizer: AutoSwitch = "auto"
     """Use the AdamW kernel for adamw_torch_fused; auto: for large weights on sm90 (H100, H200), where it is faster."""
     recompute: SwitchOrLayers = "auto"

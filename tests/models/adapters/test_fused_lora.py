@@ -308,6 +308,7 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
         ({"train.torch_compile": True}, "sm90", 1, False),
         ({"method.type": "full"}, "sm90", 1, False),
         ({"method.load_in_8bit": True}, "sm90", 1, False),
+        ({"method.lora_dropout": 0.1}, "sm90", 1, False),
         ({"kernels.lora": False}, "sm90", 1, False),
         ({"kernels.lora": True}, "sm80", 2, True),
     ],
