@@ -151,7 +151,7 @@ def read_document(path: Path) -> Document:
 
 
 def _file_of_another_tool(document: Document) -> UserError | None:
-    """Return the error for a file of another tool: flat, or in sections of its own, with keys of the tool."""
+    """Return the error for a file with the keys of another tool, flat or in that tool's sections."""
     is_sectioned = any(isinstance(document.data.get(section), dict) for section in Recipe.model_fields)
     if is_sectioned and not set(document.data) & {"checkpointer", "lora"}:
         return None

@@ -8,12 +8,9 @@ import pytest
 import torch
 from support.command_line import RECIPE, losses
 from support.models import tiny_models
+from support.models.merged_adapters import expect_logits_of_adapter
 from support.quickstart_runs import plan_run, saves, train
-from transformers import AutoModelForCausalLM
 
-from ligertune.models.load import whole_model
-from ligertune.models.read_config import read_config
-from ligertune.models.save import saved_spec
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
@@ -84,13 +81,7 @@ def test_a_run_in_four_bits_resumes_and_exports_what_peft_merges(tmp_path, liger
     done = ligertune("export", run, "--out", tmp_path / "merged", "--check", "--json")
     assert done.code == 0, done.err
     assert json.loads((run / "model" / "adapter_config.json").read_text("utf-8"))["use_dora"] is True
-    spec = saved_spec(str(run / "model"), trust_remote_code=False)
-    base = whole_model(spec, read_config(spec), stored_as="nf4")
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        expected = peft.PeftModel.from_pretrained(base, run / "model").eval()(ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()(ids).logits
-    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+    expect_logits_of_adapter(tmp_path / "merged", run / "model")
 
 
 def saved_elements(tokens: int, **changes: object) -> int:

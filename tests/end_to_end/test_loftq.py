@@ -2,18 +2,15 @@
 
 import json
 
-import peft
 import pytest
 import torch
 from peft.utils.loftq_utils import _low_rank_decomposition
 from support.command_line import RECIPE, losses
+from support.models.merged_adapters import expect_logits_of_adapter
 from support.quickstart_runs import plan_run, saves, train
 from transformers import AutoModelForCausalLM
 
 from ligertune.models.adapters.loftq import low_rank_factors
-from ligertune.models.load import whole_model
-from ligertune.models.read_config import read_config
-from ligertune.models.save import saved_spec
 from ligertune.patching.lora.fused_lora import adapted_layers
 from ligertune.training.build import trained_model
 from ligertune.training.parallel.distributed import start_accelerator
@@ -71,10 +68,4 @@ def test_a_run_resumes_and_its_adapter_works_on_plain_four_bit_weights(tmp_path,
     assert saved["init_lora_weights"] is True and saved["r"] == 8  # PEFT changes no weight when it loads the adapter
     done = ligertune("export", run, "--out", tmp_path / "merged", "--check", "--json")
     assert done.code == 0, done.err
-    spec = saved_spec(str(run / "model"), trust_remote_code=False)
-    base = whole_model(spec, read_config(spec), stored_as="nf4")
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        expected = peft.PeftModel.from_pretrained(base, run / "model").eval()(ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()(ids).logits
-    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+    expect_logits_of_adapter(tmp_path / "merged", run / "model")

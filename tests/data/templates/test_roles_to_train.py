@@ -213,7 +213,7 @@ def test_labels_are_those_of_axolotls_rules_on_recorded_rows(name, roles, eos, t
         ids, labels = axolotl_labels(tokenizer, messages, roles, eos, ENDS[name])
         assert encoded.input_ids.tolist() == ids
         differing = np.flatnonzero(encoded.labels != np.array(labels))
-        # a space of its own before a text: the model has to write it before its answer, so it is trained here
+        # a space that is a token: the model has to write it before its answer, so it is trained here
         assert {tokenizer.convert_ids_to_tokens(ids[place]) for place in differing} <= {"\u2581"}
         assert (np.array(labels)[differing] == -100).all()
     assert len(every) >= 8 and sum(len(messages) > 3 for messages in every) >= 3

@@ -112,7 +112,7 @@ def test_the_expectation_is_the_output_without_dropout_and_the_variance_torchs()
     plain = copy.deepcopy(fused)
     fuse_adapters(fused)
     n = 20_000
-    x = torch.randn(E, dtype=torch.float64).expand(n, E)  # each row drops elements of its own
+    x = torch.randn(E, dtype=torch.float64).expand(n, E)  # each row drops other elements
     with torch.no_grad():
         samples = [module(x) for module in (fused, plain)]
         expected = plain.eval()(x[:1])
