@@ -7,9 +7,11 @@ in the passes of MLIR and LLVM, and ptxas runs in another process, so threads co
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from ligertune_kernels.launcher import chip_of, meta_runs_as
 
 try:
     from triton import knobs
-    from triton.runtime import driver
+    from triton.runtime import build, driver
 except ModuleNotFoundError:  # nothing is compiled without triton
-    knobs = driver = None
+    build = knobs = driver = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,28 @@ def launched_forms(run: Callable[[], object], device: torch.device) -> list[Kern
     return list(forms.values())
 
 
+@functools.cache
+def load_launchers_apart() -> None:
+    """Let Triton load its modules of C in one thread at a time, and keep the functions of each.
+
+    Triton before 3.7 compiles a launcher in C for each signature, and imports them all under one name. Python imports
+    a file for the second time into the module that has this name by then, so that a thread can find in its module the
+    launcher that another thread imported: a kernel is then launched with the arguments of another one.
+    """
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None:
+        return
+    lock = threading.Lock()
+
+    def load_apart(name: str, path: str) -> ModuleType:
+        kept = ModuleType(name)
+        with lock:
+            vars(kept).update(vars(load(name, path)))
+        return kept
+
+    build._load_module_from_path = load_apart
+
+
 class Precompilation:
     """Kernels that threads compile for a GPU."""
 
@@ -91,6 +115,7 @@ class Precompilation:
         self._futures: tuple[Future[None], ...] = ()
         if not forms:
             return
+        load_launchers_apart()
         begin = None
         if device.type == "cuda":  # the current GPU is set per thread
             index = torch.cuda.current_device() if device.index is None else device.index
