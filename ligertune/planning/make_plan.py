@@ -325,6 +325,8 @@ def estimate_memory(
         itemsize=itemsize,
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
         workspace=dequantised + _adapter_bytes(shape, itemsize) + _cublas_bytes(recipe, inputs.machine),
+        # the graphs of a step's first and later micro-batches each read their own copy
+        input_copies=3 if recipe.train.cuda_graphs is True else 1,
         optim_in_backward=recipe.train.optim_in_backward,
         tower=shape.tower,
         image_share=data.image_share,

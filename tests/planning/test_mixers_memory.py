@@ -21,7 +21,7 @@ from ligertune.patching.norms import kernel_norms
 from ligertune.patching.patch import patch
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, StepPhase, backward_bytes, layer_bytes
 from ligertune.planning.memory.activation_policy import mixer_chunk
-from ligertune.planning.memory.estimate import MemoryEstimate
+from ligertune.planning.memory.estimate import INPUT_BYTES, MemoryEstimate
 from ligertune.planning.memory.mixer_shapes import DeltaRuleShape
 from ligertune.planning.memory.model_shape import LayerShape, ModelShape
 from ligertune.planning.memory.states import states_of
@@ -233,7 +233,7 @@ def test_a_plan_counts_each_kind_of_layer_and_the_widest_backward():
     freed = 2 * (3 * F + E)  # what the MLP saved
     working = backward_bytes(mixer, usual.policy, 2, 4096)
     assert working == 4096 * (2 * 2 * E + needs - freed)
-    assert phase("first layer", usual).working == working
+    assert phase("first layer", usual).working == working + 4096 * INPUT_BYTES
     for policy in (replace(usual.policy, checkpointing=True), replace(usual.policy, tile=1024, checkpointing=True)):
         checkpointed = replace(usual, policy=policy)
         of_attention = replace(checkpointed, other_layers=())

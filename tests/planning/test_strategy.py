@@ -12,6 +12,7 @@ from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_shape
 from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE
+from ligertune.planning.memory.estimate import INPUT_BYTES
 from ligertune.planning.memory.states import StateBytes, states_of
 from ligertune.planning.parallelism import (
     DeviceNeed,
@@ -155,9 +156,10 @@ def test_offloaded_gates_are_in_the_plan(quickstart, tmp_path):
 
 
 def test_the_workspaces_of_recorded_steps_are_in_the_plan(quickstart, tmp_path):
-    """CUDA graphs are recorded on a second stream, and cuBLAS allocates workspaces for each stream."""
-    usual, recorded = (plan_of(quickstart, tmp_path, f"train.cuda_graphs={on}").peak for on in ("false", "true"))
-    assert recorded.phase.working - usual.phase.working == CUBLAS_WORKSPACE
+    """CUDA graphs are recorded on a second stream, and cuBLAS allocates workspaces for each; two graphs read copies."""
+    plans = [plan_of(quickstart, tmp_path, f"train.cuda_graphs={on}") for on in ("false", "true")]
+    usual, recorded = (plan.peak.phase.working for plan in plans)
+    assert recorded - usual == CUBLAS_WORKSPACE + 2 * INPUT_BYTES * plans[0].largest_batch.tokens
 
 
 def test_a_layers_adapters_and_their_new_gradients_are_in_the_plan(quickstart, tmp_path):

@@ -34,6 +34,8 @@ from ligertune.planning.memory.tiled_bytes import tiled_phases
 
 # Share of allocated memory that torch's allocator loses to fragmentation.
 FRAGMENTATION = 0.04
+# A token slot of a packed batch on the device: ids, labels, positions, rows with labels (int64), documents (two int32).
+INPUT_BYTES = 40
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class MemoryEstimate:
     itemsize: int
     labelled: float  # share of a batch's token slots that have a label
     workspace: int = 0
+    input_copies: int = 1  # of a batch on the device
     optim_in_backward: bool = False
     tower: TowerShape | None = None
     image_share: float = 0.0  # largest share of a row's slots that are image tokens
@@ -83,7 +86,8 @@ class MemoryEstimate:
         labels = round(tokens * self.labelled) if labels is None else min(labels, tokens)
         keys = self.visible_keys(tokens)
         batch = MicroBatch(tokens, max(1, labels), row_length, accumulates)
-        step = self._step_bytes(self.workspace + self.gathered_keys_bytes(slots, keys), memory)
+        inputs = INPUT_BYTES * tokens * self.input_copies
+        step = self._step_bytes(self.workspace + inputs + self.gathered_keys_bytes(slots, keys), memory)
         if self.heads is not None and not self.heads.joint:
             return self.frozen_model_phases(self.heads, batch, step)
         image_tokens = tokens * self.image_share

@@ -72,6 +72,8 @@ class Meter:
         self._peak_before_reset = {"allocated": 0, "reserved": 0}
         self._uncounted = 0
         if device.type == "cuda":
+            # cuBLAS keeps a workspace per stream, also of streams on which an earlier run recorded its graphs
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.reset_peak_memory_stats(device)
 
     def add(self, counts: Counts) -> None:
