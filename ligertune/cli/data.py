@@ -87,7 +87,7 @@ def _why_not_packed(recipe: Recipe, config: PreTrainedConfig) -> str | None:
     if not may_carry_state(config):
         return None
     from ligertune.planning.options import RunOptions
-    from ligertune.training.build import why_not_packed  # imports what building a model takes
+    from ligertune.training.checks import why_not_packed  # imports what building a model takes
 
     return why_not_packed(RunOptions.of(recipe).build, config)
 

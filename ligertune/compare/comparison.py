@@ -51,7 +51,7 @@ def carriers_of(recipe: Recipe, kernels: KernelsSpec) -> str | None:
     # they import what building a model takes
     from ligertune.models.read_config import read_config
     from ligertune.planning.options import RunOptions
-    from ligertune.training.build import carried_state
+    from ligertune.training.checks import carried_state
 
     build = RunOptions.of(recipe.model_copy(update={"kernels": kernels})).build
     return carried_state(build, read_config(recipe.model))

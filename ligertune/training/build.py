@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,10 +21,8 @@ from ligertune.activations.result_offload import keep_projections
 from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.any_types import AnyModule
 from ligertune.attention.choice import AttentionChoice
-from ligertune.attention.document_isolation import why_not_isolated
 from ligertune.attention.padding_free import choose_batch_layout
 from ligertune.data.modalities.modality import modality_of
-from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
@@ -35,11 +32,9 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
-from ligertune.models.read_config import RECURRENT_LAYERS, may_carry_state, read_config, truncate, unknown_layers
+from ligertune.models.read_config import read_config, truncate
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
-from ligertune.patching.mixers.kernel_mixers import KernelMixer
-from ligertune.patching.mixers.recognise_mixers import state_carriers, why_without_kernel
 from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.feature_spec import feature_of
@@ -107,85 +102,6 @@ def preview_model(
         notes=(*preview.notes, *_carried_notes(options, carried)),
         carried=carried,
     )
-
-
-def carried_state(options: BuildOptions, config: PreTrainedConfig) -> str | None:
-    """Return which layers carry state from one document of a packed row into the next, in words, or None.
-
-    Those that our kernels compute do not. The model is built on the meta device, where its configuration leaves open
-    whether it has such layers; without what the task adds, which data that are not read yet may decide.
-    """
-    return " and ".join(_carrying_layers(options, config)) or None
-
-
-def _carrying_layers(options: BuildOptions, config: PreTrainedConfig) -> dict[str, str]:
-    """Return the layers of `carried_state`, each with the reason why no kernel keeps documents apart in it."""
-    if not may_carry_state(config):
-        return {}
-    if kinds := unknown_layers(config):
-        return dict.fromkeys(kinds, "nothing is known of layers of this kind")
-    model = _without_weights(options, config, "eager")
-    reasons = {}
-    for module in state_carriers(model):
-        name = type(module).__name__
-        if not isinstance(module, KernelMixer) and name not in reasons:
-            reasons[name] = why_without_kernel(module)
-    if not reasons and not any(isinstance(module, KernelMixer) for module in model.modules()):
-        # layers that the configuration names, of a form that is not recognised, such as MiniMax's lightning attention
-        layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
-        reasons = dict.fromkeys(RECURRENT_LAYERS.intersection(layer_types), "their form is not recognised")
-    return dict(sorted(reasons.items()))
-
-
-def _describe_carrying(reasons: dict[str, str], config: PreTrainedConfig) -> str:
-    """Return why a model with such layers does not pack, in words."""
-    does = "may see" if unknown_layers(config) else "carry state"
-    if len(set(reasons.values())) == 1:
-        (why,) = set(reasons.values())
-    else:
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    layers = " and ".join(reasons)
-    return f"{layers} layers {does} from one document of a packed row into the next. No kernel keeps them apart: {why}"
-
-
-# transformers finds documents by position_ids for these, if at all: the check before training decides
-_SEARCH_POSITIONS = ("eager", "flex_attention", "flash_attention_2")
-
-
-# of models that this process has looked at: a sweep plans one model many times
-_packing_reasons: dict[tuple[str, ...], str | None] = {}
-
-
-def why_not_packed(options: BuildOptions, config: PreTrainedConfig) -> str | None:
-    """Return why documents of a packed row would influence each other in this model, or None if nothing shows it."""
-    kernels = options.kernels
-    key = (options.model.model_dump_json(), repr(config), str(kernels.enabled), str(kernels.mixer))
-    if key not in _packing_reasons:
-        _packing_reasons[key] = _find_packing_reason(options, config)
-    return _packing_reasons[key]
-
-
-def _find_packing_reason(options: BuildOptions, config: PreTrainedConfig) -> str | None:
-    if reasons := _carrying_layers(options, config):
-        return _describe_carrying(reasons, config)
-    if options.model.attn_implementation in _SEARCH_POSITIONS or not modality_of(config).facts.packs_exactly:
-        return None
-    try:
-        model = _without_weights(options, config, "per_document")
-    except UserError as problem:  # if it is another fault, building the model that trains finds it, too
-        why = problem.message.rstrip(".")
-        return f"models of type {config.model_type} cannot attend within documents: {why}"
-    prepare_masks(model)
-    return why_not_isolated(model)
-
-
-def _without_weights(options: BuildOptions, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Return the model on the meta device with kernels of mixers, without what the task adds."""
-    spec = options.model.model_copy(update={"attn_implementation": attention})
-    model = build_model(spec, copy.deepcopy(config), dtype=torch.bfloat16, device="meta", seed=options.seed)
-    if may_carry_state(config) and options.kernels.enabled is not False and options.kernels.mixer:
-        patch(model, rope=False, norm=False, mlp=False, loss="torch")
-    return model
 
 
 def rehearsed_model(plan: Plan, config: PreTrainedConfig) -> nn.Module:
@@ -342,7 +258,10 @@ def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
             "decomposes the error of each, which takes minutes for large models"
         )
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
-    preview.kernels += _adapter_lines(options, model)
+    if options.kernels.enabled is not False and options.method.type in ("lora", "qlora"):
+        from ligertune.patching.lora.adapter_lines import adapter_lines  # imports peft, which takes seconds
+
+        preview.kernels += adapter_lines(model)
     check_new_rows(model, options.model.tokenizer)
     check_lr_groups(model, [group.parameters for group in options.lr_groups])
     return model
@@ -489,26 +408,6 @@ def _adapter_notes(options: BuildOptions, model: AnyModule) -> tuple[str, ...]:
     from ligertune.models.adapters.adapter_targets import adapter_notes  # imports peft, which takes seconds
 
     return adapter_notes(model, options.method)
-
-
-def _adapter_lines(options: BuildOptions, model: nn.Module) -> tuple[KernelLine, ...]:
-    """Return the lines of LoRA layers that `kernels.lora` fuses and of experts with LoRA in split form, if any."""
-    if options.kernels.enabled is False or options.method.type not in ("lora", "qlora"):
-        return ()
-    from ligertune.patching.experts.expert_lora import SplitLora, why_not_split  # imports peft, which takes seconds
-    from ligertune.patching.lora.fused_lora import FusedLora, why_peft_computes
-
-    linear = [why_peft_computes(module) for module in model.modules() if isinstance(module, FusedLora)]
-    experts = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
-    lines = {"lora_linear": linear, "expert_lora": experts}
-    return tuple(_line_of(kernel, reasons) for kernel, reasons in lines.items() if reasons)
-
-
-def _line_of(kernel: str, reasons: Sequence[str | None]) -> KernelLine:
-    """Return the line of a kernel. reasons: why it leaves a layer out, or None, for each layer."""
-    left = Counter(reason for reason in reasons if reason is not None)
-    notes = "; ".join(f"{count} {reason}" for reason, count in left.items())
-    return KernelLine(kernel, len(reasons) - left.total(), left.total(), notes)
 
 
 def _with_padding(plan: Plan, config: PreTrainedConfig, why: str) -> Plan:

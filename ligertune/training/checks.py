@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,17 +15,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ligertune.attention.document_isolation import LogitsAreNaN, check_document_isolation, evaluate_batch
+from ligertune.attention.document_isolation import (
+    LogitsAreNaN,
+    check_document_isolation,
+    evaluate_batch,
+    why_not_isolated,
+)
 from ligertune.attention.padding_free import about_padding_free
 from ligertune.data.batching.collate import Batcher, collate_packed
 from ligertune.data.batching.context_parallel import ContextParallelSplit
 from ligertune.data.examples import Example
+from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError
 from ligertune.files.storage import write_text
+from ligertune.models.load import build_model
+from ligertune.models.read_config import RECURRENT_LAYERS, may_carry_state, unknown_layers
 from ligertune.patching.deferred_logits import LossCounts
+from ligertune.patching.mixers.kernel_mixers import KernelMixer
+from ligertune.patching.mixers.recognise_mixers import state_carriers, why_without_kernel
+from ligertune.patching.packing_checks import prepare_masks
+from ligertune.patching.patch import patch
 from ligertune.planning.memory.fit import advice
+from ligertune.planning.options import BuildOptions
 from ligertune.planning.plan import LOSS_KERNELS, KernelLine, Plan
 from ligertune.training.optim.algorithms import KernelAdamW
 from ligertune.training.parallel.distributed import reshard
@@ -33,6 +47,85 @@ from ligertune.training.parallel.distributed import reshard
 # attention's other order of summation; a part without its labels would miss at least 1 / C of them, 3 %.
 EXACT = (1e-4, 1e-4)
 ROUNDED = (3e-2, 5e-3)
+
+
+def carried_state(options: BuildOptions, config: PreTrainedConfig) -> str | None:
+    """Return which layers carry state from one document of a packed row into the next, in words, or None.
+
+    Those that our kernels compute do not. The model is built on the meta device, where its configuration leaves open
+    whether it has such layers; without what the task adds, which data that are not read yet may decide.
+    """
+    return " and ".join(_carrying_layers(options, config)) or None
+
+
+def _carrying_layers(options: BuildOptions, config: PreTrainedConfig) -> dict[str, str]:
+    """Return the layers of `carried_state`, each with the reason why no kernel keeps documents apart in it."""
+    if not may_carry_state(config):
+        return {}
+    if kinds := unknown_layers(config):
+        return dict.fromkeys(kinds, "nothing is known of layers of this kind")
+    model = _without_weights(options, config, "eager")
+    reasons = {}
+    for module in state_carriers(model):
+        name = type(module).__name__
+        if not isinstance(module, KernelMixer) and name not in reasons:
+            reasons[name] = why_without_kernel(module)
+    if not reasons and not any(isinstance(module, KernelMixer) for module in model.modules()):
+        # layers that the configuration names, of a form that is not recognised, such as MiniMax's lightning attention
+        layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+        reasons = dict.fromkeys(RECURRENT_LAYERS.intersection(layer_types), "their form is not recognised")
+    return dict(sorted(reasons.items()))
+
+
+def _describe_carrying(reasons: dict[str, str], config: PreTrainedConfig) -> str:
+    """Return why a model with such layers does not pack, in words."""
+    does = "may see" if unknown_layers(config) else "carry state"
+    if len(set(reasons.values())) == 1:
+        (why,) = set(reasons.values())
+    else:
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    layers = " and ".join(reasons)
+    return f"{layers} layers {does} from one document of a packed row into the next. No kernel keeps them apart: {why}"
+
+
+# transformers finds documents by position_ids for these, if at all: the check before training decides
+_SEARCH_POSITIONS = ("eager", "flex_attention", "flash_attention_2")
+
+
+# of models that this process has looked at: a sweep plans one model many times
+_packing_reasons: dict[tuple[str, ...], str | None] = {}
+
+
+def why_not_packed(options: BuildOptions, config: PreTrainedConfig) -> str | None:
+    """Return why documents of a packed row would influence each other in this model, or None if nothing shows it."""
+    kernels = options.kernels
+    key = (options.model.model_dump_json(), repr(config), str(kernels.enabled), str(kernels.mixer))
+    if key not in _packing_reasons:
+        _packing_reasons[key] = _find_packing_reason(options, config)
+    return _packing_reasons[key]
+
+
+def _find_packing_reason(options: BuildOptions, config: PreTrainedConfig) -> str | None:
+    if reasons := _carrying_layers(options, config):
+        return _describe_carrying(reasons, config)
+    if options.model.attn_implementation in _SEARCH_POSITIONS or not modality_of(config).facts.packs_exactly:
+        return None
+    try:
+        model = _without_weights(options, config, "per_document")
+    except UserError as problem:  # if it is another fault, building the model that trains finds it, too
+        why = problem.message.rstrip(".")
+        return f"models of type {config.model_type} cannot attend within documents: {why}"
+    prepare_masks(model)
+    return why_not_isolated(model)
+
+
+def _without_weights(options: BuildOptions, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """Return the model on the meta device with kernels of mixers, without what the task adds."""
+    spec = options.model.model_copy(update={"attn_implementation": attention})
+    model = build_model(spec, copy.deepcopy(config), dtype=torch.bfloat16, device="meta", seed=options.seed)
+    if may_carry_state(config) and options.kernels.enabled is not False and options.kernels.mixer:
+        patch(model, rope=False, norm=False, mlp=False, loss="torch")
+    return model
 
 
 def why_not_padding_free(plan: Plan, model: PreTrainedModel) -> str | None:

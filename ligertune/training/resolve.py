@@ -35,8 +35,9 @@ from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
-from ligertune.training.build import preview_model, why_not_packed
+from ligertune.training.build import preview_model
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
+from ligertune.training.checks import why_not_packed
 from ligertune.training.parallel.distributed import launched_with_fsdp
 from ligertune.training.setup import Job
 

@@ -1,11 +1,13 @@
 """QLoRA under FSDP2: two ranks share the bytes of 4-bit weights, and train, resume and export as one process does."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import RECIPE, losses
 from support.models import tiny_models
-from support.quickstart_runs import bare_recipe, plan_run, saves, train, train_ranks
+from support.quickstart_runs import TWO_LAYERS, bare_recipe, plan_run, saves, train, train_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 from ligertune.errors import UserError
@@ -34,8 +36,9 @@ SHARDED = {
     [
         {"model.dtype": "bfloat16"},
         {"model.dtype": "float32", "method.bnb_4bit_quant_type": "fp4", "method.bnb_4bit_use_double_quant": False},
+        {"model.dtype": "bfloat16", "kernels.lora": True, "train.gradient_checkpointing": True},
     ],
-    ids=["nf4", "fp4"],
+    ids=["nf4", "fp4", "fused"],
 )
 def test_two_ranks_train_resume_and_export_as_one_process(changes, tmp_path, ligertune):
     alone = train_ranks(1, tmp_path / "one", **QLORA, **changes)
@@ -66,6 +69,16 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_process(tmp_path):
     again = {"checkpoint.resume_from_checkpoint": tmp_path / "one" / "run" / "checkpoints" / "step-2"}
     found = train_ranks(2, tmp_path / "two", **QLORA, **SHARDED, **again, **{"model.dtype": "float32"})
     assert found == pytest.approx(losses(tmp_path / "one" / "run")[2:], rel=1e-5)
+
+
+def test_fused_adapters_read_the_bytes_that_fsdp_has_gathered(tmp_path):
+    settings = {**QLORA, **TWO_LAYERS, "train.max_steps": 2, "checkpoint.save_strategy": "no", "model.dtype": "float32"}
+    usual = train_ranks(1, tmp_path / "usual", **settings, **{"kernels.lora": False})
+    storage = {"method.bnb_4bit_quant_storage": "float32"}  # four bytes in each element
+    fused = train_ranks(2, tmp_path / "fused", **settings, **SHARDED | storage, **{"kernels.lora": True})
+    assert fused == pytest.approx(usual, rel=1e-5)
+    report = json.loads((tmp_path / "fused" / "run" / "report.json").read_text())
+    assert [row["applied"] for row in report["kernels"] if row["kernel"] == "lora_linear"] == [14]
 
 
 def test_the_plan_shards_the_bytes_and_not_the_scales():
@@ -99,7 +112,6 @@ def test_without_sharding_the_dtype_of_the_bytes_has_no_effect_and_the_plan_says
 def test_what_is_not_sharded_is_refused(tmp_path):
     for changes, words in (
         ({"parallel.strategy": "fsdp"}, "uint8, which"),
-        ({**SHARDED, "kernels.lora": True}, "reads whole 4-bit weights with their scales"),
         ({"parallel.cpu_offload": True}, "are sharded by parallel.strategy: fsdp alone"),
         ({"parallel.strategy": "deepspeed_zero3"}, "Write method.type: lora, or ddp"),
     ):

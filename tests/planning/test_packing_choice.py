@@ -17,7 +17,7 @@ from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.options import RunOptions
 from ligertune.recipe.read import load_recipe
-from ligertune.training.build import why_not_packed
+from ligertune.training.checks import why_not_packed
 
 # Attention of other kinds: ALiBi, no places of documents, sinks, own classes, chunks, an indexer. Other mixers.
 # The others pack. The forward of dbrx and jetmoe fails without weights, so a plan does not see all of it.

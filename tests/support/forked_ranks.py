@@ -11,7 +11,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
 import torch
 
 LIMIT = 180  # seconds that a rank may take
@@ -20,6 +19,8 @@ LIMIT = 180  # seconds that a rank may take
 def on_ranks(world_size: int, function: Callable[[int], Any]) -> list[Any]:
     """Return what `function(rank)` returns on each rank. Raises AssertionError with a failed rank's traceback."""
     if torch.cuda.is_available():
+        import pytest  # scripts/gpu_check imports this module without it
+
         pytest.skip("ranks are forks, which CUDA does not allow")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from ligertune.recipe import Recipe, load_recipe
@@ -10,9 +9,9 @@ from ligertune.report import Report
 from ligertune.run import run
 from ligertune.training.resolve import plan_for
 from ligertune.training.setup import Job
-from support.command_line import RECIPE, losses, overrides, train_command
-from support.command_line import run as run_command
+from support.command_line import RECIPE, losses, overrides
 from support.forked_ranks import on_ranks
+from support.kept_ranks import kept_ranks
 
 SHORT = {
     "data.datasets.0.max_samples": 40,
@@ -73,16 +72,17 @@ def train(folder: Path, **changes: object) -> Report:
 def train_ranks(ranks: int, folder: Path, **changes: object) -> list[float]:
     """Train on one process or on several ranks. Returns the losses.
 
-    On a CPU the ranks are forks of this process, which saves their imports. A process that uses CUDA cannot fork.
+    On a CPU the ranks are forks of this process, which saves their imports. A process that uses CUDA cannot fork, and
+    keeps its ranks for the next run.
     """
     if ranks == 1:
         train(folder, **changes)
     elif torch.cuda.is_available():
         if torch.cuda.device_count() < ranks:
+            import pytest  # scripts/gpu_check trains without it
+
             pytest.skip(f"needs {ranks} GPUs")
-        settings = {**_settings(folder, changes), "parallel.num_processes": ranks}
-        done = run_command(train_command(**settings), cwd=folder.parent)
-        assert done.code == 0, done.err[-3000:]
+        kept_ranks(ranks).train(folder, changes)
     else:
         on_ranks(ranks, lambda rank: train(folder, **changes) and None)
     return losses(folder / "run")

@@ -126,10 +126,13 @@ class _KnownFourBit(NamedTuple):
 def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
     """Return the weight of bitsandbytes' Linear4bit; None for any other layer, and for another format of 4 bits.
 
-    The layer keeps what was read. A table of layers would free none of them: a parameter refers to its layer.
+    Under FSDP2 the weight is one that it has gathered, without the scales, which the layer keeps. The layer keeps what
+    was read. A table of layers would free none of them: a parameter refers to its layer.
     """
     parameter: Any = getattr(layer, "weight", None)
     state = getattr(parameter, "quant_state", None)
+    if state is None and parameter is not None and is_whole(parameter):
+        state = getattr(layer, "quant_state", None)
     if state is None:
         return None
     address = parameter.data_ptr()
@@ -142,7 +145,7 @@ def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
 
 def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:
     """Return the weight as our kernel reads it; None for a format that it does not read."""
-    if state.quant_type not in TABLES or parameter.dtype != torch.uint8:
+    if state.quant_type not in TABLES:
         return None
     if getattr(state, "packing_format_for_cpu", False):
         return None
@@ -151,7 +154,7 @@ def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:
     absmax = state.absmax.view(1, -1)
     empty = absmax.new_empty(1, 0, dtype=torch.float32)
     nf4 = Nf4(
-        packed=parameter.detach().view(1, -1),
+        packed=parameter.detach().view(-1).view(torch.uint8).view(1, -1),
         scales=absmax,
         block_scales=state.state2.absmax.view(1, -1) if state.nested else empty,
         offset=state.offset.view(1) if state.nested else empty,

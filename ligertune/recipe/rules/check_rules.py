@@ -293,8 +293,6 @@ RULES = (
     ),
     Rule("method.bnb_4bit_quant_storage: uint8, method.type: qlora, parallel.strategy: fsdp",
          "{0} is uint8, which {2}: fsdp does not shard. Write {0}: bfloat16, or parallel.strategy: ddp."),
-    Rule("kernels.lora: true, method.type: qlora, parallel.strategy: fsdp",
-         "{0} reads whole 4-bit weights with their scales, and {2} is fsdp, which gathers bytes. Leave {0} out."),
     Rule("parallel.num_processes: not auto|1, parallel.strategy: single",
          "{0} is {v[0]}, and {1} is single, which is one process. Keep one of them."),
     *each(

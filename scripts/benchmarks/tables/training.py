@@ -143,6 +143,24 @@ STEP_TABLES = {
         settings=FULL,
         by_step=True,
     ),
+    "lora_dropout": Table(
+        page="lora_dropout",
+        title="LoRA with dropout on Llama-3.2-1B and on Llama-3-8B's layers",
+        intro="This page compares `kernels.lora` with PEFT's layers, which `kernels.lora: auto` leaves dropout to.",
+        caveats=(
+            "The larger model has 8 of its 32 layers. Adapters are on every linear layer; `lora_dropout` is 0.05.",
+            "The sides drop other elements, so their losses differ. The other kernels run on both.",
+            FULL_ROWS,
+        ),
+        cases=(
+            _of_llama_1b("llama_1b", "full rows", 16, about="Llama-3.2-1B, batch 16"),
+            Case("llama_8b", "8 layers of Llama-3-8B, batch 16", data="full rows", batches=(16,), **LLAMA_8B),
+        ),
+        sides=("no-lora", "with-lora"),
+        settings={**FULL, **ADAPTER, **LORA, "method.lora_dropout": 0.05},
+        steps=15,
+        by_step=True,
+    ),
     "hybrid": Table(
         page="hybrid",
         title="Whole steps, Qwen3.5-4B's layers",

@@ -98,13 +98,15 @@ def test_a_released_weight_is_never_mistaken_for_the_next():
     assert torch.equal(reused.dequantize(), expected)
 
 
-def quantised(device: str, dtype: torch.dtype, *, bias: bool = False, **format_of: object) -> nn.Module:
+def quantised(
+    device: str, dtype: torch.dtype, *, bias: bool = False, features: int = F, **format_of: object
+) -> nn.Module:
     """Return peft's LoRA layer around bitsandbytes' Linear4bit, as QLoRA loads it."""
     import bitsandbytes
     from peft.tuners.lora.bnb import Linear4bit
 
     torch.manual_seed(0)
-    base = bitsandbytes.nn.Linear4bit(E, F, bias=bias, compute_dtype=dtype, **{"quant_type": "nf4", **format_of})
+    base = bitsandbytes.nn.Linear4bit(E, features, bias=bias, compute_dtype=dtype, **{"quant_type": "nf4", **format_of})
     base = base.to(dtype).to(device)
     made = Linear4bit(base, "default", peft.LoraConfig(r=R), r=R, lora_alpha=7).to(device)
     nn.init.normal_(made.lora_B["default"].weight, std=0.3)
@@ -152,12 +154,28 @@ def test_a_quantised_layer_has_pefts_output_and_gradients(
 
 @needs_bitsandbytes
 def test_another_format_of_four_bits_runs_pefts_own_code():
-    fused = quantised("cpu", torch.float32, quant_storage=torch.float32)
-    x = torch.randn(6, E)
-    with torch.no_grad():
-        expected = fused(x)
-        assert fuse_adapters(fused) == 1 and four_bit_weight(fused.base_layer) is None
-        assert torch.equal(fused(x), expected)
+    """bitsandbytes' order of the bytes for CPUs with AVX-512."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
+
+    base = quantised("cpu", torch.float32, features=32).base_layer
+    assert four_bit_weight(base) is not None
+    weight = base.weight
+    weight.data, weight.quant_state = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+    assert four_bit_weight(base) is None
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_bytes_are_read_from_any_dtype_and_the_scales_from_the_layer(storage):
+    """FSDP2 shards the first and drops the second from the weight."""
+    expected = four_bit_weight(quantised("cpu", torch.float32).base_layer).dequantize().clone()
+    base = quantised("cpu", torch.float32, quant_storage=storage).base_layer
+    assert torch.equal(four_bit_weight(base).dequantize(), expected)
+    gathered = base.weight.data.clone()
+    assert gathered.dtype == storage
+    base.weight = nn.Parameter(gathered, requires_grad=False)
+    assert not hasattr(base.weight, "quant_state")
+    assert torch.equal(four_bit_weight(base).dequantize(), expected)
 
 
 @needs_bitsandbytes
