@@ -52,6 +52,9 @@ KERNELS, RANKS = 1e-4, 1e-5
 # Other elements are dropped: by another generator, in rows of another form, on another rank.
 DROPPED = 3e-2
 WITHOUT = {"kernels.enabled": False, "kernels.lora": False, "kernels.recompute": False}
+PADDED = {"data.padding_free": False}
+# auto takes flex_attention in float32, which torch compiles for a minute
+PADDING_FREE = {"data.padding_free": True, "kernels.attention": True}
 
 
 @functools.cache
@@ -95,11 +98,7 @@ def kernels_differ(option: str, folder: Path) -> dict[str, tuple[float, float]]:
     The losses are of one process: with kernels in padded batches, and in padding-free ones.
     """
     settings = settings_of(option, folder)
-    ways = {
-        "without kernels": {**WITHOUT, "data.padding_free": False},
-        "padded": {"data.padding_free": False},
-        "padding-free": {"data.padding_free": True},
-    }
+    ways = {"without kernels": {**WITHOUT, **PADDED}, "padded": PADDED, "padding-free": PADDING_FREE}
     found = {}
     for way, changes in ways.items():
         run = folder / f"{option}, {way}"
@@ -117,7 +116,7 @@ def ranks_differ(
 
     train_two: trains on two ranks, given a folder and changes; by default on ranks that this process keeps.
     """
-    settings = settings_of(option, folder)
+    settings = {**settings_of(option, folder), **PADDING_FREE}
     one = folder / f"{option}, one process"
     if not one.exists():
         train(one, **settings)
