@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ligertune.data.batching.collate import ROWS_MULTIPLE_OF
 from ligertune.data.templates.label_masking import IGNORE_INDEX
-from ligertune.patching.deferred_logits import next_tokens
+from ligertune.patching.deferred_logits import loss_only, next_tokens
 from ligertune.patching.fused_loss import head_loss
 
 # fields of a batch that `answer_fields` and `train_on_chosen_prompts` add
@@ -133,7 +133,7 @@ def answer_log_probs(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the weighted log-probability of each answer (A,) of a batch with FIELDS, without gradients."""
     batch = dict(batch)
     loss = AnswerLogProbs({name: batch.pop(name) for name in FIELDS if name in batch})
-    with torch.no_grad(), head_loss(loss):
+    with torch.no_grad(), loss_only(), head_loss(loss):
         model(**batch, use_cache=False)
     assert loss.sums is not None  # the forward has computed the loss
     return loss.sums.weighted

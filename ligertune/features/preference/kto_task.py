@@ -28,7 +28,6 @@ from ligertune.features.preference.preference_losses import kto_losses
 from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.features.preference.reference import Reference, ReferenceRows, indices_of, rank_batches
 from ligertune.features.task import Measures, Task, examples_in_memory
-from ligertune.patching.deferred_logits import loss_only
 from ligertune.patching.fused_loss import head_loss
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan
@@ -130,7 +129,7 @@ class KtoTask(Task):
         total = torch.zeros((), device=batcher.device)
         was_training = model.training
         model.train(trains and was_training)
-        with torch.no_grad(), loss_only():
+        with torch.no_grad():
             for rows in rank_batches(self._plan, lengths, indices, size=size):
                 batch = batcher(rows)
                 del batch["desirable"]

@@ -31,7 +31,6 @@ from ligertune.features.preference.answers import answer_log_probs
 from ligertune.features.preference.recipe import PreferenceSpec, reference_of
 from ligertune.features.preference.stored_log_probs import StoredLogProbs
 from ligertune.features.task import examples_in_memory
-from ligertune.patching.deferred_logits import loss_only
 from ligertune.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class CopiedReference(AdapterReference):
     def log_probs(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         dtype = torch.float16 if self._autocast == "fp16" else torch.bfloat16
         kind = batch["input_ids"].device.type
-        with torch.autocast(kind, dtype, enabled=self._autocast != "no"), loss_only():
+        with torch.autocast(kind, dtype, enabled=self._autocast != "no"):
             return answer_log_probs(self._model, batch)
 
 
@@ -242,7 +241,7 @@ def precompute(plan: Plan, model: nn.Module, rows: ReferenceRows, say: Say) -> n
     batches = reference_batches(plan, lengths, rows.order)
     # PiSSA and OLoRA subtract the initial adapter from the weights: before training, the model is the one with it.
     base = contextlib.nullcontext() if plan.build.method.init_from_weights else without_adapter(model)
-    with base, without_dropout(model), loss_only():
+    with base, without_dropout(model):
         for number, (chosen, is_new) in enumerate(batches):
             if time.monotonic() - shown > SHOW_EVERY:
                 say(f"computing reference log-probabilities: {number / len(batches):.0%} of {len(lengths):,} examples")

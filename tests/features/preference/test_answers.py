@@ -58,6 +58,17 @@ def test_an_adapter_on_the_head_counts_unless_it_is_switched_off(kernels):
     assert bool(loss_counts(model).fused) == kernels and not loss_counts(model).materialised
 
 
+def test_no_logits_are_made_for_log_probabilities_in_evaluation_mode():
+    """Those of a reference, the model without its adapter: in bfloat16 and float32, 6 bytes per token and id."""
+    model = make("llama").eval()
+    patch(model)
+    batch = padded_batch()
+    seen = []
+    model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits))
+    answer_log_probs(model, {**batch, **answer_fields(batch, 4)})
+    assert seen == [None]
+
+
 def test_chosen_prompts_get_labels_that_do_not_count_as_answers():
     """Of the chosen rows, 0 and 2: all tokens but the first. Rejected rows stay as they are."""
     batch = padded_batch()
