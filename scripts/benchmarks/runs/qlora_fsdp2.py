@@ -154,8 +154,8 @@ def publish(
             "The peer is a plain loop: transformers' model with bitsandbytes' layers, PEFT's adapters and accelerate's "
             "FSDP2 plugin in bf16, with the same weights and rows.",
             f"Losses: the largest relative difference of the first {COMPARED} from those of one GPU. The bf16 "
-            "policy of accelerate's plugin rounds the peer's adapters in the forward, its gradients between GPUs and its "
-            "loss to bfloat16.",
+            "policy of accelerate's plugin rounds the peer's adapters in the forward, its gradients between GPUs and "
+            "its loss to bfloat16.",
             "Peaks are per GPU, the largest of both; those of the steps do not include loading.",
         ],
         columns=[["label", "side", ""], ["where", "GPUs", ""], ["tokens_per_second", "tokens/s of all GPUs", ",.0f"],
