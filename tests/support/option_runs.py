@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from support.command_line import RECIPE, losses
 from support.data.row_files import write_rows
 from support.kept_ranks import kept_ranks
@@ -60,7 +62,6 @@ PADDING_FREE = {"data.padding_free": True, "kernels.attention": True}
 @functools.cache
 def inputs(folder: Path) -> dict[str, object]:
     """Write a Llama of two layers with heads of 64 columns, and rows; return the settings of all runs."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = folder / "model"
@@ -157,6 +158,9 @@ def main() -> int:
     names = [name for name in OPTIONS if options.match in name][first::count]
     good = True
     if options.part == "ranks":
+        if torch.cuda.device_count() == 1:
+            print("FAILED two ranks need two GPUs, and there is one")
+            return 1
         kept_ranks(2).start()  # while this process imports and trains
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

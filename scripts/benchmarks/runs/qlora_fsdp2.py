@@ -48,6 +48,7 @@ def main() -> int:
     options = parse()
     if options.line:
         return measure(options, options.line)
+    rows_of(options)  # ranks would write the same file at once
     points, left_out = [], []
     for side in options.sides.split(","):
         found, reason = processes.run(
@@ -152,8 +153,9 @@ def publish(
             f"Each side ran once, in new processes: {STEPS} timed steps after {WARMUP} of warm-up.",
             "The peer is a plain loop: transformers' model with bitsandbytes' layers, PEFT's adapters and accelerate's "
             "FSDP2 plugin in bf16, with the same weights and rows.",
-            f"Losses: the largest relative difference of the first {COMPARED} from those of one GPU. The peer rounds "
-            "adapters to bfloat16 in the forward.",
+            f"Losses: the largest relative difference of the first {COMPARED} from those of one GPU. The bf16 "
+            "policy of accelerate's plugin rounds the peer's adapters in the forward, its gradients between GPUs and "
+            "its loss to bfloat16.",
             "Peaks are per GPU, the largest of both; those of the steps do not include loading.",
         ],
         columns=[["label", "side", ""], ["where", "GPUs", ""], ["tokens_per_second", "tokens/s of all GPUs", ",.0f"],
@@ -169,11 +171,20 @@ def publish(
 # ---- one side
 
 
+def source_of(options: argparse.Namespace) -> inputs.Inputs:
+    return inputs.Inputs(options.corpus, options.out, options.small)
+
+
+def rows_of(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Return the data set of all steps; write its rows if they are missing."""
+    rows = (WARMUP + STEPS) * 2 * options.rows
+    return inputs.full_rows(source_of(options), options.length, rows)
+
+
 def recipe_of(options: argparse.Namespace, side: str) -> Path:
     """Write the recipe of a side. The peer's loop takes model and rows from it."""
-    source = inputs.Inputs(options.corpus, options.out, options.small)
+    source = source_of(options)
     _, count, fused = SIDES[side]
-    rows = (WARMUP + STEPS) * 2 * options.rows
     sharded = {"parallel.strategy": "fsdp", "method.bnb_4bit_quant_storage": "bfloat16"} if count == 2 else {}
     settings = {
         **inputs.model_settings(source, MODEL, layers=options.layers),
@@ -183,7 +194,7 @@ def recipe_of(options: argparse.Namespace, side: str) -> Path:
         "method.lora_dropout": 0.0,
         "method.lora_target_modules": "all-linear",
         "kernels.lora": fused,
-        "data.datasets": inputs.full_rows(source, options.length, rows),
+        "data.datasets": rows_of(options),
         "data.packing": False,
         "data.train_on": "all",
         "data.max_length": options.length,
