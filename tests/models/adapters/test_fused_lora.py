@@ -294,6 +294,13 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
     assert sum(isinstance(module, FusedLora) for module in model.modules()) == (35 if value else 0)
 
 
+QLORA_UNDER_FSDP2 = {
+    "method.type": "qlora",
+    "method.bnb_4bit_quant_storage": "bfloat16",
+    "parallel.strategy": "fsdp",
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "arch", "processes", "fused"),
     [
@@ -304,6 +311,8 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
         ({"parallel.strategy": "deepspeed_zero2"}, "sm90", 2, False),
         ({"parallel.cp_size": 2, "parallel.strategy": "fsdp"}, "sm90", 2, False),
         ({"method.type": "qlora"}, "sm90", 2, False),
+        (QLORA_UNDER_FSDP2, "sm90", 2, True),
+        (QLORA_UNDER_FSDP2, "sm80", 2, False),
         ({}, "sm80", 1, False),
         ({"train.torch_compile": True}, "sm90", 1, False),
         ({"method.type": "full"}, "sm90", 1, False),
