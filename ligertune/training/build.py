@@ -35,6 +35,7 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
+from ligertune.models.quantised_bases.stored_sizes import with_stored_sizes
 from ligertune.models.read_config import RECURRENT_LAYERS, may_carry_state, read_config, truncate, unknown_layers
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
@@ -96,6 +97,7 @@ def preview_model(
     for step in STEPS:
         model = step.preview(model, preview)
     shape = read_shape(model) if feature.shape is None else feature.shape(model)
+    shape = with_stored_sizes(shape, options.model, original)
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
     return BuiltModel(
