@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ligertune.errors import UserError
+from ligertune.any_types import AnyModule
 from ligertune.models.quantised_bases.base_formats import PackedLayout, layout_of
 from ligertune.models.quantised_bases.packed_linear import PackedLinear
 
@@ -39,6 +41,14 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# parts without which a layer has no weight
+NEEDED = {
+    "gptq": ("qweight", "qzeros", "scales"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "hqq": ("W_q", "scale", "zero"),
+    "compressed-tensors": ("weight_scale",),
+}
+PADDING_BITS = 0.5  # of words that are not full, per weight: layers of less than 64 columns may have more
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ StoredLayers = dict[str, dict[str, StoredPart]]  # name of a layer in the checkp
 
 
 def stored_layers(files: list[Path], layout: PackedLayout) -> StoredLayers:
-    """Return the packed layers of safetensors files with their parts, from the headers alone."""
+    """Return the packed layers of safetensors files with their parts, from the headers. Raises ValueError."""
     found: StoredLayers = defaultdict(dict)
     for file in files:
         for name, values in _header_of(file).items():
@@ -67,10 +77,7 @@ def stored_layers(files: list[Path], layout: PackedLayout) -> StoredLayers:
 
 def _header_of(file: Path) -> Mapping[str, Any]:
     if file.suffix != ".safetensors":
-        raise UserError(
-            f"{file} is no safetensors file, and packed weights are read from those only.",
-            hint="Convert it to model.safetensors.",
-        )
+        raise ValueError(f"{file.name} is no safetensors file, and packed weights are read from those only")
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -123,42 +130,69 @@ class PackedQuantizer(HfQuantizer):
 
 
 def replace_layers(model: PreTrainedModel, stored: StoredLayers, settings: PackedConfig) -> None:
-    """Replace the linear layers that a checkpoint stores packed. Raises UserError for packed weights of other modules.
+    """Replace the linear layers that a checkpoint stores packed. Layers and parts are on the meta device.
 
-    Layers and parts are on the meta device. Raises UserError for a layout that is not read.
+    Raises ValueError for layers that are not read.
     """
-    names = packed_names(model, stored)
+    names = packed_names(model, stored, settings.layout)
     with torch.device("meta"):
         for stored_name, name in names.items():
             linear: Any = model.get_submodule(name)
-            model.set_submodule(name, _packed_layer(linear, stored[stored_name], settings, name))
+            model.set_submodule(name, _packed_layer(linear, stored[stored_name], settings))
 
 
-def packed_names(model: PreTrainedModel, stored: StoredLayers) -> dict[str, str]:
-    """Return name in the checkpoint -> name in the model, of packed layers. Raises UserError for other modules."""
-    modules = dict(model.named_modules())
-    prefix = f"{model.base_model_prefix}."
+def packed_names(model: PreTrainedModel, stored: StoredLayers, layout: PackedLayout) -> dict[str, str]:
+    """Return name in the checkpoint -> name in the model, of packed layers.
+
+    Raises ValueError for packed weights that are not those of a linear layer, and for parts that do not fit it.
+    """
+    transforms = get_model_conversion_mapping(model)
+    expected = model.state_dict()
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
     found = {}
-    for stored_name in stored:
-        candidates = (stored_name, f"{prefix}{stored_name}", stored_name.removeprefix(prefix))
-        name = next((one for one in candidates if isinstance(modules.get(one), nn.Linear)), None)
-        if name is None:
-            raise UserError(
-                f"{stored_name} is packed in the checkpoint, and no linear layer of {type(model).__name__}: packed"
-                " experts and embeddings are not read.",
-                hint="Give the checkpoint in 16 bits.",
+    for stored_name, parts in stored.items():
+        weight = f"{stored_name}.weight"
+        renamed, _ = rename_source_key(weight, renamings, converters, model.base_model_prefix, expected)
+        name = renamed.removesuffix(".weight")
+        linear = model.get_submodule(name) if renamed in expected and renamed.endswith(".weight") else None
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(
+                f"{stored_name} is packed, and no linear layer of {type(model).__name__}; packed experts and embeddings"
+                " are not read"
             )
+        _check_parts(stored_name, parts, linear, layout)
         found[stored_name] = name
     return found
 
 
-def _packed_layer(linear: nn.Linear, parts: dict[str, StoredPart], settings: PackedConfig, name: str) -> PackedLinear:
+def _check_parts(name: str, parts: dict[str, StoredPart], linear: nn.Linear, layout: PackedLayout) -> None:
+    """Raise ValueError unless a layer has all parts, in sizes that fit it."""
+    needed = NEEDED[layout.method]
+    missing = [part for part in needed if part not in parts]
+    if layout.method == "compressed-tensors" and not {"weight", "weight_packed"} & set(parts):
+        missing.append("weight")
+    if missing:
+        raise ValueError(f"{name} lacks {', '.join(missing)}")
+    unknown = next((part.dtype for part in parts.values() if part.dtype not in DTYPES), None)
+    if unknown is not None:
+        raise ValueError(f"{name} has a tensor of dtype {unknown}, which is not read")
+    values = next((parts[part] for part in ("qweight", "W_q", "weight_packed") if part in parts), None)
+    if values is None:  # one byte for each weight
+        return
+    weights = linear.in_features * linear.out_features
+    bits = 8 * values.n_bytes / weights
+    if not layout.bits <= bits < layout.bits + PADDING_BITS:
+        raise ValueError(
+            f"{name} has {weights:,} weights in {values.n_bytes:,} bytes, which is not {layout.bits} bits each"
+        )
+
+
+def _packed_layer(linear: nn.Linear, parts: dict[str, StoredPart], settings: PackedConfig) -> PackedLinear:
     layer = PackedLinear(linear.out_features, linear.in_features, linear.bias, settings.layout, settings.dtype)
     for part, stored in parts.items():
         if part == "bias":
             continue
-        if stored.dtype not in DTYPES:
-            raise UserError(f"{name}.{part} is stored as {stored.dtype}, which is not read.")
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
         layer.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
     return layer
@@ -175,7 +209,7 @@ def finish_loading(model: PreTrainedModel) -> None:
             model.set_submodule(name, module.dense())
 
 
-def make_dense(model: PreTrainedModel) -> PreTrainedModel:
+def make_dense(model: AnyModule) -> AnyModule:
     """Replace packed layers by linear ones in the dtype of the model, one at a time; return the model."""
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
