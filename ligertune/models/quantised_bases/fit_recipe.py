@@ -7,6 +7,7 @@ is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -167,8 +168,9 @@ def _as_bitsandbytes(recipe: Recipe, found: BaseFormat, settings: Mapping[str, A
     try:
         recipe_of(recipe, written)
     except UserError as problem:
+        why = re.sub(r"--set \S+: ", "", problem.message)  # of the overrides above
         raise UserError(
-            f"{name} is quantised already ({found.title}), which trains as method with {shown}: {problem.message}",
+            f"{name} is quantised already ({found.title}), which trains as method with {shown}: {why}",
             hint=problem.hint,
         ) from None
     changed = recipe.model_copy(update={"method": method.model_copy(update=changes)})
