@@ -169,7 +169,8 @@ def _loading_options(
 ) -> dict[str, Any]:
     """Return the keywords of `from_pretrained` that decide on attention, quantisation and place."""
     options = _attention(spec.attn_implementation, config)
-    if quantization is not None and getattr(config, "quantization_config", None) is None:  # else the file's
+    stays = spec.init != "random" and getattr(config, "quantization_config", None) is not None  # as in the files
+    if quantization is not None and not stays:
         options["quantization_config"] = quantization
     if device.type == "cuda" or quantization is not None:
         options["device_map"] = {"": device}  # tensors go to the device one by one: no copy in host memory
@@ -183,8 +184,8 @@ def _stored_format(
     found = check_base(name, config, origin)
     if stored_as is not None and found is not None and found.training != "bitsandbytes":
         raise origin.error(
-            f"the weights of {name} are quantised already ({found.title}), and method quantises weights in 16 or 32"
-            " bits.",
+            f"the weights of {name} are quantised already ({quantization_of(config)}), and method quantises weights in"
+            " 16 or 32 bits.",
             hint="Write method.type: lora without load_in_8bit, or give the checkpoint in bfloat16.",
         )
     return found
