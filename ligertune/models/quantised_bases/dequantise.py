@@ -55,8 +55,9 @@ def affine(
         grouped = values
         zero = zero.to(dtype)[:, index] if isinstance(zero, Tensor) else zero
         scale = scale[:, index]
-    weight = torch.empty(grouped.shape, dtype=dtype, device=values.device)
-    torch.mul(grouped.to(dtype) - zero, scale, out=weight)
+    weight = grouped.to(dtype, copy=True)
+    # in place; with a scale of another 16-bit dtype the product is in float32, and rounded once
+    weight.sub_(zero).mul_(scale)
     return weight.view(outputs, inputs)
 
 
@@ -92,10 +93,10 @@ def hqq_weight(parts: Parts, shape: Shape, dtype: torch.dtype, *, bits: int, axi
     """
     shifts = range(8 - bits, -1, -bits)
     values = torch.cat([(parts["W_q"] >> shift) & (2**bits - 1) for shift in shifts])
-    scale = parts["scale"].float()
-    zero = parts["zero"].float()
+    scale = parts["scale"]
     rows = scale.numel() if axis == 1 else shape[0] * shape[1] // scale.numel()  # packing may have added rows
-    return ((values[:rows].float() - zero) * scale).to(dtype).view(shape)
+    # its zero points are no integers
+    return values[:rows].float().sub_(parts["zero"].float()).mul_(scale.float()).to(dtype).view(shape)
 
 
 def compressed_weight(parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
