@@ -94,7 +94,7 @@ def _plain_config(folder):
 def test_products_under_autocast_are_those_of_the_dense_layer(tmp_path):
     write_packed(tmp_path / "base", PACKINGS["gptq_uneven"])
     layer = packed_model(tmp_path / "base", torch.bfloat16).model.layers[0].mlp.down_proj
-    x = torch.randn(3, 5, 176, requires_grad=True)
+    x = torch.randn(3, 5, 192, requires_grad=True)
     dy = torch.randn(3, 5, 64)
     results = []
     for one in (layer, layer.dense()):
@@ -224,7 +224,7 @@ def test_a_layer_without_all_parts_is_refused_before_training(tmp_path):
 
 def test_bits_that_the_tensors_do_not_have_are_refused(tmp_path):
     write_packed(tmp_path / "base", PACKINGS["gptq"], bits=8)
-    with pytest.raises(UserError, match=r"11,264 weights in 5,632 bytes, which is not 8 bits each"):
+    with pytest.raises(UserError, match=r"12,288 weights in 6,144 bytes, which is not 8 bits each"):
         plan_on(tmp_path)
 
 

@@ -24,6 +24,7 @@ from ligertune.planning.options import MethodOptions, ModelOptions
 pytestmark = pytest.mark.gpu
 
 STEPS = 2
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RELATIVE = 1e-2  # of the loss: sums in bfloat16
 
 
@@ -38,7 +39,7 @@ def write_dense(folder: Path, base: Path, truth: dict[str, Tensor]) -> None:
 
 def adapted_by_peft(model: nn.Module) -> nn.Module:
     """Return PEFT's LoRA on all linear layers, with its own code."""
-    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=LAYERS, task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return peft.get_peft_model(model, config)
@@ -118,7 +119,7 @@ def test_a_weight_is_what_hqq_dequantises_on_the_gpu(bits, tmp_path):
     spec = ModelOptions(model_name_or_path=str(tmp_path / "base"))
     layer = build_model(spec, read_config(spec), dtype=torch.float32, device="cuda", seed=0).model.layers[0].mlp.up_proj
     parts = layer.parts()
-    meta = {"nbits": bits, "group_size": 16, "shape": torch.Size((176, 64)), "axis": 1, "packing": f"{bits}bit_u8"}
+    meta = {"nbits": bits, "group_size": 16, "shape": torch.Size((192, 64)), "axis": 1, "packing": f"{bits}bit_u8"}
     meta |= {"unpack_view_dtype": torch.uint8, "view_as_float": False}
     meta |= {"scale": parts["scale"].float(), "zero": parts["zero"].float(), "compute_dtype": torch.float32}
     expected = hqq.Quantizer.dequantize(parts["W_q"], meta)
@@ -129,9 +130,9 @@ def test_a_weight_is_what_hqq_dequantises_on_the_gpu(bits, tmp_path):
 def test_two_steps_have_the_losses_of_gptqmodel(name, tmp_path):
     """The package's own layers under PEFT, in its kernel that trains."""
     pytest.importorskip("gptqmodel")
-    write_packed(tmp_path / "base", Packing(name, group_size=16))
+    write_packed(tmp_path / "base", Packing(name, group_size=32))
     config = LlamaConfig.from_pretrained(tmp_path / "base")
-    config.quantization_config["backend"] = "auto_trainable"
+    config.quantization_config["backend"] = "torch" if name == "gptq" else "torch_awq"
     plain = AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", config=config, dtype=torch.float16, device_map={"": "cuda"}
     )

@@ -115,12 +115,14 @@ class PackedLinear(nn.Linear):
         return 1 if scale is None or scale.ndim < 2 else scale.shape[1]
 
     def _uneven_groups(self) -> Tensor | None:
-        """Return the group of each column where groups do not divide the columns; None if they do."""
+        """Return the group of each column where the last group is smaller than the others; None if all are equal."""
         groups = self._groups()
-        if self.in_features % groups == 0:
+        size = self.layout.group_size
+        is_cut = groups > 1 and size > 0 and -(-self.in_features // size) == groups and self.in_features % size != 0
+        if not is_cut and self.in_features % groups == 0:
             return None
         device = self.get_parameter(f"{PREFIX}{self.sealed[0]}").device
-        return group_index(self.in_features, groups, self.layout.group_size).to(device)
+        return group_index(self.in_features, groups, size if is_cut else 0).to(device)
 
     def _is_in_order(self, index: Tensor) -> bool:
         """Return whether columns are in the order of equal groups; llm-compressor writes -1 where it has no order."""

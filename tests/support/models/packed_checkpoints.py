@@ -18,7 +18,7 @@ from torch import Tensor
 
 from support.models.base_checkpoints import QUICKSTART
 
-WIDTH = 176  # of the MLP: the quickstart's 172, with rows of zeros, so that 8 values fill a word
+WIDTH = 192  # of the MLP: the quickstart's 172, with rows of zeros, so that values fill words and groups
 DEPTH = 2
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -42,8 +42,9 @@ PACKINGS = {
     "gptq_2bit": Packing("gptq", bits=2),
     "gptq_8bit": Packing("gptq", bits=8, symmetric=True),
     "gptq_v2_act_order": Packing("gptq", act_order=True, stored="gptq_v2"),
-    "gptq_uneven": Packing("gptq", group_size=32),  # 176 columns: the last group is half as wide
+    "gptq_uneven": Packing("gptq", group_size=128),  # 192 columns: the last group is half as wide
     "awq": Packing("awq"),
+    "awq_cut": Packing("awq", group_size=80),  # 192 columns are groups of 80, 80 and 32
     "hqq": Packing("hqq"),
     "hqq_8bit": Packing("hqq", bits=8),
     "hqq_2bit_columns": Packing("hqq", bits=2, axis=0),
@@ -55,7 +56,7 @@ PACKINGS = {
 
 
 def small_llama() -> dict[str, Tensor]:
-    """Return the weights of the quickstart's model in float32: 2 layers, an MLP of 176."""
+    """Return the weights of the quickstart's model in float32: 2 layers, an MLP of 192."""
     found = {}
     for name, weight in load_file(QUICKSTART / "model.safetensors").items():
         if ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) >= DEPTH:
