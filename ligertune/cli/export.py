@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligertune.cli.options import Json, TrustRemoteCode
+from ligertune.cli.options import ExportCheckpoint, ExportDtype, Json, TrustRemoteCode
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
 from ligertune.progress import importing
@@ -24,9 +24,8 @@ def export(
         Path | None, typer.Option("--out", help="Folder to write. Default: RUN/exported.", show_default=False)
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter without merging it.")] = False,
-    checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="Export a checkpoint: step-200 or newest, for example.")
-    ] = None,
+    checkpoint: ExportCheckpoint = None,
+    dtype: ExportDtype = None,
     push: Annotated[
         str | None,
         typer.Option("--push", metavar="USER/NAME", help="Upload to this repository on the hub.", show_default=False),
@@ -65,7 +64,7 @@ def export(
             check_repository(push)
         plan = plan_export(
             run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, dtype=dtype,
         )  # fmt: skip
     done: dict[str, Any] = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     _write(plan, dry_run=dry_run)

@@ -45,6 +45,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print a JSON report to stdou
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Read it first.")
 ]
+ExportCheckpoint = Annotated[
+    str | None, typer.Option("--checkpoint", help="Export a checkpoint: step-200 or newest, for example.")
+]
+ExportDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Write weights as bfloat16, float16 or float32, dequantised. Default: as they were trained.",
+        show_default=False,
+    ),
+]
 
 # ---- what features add
 

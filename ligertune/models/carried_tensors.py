@@ -122,7 +122,7 @@ def _unloaded(names: Collection[str], model: PreTrainedModel) -> Iterator[str]:
 
 def _describes_a_weight(name: str, model: nn.Module) -> bool:
     """Return whether a tensor of a quantised checkpoint belongs to a loaded layer: its scales, packed weights, ..."""
-    path = name.rpartition(".")[0]
+    path = re.sub(r"(\.weight)?\.[^.]+$|\.weight\.quant_state\..*", "", name)  # bitsandbytes stores weight.absmax
     modules = dict(model.named_modules())
     parents = (path, f"{model.base_model_prefix}.{path}", re.sub(r"\.experts\.\d+\..*", ".experts", path))
     return any(any(True for _ in modules[path].parameters(recurse=False)) for path in parents if path in modules)

@@ -38,6 +38,10 @@ from ligertune.models.added_tokens import grow, needed_rows
 from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.mixers.decays import decays_read_as_float32, make_decays_float32
+from ligertune.models.quantised_bases.base_formats import BaseFormat, is_packed
+from ligertune.models.quantised_bases.fit_recipe import check_base
+from ligertune.models.quantised_bases.load_packed import PackedConfig
+from ligertune.models.quantised_bases.stored_weights import compute_in, dequantised_model, stored_quantization
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores, is_outside_backbone
 from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 
@@ -104,8 +108,7 @@ def _build(
         # transformers' quantizers import bitsandbytes, which takes seconds
         from ligertune.models.experts import four_bit_experts
     is_random = spec.init == "random"
-    if stored_as is not None and not is_random:
-        _refuse_float8(spec.model_name_or_path, config, origin)
+    found = None if is_random else _stored_format(spec.model_name_or_path, config, stored_as, origin)
     if device.type == "meta" or (is_random and four_bits is None):
         # Same seed and device: same weights. The global random state is restored.
         with _seeded(seed, device), device:
@@ -115,14 +118,7 @@ def _build(
         return model
     with torch.device("meta"):  # building changes a configuration
         skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
-    quantization = None
-    if four_bits is not None:
-        quant_type, double_quant = four_bits
-        quantization = four_bit_experts.four_bit_config(
-            skeleton, dtype, quant_type=quant_type, double_quant=double_quant, storage=storage
-        )
-    elif stored_as == "int8":
-        quantization = BitsAndBytesConfig(load_in_8bit=True)
+    quantization = stored_quantization(found, config, dtype) or _new_quantization(stored_as, skeleton, dtype, storage)
     options = _loading_options(spec, config, device, quantization)
     if is_random:
         with quiet_reports():  # of buffers that no weight initialises
@@ -132,9 +128,23 @@ def _build(
         four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
     with _seeded(seed, device):  # a score head that the checkpoint does not have
         model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
+    compute_in(model, dtype)
     if "device_map" in options:
         return _never_packed(model)
     return model.to(device)  # type: ignore[arg-type]  # transformers wraps `to`, and the wrapper has other types
+
+
+def _new_quantization(stored_as: StoredAs | None, skeleton: PreTrainedModel, dtype: torch.dtype, storage: str) -> Any:
+    """Return the quantisation of weights in 16 or 32 bits while they are loaded; None: they stay as they are."""
+    if stored_as == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    four_bits = four_bit_format(stored_as)
+    if four_bits is None:
+        return None
+    from ligertune.models.experts.four_bit_experts import four_bit_config
+
+    quant_type, double_quant = four_bits
+    return four_bit_config(skeleton, dtype, quant_type=quant_type, double_quant=double_quant, storage=storage)
 
 
 def _never_packed(model: PreTrainedModel) -> PreTrainedModel:
@@ -155,25 +165,30 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _loading_options(
-    spec: ModelOptions, config: PreTrainedConfig, device: torch.device, quantization: BitsAndBytesConfig | None
+    spec: ModelOptions, config: PreTrainedConfig, device: torch.device, quantization: Any
 ) -> dict[str, Any]:
     """Return the keywords of `from_pretrained` that decide on attention, quantisation and place."""
     options = _attention(spec.attn_implementation, config)
-    if quantization is not None:
+    stays = spec.init != "random" and getattr(config, "quantization_config", None) is not None  # as in the files
+    if quantization is not None and not stays:
         options["quantization_config"] = quantization
     if device.type == "cuda" or quantization is not None:
         options["device_map"] = {"": device}  # tensors go to the device one by one: no copy in host memory
     return options
 
 
-def _refuse_float8(name: str, config: PreTrainedConfig, origin: ModelOrigin) -> None:
-    """Raise UserError for weights that would be quantised twice."""
-    if quantization_of(config) == "fp8":
+def _stored_format(
+    name: str, config: PreTrainedConfig, stored_as: StoredAs | None, origin: ModelOrigin
+) -> BaseFormat | None:
+    """Return the format of a quantised checkpoint. Raises UserError for weights that would be quantised twice."""
+    found = check_base(name, config, origin)
+    if stored_as is not None and found is not None and found.training != "bitsandbytes":
         raise origin.error(
-            f"the weights of {name} are quantised already (fp8), and method quantises weights in 16 or 32 bits.",
-            hint="Write method.type: lora without load_in_8bit, which dequantises them to model.dtype, or give the"
-            " checkpoint in bfloat16.",
+            f"the weights of {name} are quantised already ({quantization_of(config)}), and method quantises weights in"
+            " 16 or 32 bits.",
+            hint="Write method.type: lora without load_in_8bit, or give the checkpoint in bfloat16.",
         )
+    return found
 
 
 def _new_model(
@@ -235,10 +250,10 @@ def whole_model(
     """
     named = trained_in or (spec.dtype if spec.dtype in ("bfloat16", "float32") else None)
     dtype = getattr(torch, named) if named else stored_dtype(config)
-    quantised = stored_as is not None
+    quantised = stored_as is not None or (spec.init != "random" and is_packed(config))
     device = torch.device("cuda" if torch.cuda.is_available() and quantised else "cpu")
     model = build_model(spec, config, dtype=dtype, device=device, seed=0, stored_as=stored_as, origin=origin)
-    return model.dequantize() if quantised else model
+    return dequantised_model(model)
 
 
 def carried_by(
@@ -283,7 +298,8 @@ def _pretrained_model(
                 GenerationConfig.from_dict(settings)
             check_token_ids(settings, generation, origin)
         shapes = stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))
-        if getattr(config, "quantization_config", None) is None:  # it stores several weights in one element
+        stores_several = isinstance(options.get("quantization_config"), PackedConfig)  # weights in one element
+        if getattr(config, "quantization_config", None) is None and not stores_several:
             check_amount(name, skeleton, shapes, origin)
     hint = "A folder needs model.safetensors; for random weights write model.init: random."
     try:

@@ -332,10 +332,36 @@ def read_saved_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrained
     return read_tokenizer(saved_spec(str(folder), trust_remote_code=trust_remote_code), SAVED_MODEL)
 
 
+def in_dtype(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Convert a model's weights to a dtype. Raises UserError for numbers that are too large for it."""
+    model = model.to(getattr(torch, name))
+    for key, parameter in model.named_parameters():
+        if name == "float16" and not bool(parameter.isfinite().all()):
+            raise UserError(
+                f"--dtype: {key} has numbers above 65,504, the largest of float16.", hint="Write --dtype bfloat16."
+            )
+    return model
+
+
+def read_whole_model(
+    folder: Path, dtype: str, *, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[ModelOptions, CarriedTensors] | None]:
+    """Load a saved model with dense weights in a dtype, and its tokenizer; the rest as of `merge_saved_adapter`."""
+    spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
+    config = read_saved_config(str(folder), spec)
+    tokenizer = read_tokenizer(spec, SAVED_MODEL)
+    original = copy.deepcopy(config)
+    model = in_dtype(whole_model(spec, config, trained_in=dtype, origin=SAVED_MODEL), dtype)
+    carried = carried_by(spec, original, origin=SAVED_MODEL)
+    return model, tokenizer, None if carried is None else (spec, carried)
+
+
 def merge_saved_adapter(
-    folder: Path, base: TrainedBase | None, *, trust_remote_code: bool
+    folder: Path, base: TrainedBase | None, *, trust_remote_code: bool, dtype: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[ModelOptions, CarriedTensors] | None]:
     """Load the adapter in `folder` merged into its base model as it was trained, and its tokenizer. Raises UserError.
+
+    dtype: of the merged weights; None: that of training.
 
     Also return what `write_model` needs to write the base's tensors that its class does not load.
     """
@@ -348,9 +374,12 @@ def merge_saved_adapter(
     original = copy.deepcopy(config)
     check_same_base(spec, base)
     model = base_as_trained(spec, config, base)
+    if dtype == "float32":  # the sum is not rounded
+        model = model.float()
     adapted = load_adapter(model, str(folder), SAVED_MODEL)
     with loading(SAVED_MODEL, f"the adapter in {folder} cannot be merged"):  # some kinds of LoRA change with the prompt
         merged = merged_model(adapted)
+    merged = merged if dtype is None else in_dtype(merged, dtype)
     carried = carried_by(spec, original, rows=embedding_rows(merged), origin=SAVED_MODEL)
     return merged, tokenizer, None if carried is None else (spec, carried)
 

@@ -291,6 +291,8 @@ def _dense_bytes(recipe: Recipe, shape: ModelShape, experts: ExpertsShape | None
     # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
     four_bit = (k.elements for k, _ in shape.parameters if k.quantised(method.type) and not k.experts)
     found += itemsize * max(four_bit, default=0)
+    # The values of a packed weight in 8 bits, their products with the scales in float32 (HQQ), and the weight itself.
+    found += (5 + itemsize) * max((k.elements for k, _ in shape.parameters if k.stored_size), default=0)
     if method.use_dora:  # PEFT's norm of a weight: the product of B and A, its transpose, and the sum
         linear = (k.elements for k, _ in shape.parameters if k.linear and k.inside and not k.adapter)
         found += 3 * itemsize * max(linear, default=0)

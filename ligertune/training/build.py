@@ -32,6 +32,7 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
+from ligertune.models.quantised_bases.stored_sizes import check_packed_layers, with_stored_sizes
 from ligertune.models.read_config import read_config, truncate
 from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
@@ -85,12 +86,14 @@ def preview_model(
     original = copy.deepcopy(config)  # building a model changes it
     model: AnyModule
     model, kernels = _load_and_patch(options, config, implementation, dtype=torch.bfloat16, device="meta")
+    check_packed_layers(model, options.model, original, options.method)
     carried = find_carried(options.model, original, model)
     implementation = model.config._attn_implementation
     preview = ModelPreview(options, list(kernels), list(head_notes))
     for step in STEPS:
         model = step.preview(model, preview)
     shape = read_shape(model) if feature.shape is None else feature.shape(model)
+    shape = with_stored_sizes(shape, options.model, original)
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
     return BuiltModel(

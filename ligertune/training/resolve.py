@@ -22,6 +22,7 @@ from ligertune.hardware import (
 )
 from ligertune.models.added_tokens import trained_tokens
 from ligertune.models.load_tokenizer import LoadedTokenizer, check_vocabulary, load_tokenizer
+from ligertune.models.quantised_bases.fit_recipe import fit_to_base
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
 from ligertune.planning.batch_layout import choose_packing
@@ -82,9 +83,10 @@ def resolve(
     plan for FSDP, whatever fits.
     """
     feature = feature_of(recipe.task)
-    written = RunOptions.of(recipe)
     config = read_config(recipe.model)
     check_task(config, recipe.task)
+    recipe, base_notes = fit_to_base(recipe, config)
+    written = RunOptions.of(recipe)
     modality = modality_of(config)
     shares_rows = recipe.data.packing is not False or recipe.data.padding_free is not False
     why = None
@@ -129,8 +131,8 @@ def resolve(
         teacher=teacher,
         largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
     )
-    notes = (*recipe.notices, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes, *data_notes)
-    plan = _planned(complete, inputs, layout, data, notes=(*notes, *hub_notes()))
+    notes = (*recipe.notices, *base_notes, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
+    plan = _planned(complete, inputs, layout, data, notes=(*notes, *data_notes, *hub_notes()))
     return Job(plan, config, tokenizer, data, reader)
 
 

@@ -36,6 +36,7 @@ from ligertune.models.adapters.token_rows import (
     train_in_float32,
     trained_layers,
 )
+from ligertune.models.quantised_bases.load_packed import make_dense
 from ligertune.models.score_head import SEQ_CLS, gives_scores
 from ligertune.patching.experts.expert_lora import merge_parameters, split_adapters
 from ligertune.patching.lora.fused_lora import move_loss_heads
@@ -137,6 +138,7 @@ def merged_model(adapted: AnyModule) -> PreTrainedModel:
     A weight that an adapted layer shares with others, such as a tied embedding, becomes its own. Raises UserError if
     the class ties it again.
     """
+    make_dense(adapted)
     is_untied = _untie(adapted)
     merge_parameters(adapted)
     with warnings.catch_warnings():

@@ -143,6 +143,14 @@ def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
     return known.weight
 
 
+def packed_weight(layer: nn.Module) -> Any:
+    """Return what computes a layer's frozen weight, with `dequantize` and `dtype`; None for a layer with a dense one.
+
+    That is the weight of bitsandbytes' Linear4bit, or a layer that dequantises its own.
+    """
+    return layer if isinstance(layer, nn.Linear) and hasattr(layer, "dequantize") else four_bit_weight(layer)
+
+
 def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:
     """Return the weight as our kernel reads it; None for a format that it does not read."""
     if state.quant_type not in TABLES:
@@ -229,7 +237,7 @@ class FusedLora(ModulePatch):
         return super().forward(x)
 
     def gives_new_output(self: LoraLayer, x: Tensor) -> bool:
-        return _is_plain(self, x, four_bit_weight(self.base_layer))
+        return _is_plain(self, x, packed_weight(self.base_layer))
 
 
 class LoraLossHead(LossHead):
@@ -294,7 +302,7 @@ def _may_drop(layer: LoraLayer) -> bool:
 def _terms_of(layer: LoraLayer, x: Tensor) -> LoraTerms | None:
     """Return what a layer computes from x, if that is the sum of a frozen weight's product and of a low-rank one."""
     base = layer.base_layer
-    packed = four_bit_weight(base)
+    packed = packed_weight(base)
     if not _is_plain(layer, x, packed) or not (packed is not None or _is_frozen_linear(base)):
         return None
     name = layer.active_adapters[0]

@@ -23,6 +23,7 @@ class ParameterKind:
     linear: bool  # the weight of a linear layer
     adapter: bool
     experts: bool = False  # the 3-D weight of a mixture's experts
+    stored_size: float = 0.0  # bytes per element of a weight that stays as its checkpoint stores it; 0: of no such one
 
     @property
     def elements(self) -> int:

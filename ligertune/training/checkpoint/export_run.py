@@ -2,7 +2,8 @@
 
 An adapter is merged into its base weights, or copied alone. A checkpoint becomes the model as it was after that step,
 in Hugging Face's format. Merging adds s B A to W in float32 and rounds once to W's dtype. QLoRA adapters are merged
-into the dequantised 4-bit weights that they were trained on, and not into the original weights.
+into the dequantised 4-bit weights that they were trained on, and not into the original weights. Weights of a base that
+is quantised already are dequantised, too.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from ligertune.models.save import (
     base_as_trained,
     check_same_base,
     check_saved,
+    in_dtype,
     merge_saved_adapter,
     prompt_of,
     read_prompt,
+    read_whole_model,
     write_model,
 )
 from ligertune.models.trainable import apply_method
@@ -46,19 +49,24 @@ from ligertune.training.checkpoint.model_card import CARD, write_card
 from ligertune.training.checkpoint.weight_files import TRAINED_FILE, load_trained
 
 ExportKind = Literal["merged model", "adapter", "model"]
-ExportStep = Literal["in place", "there already", "copy", "merge", "checkpoint"]
+ExportStep = Literal["in place", "there already", "copy", "convert", "merge", "checkpoint"]
+DTYPES = ("bfloat16", "float16", "float32")
 WEIGHTS = "model.safetensors"  # in a checkpoint without frozen weights
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is exported, and how. In place: the folder is uploaded as it is. There already: it was exported before."""
+    """What is exported, and how. In place: the folder is uploaded as it is. There already: it was exported before.
+
+    dtype: of the written weights; None: that of training, or of the files.
+    """
 
     source: SavedModel
     folder: Path
     kind: ExportKind
     how: ExportStep
     trust_remote_code: bool = False
+    dtype: str | None = None
 
     def write(self) -> str:
         """Write the folder, and return a note on its weights. Raises UserError."""
@@ -75,10 +83,12 @@ class ExportPlan:
         if self.how == "copy":
             with new_folder(self.folder) as partial:
                 shutil.copytree(self.source.name, partial, dirs_exist_ok=True)
+        elif self.how == "convert":
+            note = _convert_model(self)
         elif self.how == "merge":
-            note = _merge_adapter_folder(self.source, self.folder, trust_remote_code=self.trust_remote_code)
+            note = _merge_adapter_folder(self)
         else:
-            note = _export_checkpoint(self.source, self.folder, self.kind, trust_remote_code=self.trust_remote_code)
+            note = _export_checkpoint(self)
         if text is not None:
             write_bytes(card, text)
         return note
@@ -105,12 +115,13 @@ def plan_export(
     in_place: bool = False,
     check: bool = False,
     trust_remote_code: bool = False,
+    dtype: str | None = None,
 ) -> ExportPlan:
     """Return what an export will do, from the folder of a run, a model, an adapter or a checkpoint. Raises UserError.
 
     adapter: keep the adapter instead of merging it. checkpoint: a name like step-200, or newest. in_place: a model that
     needs neither merging nor converting stays in its folder unless `out` names another. check: `out` may hold an
-    earlier export, which is then compared as it is.
+    earlier export, which is then compared as it is. dtype: name of that of the weights.
     """
     source = _find_source(name, checkpoint)
     folder = Path(source.name)
@@ -118,7 +129,7 @@ def plan_export(
     if adapter and not has_adapter:
         raise UserError(f"{folder} holds a whole model, and no adapter.", hint="Leave --adapter out.")
     kind: ExportKind = "model" if not has_adapter else "adapter" if adapter else "merged model"
-    how: ExportStep = "checkpoint" if source.is_checkpoint else "merge" if kind == "merged model" else "copy"
+    how = _step_of(source, kind, dtype)
     if how == "copy":
         check_saved(folder, trust_remote_code=trust_remote_code)
         if in_place and out is None:
@@ -126,9 +137,22 @@ def plan_export(
     out = out or (source.run or folder) / "exported"
     if check and any((out / file).is_file() for file in MODEL_FILES):
         _check_earlier(out, kind)
-        return ExportPlan(source, out, kind, "there already", trust_remote_code)
+        return ExportPlan(source, out, kind, "there already", trust_remote_code, dtype)
     _check_out(out)
-    return ExportPlan(source, out, kind, how, trust_remote_code)
+    return ExportPlan(source, out, kind, how, trust_remote_code, dtype)
+
+
+def _step_of(source: SavedModel, kind: ExportKind, dtype: str | None) -> ExportStep:
+    """Return how a folder is exported. Raises UserError for a dtype that it cannot have."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype: {dtype} is not one of {', '.join(DTYPES)}.")
+    if dtype is not None and kind == "adapter":
+        raise UserError("--dtype: an adapter is written as it was trained, in float32.", hint="Leave one out.")
+    if source.is_checkpoint:
+        return "checkpoint"
+    if kind == "merged model":
+        return "merge"
+    return "copy" if dtype is None else "convert"
 
 
 def _has_adapter(source: SavedModel) -> bool:
@@ -177,12 +201,25 @@ def _check_out(out: Path) -> None:
     make_out_folder(out.parent, "--out")
 
 
-def _merge_adapter_folder(source: SavedModel, out: Path, *, trust_remote_code: bool) -> str:
+def _merge_adapter_folder(plan: ExportPlan) -> str:
     """Merge an adapter that peft has saved, and return a note. Without a saved recipe it counts as LoRA."""
-    folder = Path(source.name)
-    base = source_base(source)
-    merged, tokenizer, carried = merge_saved_adapter(folder, base, trust_remote_code=trust_remote_code)
-    write_model(merged, tokenizer, out, state_dict=None, prompt=read_prompt(folder), base=base, carried=carried)
+    folder = Path(plan.source.name)
+    base = source_base(plan.source)
+    merged, tokenizer, carried = merge_saved_adapter(
+        folder, base, trust_remote_code=plan.trust_remote_code, dtype=plan.dtype
+    )
+    prompt = read_prompt(folder)
+    write_model(merged, tokenizer, plan.folder, state_dict=None, prompt=prompt, base=base, carried=carried)
+    return _said(carried)
+
+
+def _convert_model(plan: ExportPlan) -> str:
+    """Write a whole model in another dtype, dequantised if its checkpoint is quantised, and return a note."""
+    folder = Path(plan.source.name)
+    assert plan.dtype is not None
+    model, tokenizer, carried = read_whole_model(folder, plan.dtype, trust_remote_code=plan.trust_remote_code)
+    prompt = read_prompt(folder)
+    write_model(model, tokenizer, plan.folder, state_dict=None, prompt=prompt, carried=carried)
     return _said(carried)
 
 
@@ -239,14 +276,17 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> AnyModule
     return model
 
 
-def _export_checkpoint(source: SavedModel, out: Path, kind: ExportKind, *, trust_remote_code: bool) -> str:
+def _export_checkpoint(export: ExportPlan) -> str:
     """Write the model of a checkpoint in Hugging Face's format, and return a note."""
+    source = export.source
+    trust_remote_code = export.trust_remote_code
     run, options = _run_of_checkpoint(source)
     model = load_checkpoint(source, trust_remote_code=trust_remote_code)
-    if kind == "merged model":
+    if export.kind == "merged model":
         from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
 
         model = merged_model(model)
+    model = model if export.dtype is None else in_dtype(model, export.dtype)
     plan = read_object(run / "plan.json") or {}  # it has the template that auto chose
     template = plan["data"].get("template") if isinstance(plan.get("data"), dict) else None
     if not isinstance(template, str):
@@ -256,9 +296,10 @@ def _export_checkpoint(source: SavedModel, out: Path, kind: ExportKind, *, trust
     prompt = prompt_of(template, options.data_options)
     config = read_config(spec, SAVED_MODEL)
     feature_of(options.build.task).prepare_config(config, options.build, SAVED_MODEL)
-    found = None if kind == "adapter" else carried_by(spec, config, origin=SAVED_MODEL)
+    found = None if export.kind == "adapter" else carried_by(spec, config, origin=SAVED_MODEL)
     carried = None if found is None else (spec, found)
-    write_model(model, load_tokenizer(spec).tokenizer, out, state_dict=None, prompt=prompt, base=base, carried=carried)
+    tokenizer = load_tokenizer(spec).tokenizer
+    write_model(model, tokenizer, export.folder, state_dict=None, prompt=prompt, base=base, carried=carried)
     return _said(carried)
 
 

@@ -154,7 +154,7 @@ def _base_rows(name: str, base: TrainedBase | None, plan: dict[str, Any], *, is_
         ("rotary embeddings", _rope(base.rope_parameters, is_adapter=is_adapter)),
     ]
     if base.quantization is not None:
-        rows.append(("quantisation of its files", f"{base.quantization}; dequantised to {base.dtype} for training"))
+        rows.append(("quantisation of its files", f"{base.quantization}; computed in {base.dtype} for training"))
     rows.append(("tensors that its class does not load", carried_note(carried, adapts=is_adapter)))
     return [(key, value) for key, value in rows if value]
 

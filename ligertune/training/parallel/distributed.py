@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from ligertune.data.batching.context_parallel import ContextParallelSplit
+from ligertune.models.quantised_bases.packed_linear import PackedLinear
 from ligertune.patching.host_copy import HostCopy
 from ligertune.planning.plan import Plan
 
@@ -180,8 +181,9 @@ def _force_fsdp_on_cpu(
 
 
 def leave_four_bit_weights(model: nn.Module) -> None:
-    """Keep DDP from sending 4-bit experts to the other ranks, which quantise the same weights to the same bytes."""
-    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, Nf4Weight)]
+    """Keep DDP from sending packed weights and 4-bit experts to the other ranks, which have the same bytes."""
+    packed = {id(p) for m in model.modules() if isinstance(m, PackedLinear) for p in m.parameters(recurse=False)}
+    names = [name for name, p in model.named_parameters() if isinstance(p, Nf4Weight) or id(p) in packed]
     if names:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 

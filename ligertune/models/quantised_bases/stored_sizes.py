@@ -1,0 +1,84 @@
+"""Packed weights in a plan: whether each layer can be read, and the bytes that the files store, from their headers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ligertune.errors import UserError
+from ligertune.files.model_files import RECIPE_MODEL, hub_snapshot, weight_files
+from ligertune.models.quantised_bases.base_formats import PackedLayout, is_packed, layout_of
+from ligertune.models.quantised_bases.load_packed import StoredLayers, packed_names, stored_layers
+
+if TYPE_CHECKING:
+    from ligertune.planning.memory.model_shape import ModelShape
+    from ligertune.planning.options import MethodOptions, ModelOptions
+
+SCALE_BYTES = 2  # of a group
+
+
+def with_stored_sizes(shape: ModelShape, spec: ModelOptions, config: PreTrainedConfig) -> ModelShape:
+    """Return the sizes of a model with the bytes per element of its packed layers; unchanged for other checkpoints.
+
+    All linear layers count as packed, with the mean size of those that are. Without the files, as before a download,
+    the size follows from the bits and groups of config.json.
+    """
+    if spec.init == "random" or not is_packed(config):
+        return shape
+    layout = layout_of(config)
+    linear = [(kind, count) for kind, count in shape.parameters if kind.linear and kind.inside and not kind.adapter]
+    elements = sum(kind.elements * count for kind, count in linear)
+    stored = _stored_bytes(spec, config, layout) or round(elements * _bytes_per_element(layout))
+    size = stored / max(elements, 1)
+    packed = {kind: replace(kind, stored_size=size) for kind, _ in linear}
+    parameters = tuple((packed.get(kind, kind), count) for kind, count in shape.parameters)
+    return replace(shape, parameters=parameters)
+
+
+def _bytes_per_element(layout: PackedLayout) -> float:
+    groups = (SCALE_BYTES + layout.bits / 8) / layout.group_size if layout.group_size > 0 else 0.0
+    return layout.bits / 8 + groups
+
+
+def _stored_bytes(spec: ModelOptions, config: PreTrainedConfig, layout: PackedLayout) -> int | None:
+    """Return the bytes of all packed layers; None if the files are not here."""
+    layers = _layers_of_files(spec, config, layout)
+    return sum(part.n_bytes for parts in layers.values() for part in parts.values()) or None
+
+
+def _layers_of_files(spec: ModelOptions, config: PreTrainedConfig, layout: PackedLayout) -> StoredLayers:
+    path = Path(spec.model_name_or_path).expanduser()
+    folder = path if path.is_dir() else hub_snapshot(spec.model_name_or_path, spec.revision)
+    if folder is None:
+        return {}
+    files = weight_files(folder, RECIPE_MODEL, explicit=getattr(config, "transformers_weights", None))
+    return stored_layers(files, layout)
+
+
+def check_packed_layers(
+    model: PreTrainedModel, spec: ModelOptions, config: PreTrainedConfig, method: MethodOptions
+) -> None:
+    """Raise UserError for packed weights that are not read, and for packed layers that would train in full.
+
+    model: without weights. Checks nothing for other checkpoints, and for files that are not here.
+    """
+    if spec.init == "random" or not is_packed(config):
+        return
+    layout = layout_of(config)
+    try:
+        names = packed_names(model, _layers_of_files(spec, config, layout), layout)
+    except ValueError as problem:
+        raise RECIPE_MODEL.error(
+            f"{spec.model_name_or_path}: {problem}.", hint="Give another checkpoint of it, or one in 16 bits."
+        ) from None
+    for wanted in method.lora_modules_to_save:
+        name = next((name for name in names.values() if f".{wanted}." in f".{name}."), None)
+        if name is not None:
+            raise UserError(
+                f"method.lora_modules_to_save: {wanted} is stored packed ({layout.format.title}), and cannot train in"
+                " full.",
+                hint=f"Leave {wanted} out, or give the checkpoint in 16 bits.",
+            )
