@@ -241,6 +241,11 @@ def test_the_plan_counts_the_stored_bytes_and_names_the_base(tmp_path):
     assert plan.n_parameters == sum(t.numel() for n, t in truth.items() if n != "lm_head.weight") + plan.n_trainable
 
 
+def test_heads_alone_train_on_a_packed_base(tmp_path):
+    plan = plan_on(tmp_path, task="medusa", **{"method.type": "full", "method.lora_r": 16}).plan
+    assert any("stays packed" in note for note in plan.notes)
+
+
 def test_several_processes_hold_whole_copies(tmp_path):
     write_packed(tmp_path / "base", PACKINGS["gptq"])
     recipe = recipe_for(tmp_path, **{"model.model_name_or_path": tmp_path / "base", "method.type": "lora"})

@@ -134,7 +134,7 @@ def test_two_steps_have_the_losses_of_gptqmodel(name, tmp_path):
     config = LlamaConfig.from_pretrained(tmp_path / "base")
     config.quantization_config["backend"] = "torch" if name == "gptq" else "torch_awq"
     plain = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base", config=config, dtype=torch.float16, device_map={"": "cuda"}
+        tmp_path / "base", config=config, dtype=torch.bfloat16, device_map={"": "cuda"}
     )
     theirs = adapted_by_peft(plain)
     start = start_of(theirs)
