@@ -134,6 +134,8 @@ def _on_packed(recipe: Recipe, found: BaseFormat) -> tuple[Recipe, tuple[str, ..
             )
     if recipe.parallel.strategy == "auto":
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": "ddp"})})
+    if recipe.kernels.lora == "auto":  # which takes what was measured on a GPU
+        recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"lora": False})})
     note = (
         f"the base is quantised ({found.title}) and stays packed; its layers compute their weights for each product, "
         "in 16 or 32 bits, and inputs are not quantised. Exports are in 16 or 32 bits"
