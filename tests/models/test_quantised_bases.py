@@ -20,7 +20,9 @@ from ligertune.models.quantised_bases import fit_recipe
 from ligertune.models.quantised_bases.base_formats import FORMATS, INFERENCE_ONLY, format_of, layout_of
 from ligertune.models.quantised_bases.fit_recipe import fit_to_base
 from ligertune.models.quantised_bases.packed_linear import PackedLinear
+from ligertune.models.quantised_bases.stored_sizes import with_stored_sizes
 from ligertune.models.read_config import read_config
+from ligertune.models.shape import read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions, ModelOptions
@@ -241,11 +243,27 @@ def test_the_plan_counts_the_stored_bytes_and_names_the_base(tmp_path):
     assert plan.n_parameters == sum(t.numel() for n, t in truth.items() if n != "lm_head.weight") + plan.n_trainable
 
 
+def test_heads_alone_train_on_a_packed_base(tmp_path):
+    plan = plan_on(tmp_path, task="medusa", **{"method.type": "full", "method.lora_r": 16}).plan
+    assert any("stays packed" in note for note in plan.notes)
+
+
 def test_several_processes_hold_whole_copies(tmp_path):
     write_packed(tmp_path / "base", PACKINGS["gptq"])
     recipe = recipe_for(tmp_path, **{"model.model_name_or_path": tmp_path / "base", "method.type": "lora"})
     fitted, _ = fit_to_base(recipe, read_config(recipe.model))
     assert (recipe.parallel.strategy, fitted.parallel.strategy) == ("auto", "ddp")
+    assert (recipe.kernels.lora, fitted.kernels.lora) == ("auto", False)  # no GPU has measured it
+
+
+def test_before_a_download_the_size_follows_from_bits_and_groups():
+    with torch.device("meta"):
+        shape = read_shape(AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1, vocab_size=128)))
+    config = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    sized = with_stored_sizes(shape, ModelOptions(model_name_or_path="nobody/no-such-model"), config)
+    (size,) = {kind.stored_size for kind, _ in sized.parameters if kind.linear and kind.inside}
+    assert size == pytest.approx(0.5 + (2 + 0.5) / 128, rel=1e-6)
+    assert all(kind.stored_size == 0 for kind, _ in sized.parameters if not (kind.linear and kind.inside))
 
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from support.command_line import losses
 from support.models.base_checkpoints import QUICKSTART
-from support.models.packed_checkpoints import DEPTH, WIDTH, small_llama
+from support.models.packed_checkpoints import DEPTH, WIDTH, Packing, small_llama, write_packed
 from support.quickstart_runs import saves, train
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -97,6 +97,31 @@ def test_weights_are_those_that_hqq_dequantises(bits, axis, tmp_path):
     found = dense_weights(folder)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        Packing("gptq", group_size=32),
+        Packing("gptq", group_size=32, act_order=True, stored="gptq_v2"),
+        Packing("gptq", bits=8, group_size=32, symmetric=True),
+        Packing("awq", group_size=32),
+    ],
+)
+def test_weights_are_those_that_gptqmodel_multiplies_by(packing, tmp_path):
+    pytest.importorskip("gptqmodel")
+    write_packed(tmp_path / "base", packing)
+    config = LlamaConfig.from_pretrained(tmp_path / "base")
+    config.quantization_config["backend"] = "torch" if packing.method == "gptq" else "torch_awq"
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", config=config, dtype=torch.float16, device_map={"": "cpu"}
+    )
+    found = dense_weights(tmp_path / "base")
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        layer = model.get_submodule(f"model.layers.1.{name}")
+        weight = layer(torch.eye(layer.in_features, dtype=torch.float16)).t()
+        expected = found[f"model.layers.1.{name}.weight"].half()
+        torch.testing.assert_close(weight, expected, rtol=2e-3, atol=1e-6)  # they multiply in float16
 
 
 def write_by_bitsandbytes(folder: Path, **options: object) -> None:

@@ -29,7 +29,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return octets
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-    return ((octets[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    return (octets[..., None] >> shifts).bitwise_and_(2**bits - 1).flatten(-2)
 
 
 def group_index(inputs: int, groups: int, group_size: int = 0) -> Tensor:
@@ -72,7 +72,7 @@ def gptq_weight(parts: Parts, shape: Shape, dtype: torch.dtype, *, stored_minus_
     values = unpacked(parts["qweight"], bits).transpose(0, 1).reshape(outputs, -1)
     zeros = unpacked(parts["qzeros"], bits).flatten(-2)[:, :outputs]
     if stored_minus_one:
-        zeros = (zeros + 1) & (2**bits - 1)
+        zeros = (zeros + 1) & (2**bits - 1)  # 2**bits - 1 stands for 0
     return affine(values, parts["scales"].t(), zeros.t(), parts.get("g_idx"), dtype)
 
 

@@ -23,10 +23,13 @@ from ligertune.models.quantised_bases.base_formats import (
     quant_method_of,
     quantization_settings,
 )
+from ligertune.planning.feature_spec import feature_of
+from ligertune.planning.options import RunOptions
 from ligertune.recipe.read import recipe_of
 from ligertune.recipe.schema import Recipe
 
 SIXTEEN_BITS = "give the checkpoint in 16 bits"
+TRAINS_WEIGHTS = "method.type: {method}"
 SHARDED = ("fsdp", "deepspeed_zero2", "deepspeed_zero3")
 
 # what does not work on packed weights: (whether a recipe asks for it, key and value, why, what to write)
@@ -39,7 +42,7 @@ _NOT_ON_PACKED: tuple[tuple[Callable[[Recipe], bool], str, str, str], ...] = (
     ),
     (
         lambda recipe: recipe.method.type in ("full", "freeze"),
-        "method.type: {method}",
+        TRAINS_WEIGHTS,
         "trains weights, and packed ones have no gradient",
         "Write method.type: lora",
     ),
@@ -122,6 +125,8 @@ def _on_packed(recipe: Recipe, found: BaseFormat) -> tuple[Recipe, tuple[str, ..
         "strategy": recipe.parallel.strategy,
     }
     for asks, key, why, instead in _NOT_ON_PACKED:
+        if key == TRAINS_WEIGHTS and _is_frozen(recipe):
+            continue
         if asks(recipe):
             raise UserError(
                 f"{key.format_map(values)} {why}, and those of {name} are quantised already ({found.title}).",
@@ -129,11 +134,18 @@ def _on_packed(recipe: Recipe, found: BaseFormat) -> tuple[Recipe, tuple[str, ..
             )
     if recipe.parallel.strategy == "auto":
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": "ddp"})})
+    if recipe.kernels.lora == "auto":  # which takes what was measured on a GPU
+        recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"lora": False})})
     note = (
         f"the base is quantised ({found.title}) and stays packed; its layers compute their weights for each product, "
         "in 16 or 32 bits, and inputs are not quantised. Exports are in 16 or 32 bits"
     )
     return recipe, (note,)
+
+
+def _is_frozen(recipe: Recipe) -> bool:
+    """Return whether the model stays as it is, whatever its method: heads alone train."""
+    return not feature_of(recipe.task).uses_method(RunOptions.of(recipe).build)
 
 
 def _as_bitsandbytes(recipe: Recipe, found: BaseFormat, settings: Mapping[str, Any]) -> tuple[Recipe, tuple[str, ...]]:
@@ -142,6 +154,8 @@ def _as_bitsandbytes(recipe: Recipe, found: BaseFormat, settings: Mapping[str, A
     method = recipe.method
     eight = quant_method_of(settings) == "bitsandbytes_8bit"
     bits = 8 if eight else 4
+    if _is_frozen(recipe):
+        return recipe, (f"the base is stored in {bits} bits by bitsandbytes; the plan counts its weights in 16",)
     wrong = method.type in ("full", "freeze") or (method.type == "qlora" if eight else method.load_in_8bit)
     if wrong:
         asked = "method.load_in_8bit: true" if method.load_in_8bit else f"method.type: {method.type}"
