@@ -23,6 +23,7 @@ class ParameterKind:
     linear: bool  # the weight of a linear layer
     adapter: bool
     experts: bool = False  # the 3-D weight of a mixture's experts
+    stored_bytes: int = 0  # of one parameter that stays in its file's block-scaled format; 0: it does not
 
     @property
     def elements(self) -> int:
@@ -36,8 +37,10 @@ class ParameterKind:
         """Whether method.load_in_8bit stores it in eight bits, with a float32 scale for each row. Experts stay."""
         return stored_as == "int8" and self.linear and self.inside and not self.adapter
 
-    def itemsize(self, weight_dtype: str) -> int:
-        """Bytes per element without quantisation. Adapters are always float32."""
+    def itemsize(self, weight_dtype: str) -> float:
+        """Bytes per element, unless the method quantises it. Adapters are always float32."""
+        if self.stored_bytes:
+            return self.stored_bytes / self.elements
         return 4 if self.adapter else DTYPE_BYTES[weight_dtype]
 
 

@@ -24,7 +24,7 @@ from accelerate.utils import (
     convert_outputs_to_fp32,
     set_seed,
 )
-from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
@@ -181,7 +181,7 @@ def _force_fsdp_on_cpu(
 
 def leave_four_bit_weights(model: nn.Module) -> None:
     """Keep DDP from sending 4-bit experts to the other ranks, which quantise the same weights to the same bytes."""
-    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, Nf4Weight)]
+    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantisedWeight)]
     if names:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
