@@ -42,6 +42,15 @@ def export(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the model card only, and list what --push would upload.")
     ] = False,
+    base_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="mxfp4|fp8",
+            help="Merge the adapter into the quantised format of its base, shard by shard.",
+            show_default=False,
+        ),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -63,10 +72,14 @@ def export(
             from ligertune.training.checkpoint.export_run import check_repository, plan_export
         if push is not None:
             check_repository(push)
-        plan = plan_export(
-            run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        if base_format is not None:
+            _refuse_with_format(adapter=adapter, check=check)
+            plan = _plan_format(run, out, base_format, checkpoint, trust_remote_code=trust_remote_code)
+        else:
+            plan = plan_export(
+                run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
     done: dict[str, Any] = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     _write(plan, dry_run=dry_run)
     render.text(f"model card: {plan.write_card(push)}")
@@ -87,6 +100,23 @@ def _write(plan: ExportPlan, *, dry_run: bool) -> None:
         render.note(note)
     render.text(f"{plan.kind} from {plan.source.name}: {plan.folder}")
     render.hub_notes()
+
+
+def _refuse_with_format(*, adapter: bool, check: bool) -> None:
+    if adapter:
+        raise UserError("--format merges the adapter, and --adapter keeps it apart.", hint="Leave one out.")
+    if check:
+        raise UserError(
+            "--check compares within the rounding of 16 bits, and --format rounds to fewer.", hint="Leave one out."
+        )
+
+
+def _plan_format(
+    run: str, out: Path | None, wanted: str, checkpoint: str | None, *, trust_remote_code: bool
+) -> ExportPlan:
+    from ligertune.training.checkpoint.export_format import plan_format_export
+
+    return plan_format_export(run, out, wanted=wanted, checkpoint=checkpoint, trust_remote_code=trust_remote_code)
 
 
 def _check_base_model(run: str) -> None:

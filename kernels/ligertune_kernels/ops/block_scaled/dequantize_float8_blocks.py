@@ -126,20 +126,19 @@ def _write_reference(stored: Float8Blocks, out: torch.Tensor) -> None:
 
 @triton.jit
 def _dequantize_float8_kernel(
-    values_ptr,  # (X, n_rows, n_cols) uint8
-    scales_ptr,  # (X, parts · part_blocks, col_blocks)
-    out_ptr,  # (X, n_rows, n_cols)
-    n_rows, n_cols, part_rows, part_blocks, col_blocks, expert_scales,
+    values_ptr,  # (Y, n_rows, n_cols) uint8, Y parts of experts
+    scales_ptr,  # (Y, row_blocks, col_blocks)
+    out_ptr,  # (Y, n_rows, n_cols)
+    n_rows, n_cols, row_blocks, col_blocks,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(2).to(tl.int64)  # a layer can have more than 2**31 weights
+    part = tl.program_id(2).to(tl.int64)  # a layer can have more than 2**31 weights
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-    block_row = (rows // part_rows) * part_blocks + (rows % part_rows) // BLOCK_ROWS
-    scale_offs = block_row[:, None] * col_blocks + (cols // BLOCK_COLS)[None, :]
-    scale = tl.load(scales_ptr + expert * expert_scales + scale_offs, mask=inside, other=0.0)
-    offs = (expert * n_rows + rows[:, None]) * n_cols + cols[None, :]
+    scale_offs = (part * row_blocks + rows // BLOCK_ROWS)[:, None] * col_blocks + (cols // BLOCK_COLS)[None, :]
+    scale = tl.load(scales_ptr + scale_offs, mask=inside, other=0.0)
+    offs = (part * n_rows + rows)[:, None] * n_cols + cols[None, :]
     byte = tl.load(values_ptr + offs, mask=inside, other=0).to(tl.int32)
     # The bits of e4m3 in float16 are 1/256 of the value, also for subnormal ones: chips without e4m3 read it, too.
     bits = ((byte & 127) << 7 | (byte & 128) << 8).to(tl.int16)
@@ -190,11 +189,10 @@ def _write(stored: Float8Blocks, out: torch.Tensor) -> None:
         _write_reference(stored, out)
         return
     n_experts, n_rows, n_columns = stored.shape
+    part_rows = n_rows // stored.parts
     scales = stored.scales.contiguous()
-    grid = (-(-n_columns // FLOAT8_COLUMNS), -(-n_rows // FLOAT8_ROWS), n_experts)
-    integers = (
-        n_rows, n_columns, n_rows // stored.parts, scales.shape[1] // stored.parts, scales.shape[2], scales[0].numel(),
-    )  # fmt: skip
+    grid = (-(-n_columns // FLOAT8_COLUMNS), -(-part_rows // FLOAT8_ROWS), n_experts * stored.parts)
+    integers = (part_rows, n_columns, scales.shape[1] // stored.parts, scales.shape[2])
     tensors = (stored.values.contiguous().view(torch.uint8), scales, out)
     _float8_launch(chip_of(out.device), stored.block)(grid, tensors, integers)
 
