@@ -185,7 +185,7 @@ def test_what_does_not_work_on_such_a_base_is_refused_before_training(message, t
 
 
 def test_weights_of_few_bits_are_not_sharded():
-    with pytest.raises(UserError, match="parallel.strategy: fsdp shards weights, and the base's weights stay in the"):
+    with pytest.raises(UserError, match=r"parallel\.strategy: fsdp shards weights, and the base's weights stay"):
         check_stored_base(bare_recipe("lora"), "fsdp", is_stored=True)
     check_stored_base(bare_recipe("lora"), "ddp", is_stored=True)
     check_stored_base(bare_recipe("lora"), "fsdp", is_stored=False)
@@ -227,3 +227,13 @@ def test_more_than_plain_lora_is_not_written_back(tmp_path, ligertune):
     assert done.code == 2 and "trains all of lm_head, and only plain LoRA is written back" in done.err
     assert not (tmp_path / "merged").exists()
     shutil.rmtree(tmp_path / "run")
+
+
+def test_plans_say_how_the_base_is_held(finished, tmp_path):
+    held, full = (
+        plan_run(tmp_path / method, **settings(finished / "base", **{"method.type": method})).plan.notes
+        for method in ("lora", "full")
+    )
+    name = FORMATS[finished.name]
+    assert any(note.startswith(f"the weights of the base stay in {name} (") for note in held)
+    assert any(f"stored in {name}, and are dequantised while they are loaded: they train" in note for note in full)

@@ -89,6 +89,25 @@ def held_as(method: MethodOptions, spec: ModelOptions, config: PreTrainedConfig)
     return "as in the files" if is_frozen and base_format(config) is not None else method.stored_as
 
 
+def stored_note(method: MethodOptions, spec: ModelOptions, config: PreTrainedConfig, model: nn.Module) -> str:
+    """Return a sentence for the plan on how a run holds a block-scaled base; empty for other bases.
+
+    config: as it was read. model: as the run builds it, without an adapter.
+    """
+    found = base_format(config)
+    if found is None or spec.init == "random":
+        return ""
+    held = [parameter for parameter in model.parameters() if isinstance(parameter, QuantisedWeight)]
+    if not held:
+        why = "they train" if method.type in ("full", "freeze") else "this model's class merges them"
+        return f"the weights of the base are stored in {found.name}, and are dequantised while they are loaded: {why}"
+    gib = sum(parameter.stored_bytes for parameter in held) / 2**30
+    return (
+        f"the weights of the base stay in {found.name} ({gib:.2f} GiB), and are dequantised while a layer computes; "
+        "activations are not quantised"
+    )
+
+
 def stored_weights(model: PreTrainedModel, found: BaseFormat) -> list[StoredWeight]:
     """Return the weights of a model that a checkpoint stores in this format, in the order of the model.
 

@@ -95,6 +95,8 @@ class StoredWeightsQuantizer(HfQuantizer):
 def finish_held(model: PreTrainedModel, *, dequantise: bool) -> None:
     """Make a loaded model one that transformers and PEFT take for any other. dequantise: its weights shall train."""
     model.hf_quantizer.remove_quantization_config(model)  # the parameters say how they are stored
+    if hasattr(model, "_weight_conversions"):  # transformers 5.17 would save the model by the reverse of ours
+        del model._weight_conversions
     if dequantise:
         dequantise_held(model)
 

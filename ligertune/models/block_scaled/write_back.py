@@ -47,12 +47,12 @@ class ChangedWeight:
     scale: float
     transposed: bool
 
-    def merged(self, expert: int) -> torch.Tensor:
-        """Return the weight of one expert with its update, in float32."""
+    def merged(self, expert: int, device: torch.device) -> torch.Tensor:
+        """Return the weight of one expert with its update, in float32 on a device."""
         one = self.weight[expert] if self.weight.ndim == 3 else self.weight
-        dense = one.detach().to(torch.float32)
+        dense = one.detach().to(device=device, dtype=torch.float32)
         dense = dense.dequantize() if isinstance(dense, QuantisedWeight) else dense
-        update = self.scale * (self.b[expert].float() @ self.a[expert].float())
+        update = self.scale * (self.b[expert].to(device).float() @ self.a[expert].to(device).float())
         return dense + (update.T if self.transposed else update)
 
 
@@ -216,7 +216,7 @@ def _write_slot(
     positions = {role: place.begin for role, place in slot.places.items()}
     for dense in _pieces(weight, slot, found):
         for role, tensor in _encoded(dense, slot.places, found, rounding).items():
-            data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            data = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
             file = opened[slot.places[role].file]
             file.seek(positions[role])
             file.write(data)
@@ -230,8 +230,9 @@ def _pieces(weight: ChangedWeight, slot: _Slot, found: BaseFormat) -> Iterator[t
     """Yield the rows of a slot, (rows, columns) as the checkpoint has them, one expert after the other."""
     is_transposed = found.name == "mxfp4" and "scales" in slot.places
     experts = range(len(weight.a)) if slot.expert is None else (slot.expert,)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # one expert at a time
     for expert in experts:
-        dense = weight.merged(expert)
+        dense = weight.merged(expert, device)
         dense = dense.T if is_transposed else dense
         if slot.expert is not None:  # gate or up, in the model's order
             rows = slot.places["values"].shape[0]

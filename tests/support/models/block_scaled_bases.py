@@ -118,6 +118,9 @@ def dequantised(folder: Path, dtype: torch.dtype = torch.float32) -> transformer
 
 def write_dequantised(folder: Path, base: Path) -> Path:
     """Write the model of `dequantised` in float32 with the tokenizer of the base."""
-    dequantised(base).save_pretrained(folder)
+    weights = dequantised(base)
+    plain = AutoModelForCausalLM.from_config(FAMILIES[weights.config.model_type], dtype=torch.float32)
+    plain.load_state_dict(weights.state_dict())
+    plain.save_pretrained(folder)  # transformers 5.17 cannot save what it has dequantised
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return folder
