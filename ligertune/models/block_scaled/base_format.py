@@ -149,7 +149,7 @@ def _is_left(path: str, patterns: list[str]) -> bool:
 def _left_modules(model: PreTrainedModel, found: BaseFormat) -> list[str]:
     """Return the modules that stay in 16 bits, under the names of the checkpoint and of the model."""
     given = None if found.left is None else list(found.left)
-    left = HfQuantizer.get_modules_to_not_convert(model, given, model._keep_in_fp32_modules)
+    left = HfQuantizer.get_modules_to_not_convert(model, given, [*(model._keep_in_fp32_modules or ())])
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
     renamed = [rename_source_key(f"{name}.", renamings, [])[0].removesuffix(".") for name in left]
     return [*left, *renamed]

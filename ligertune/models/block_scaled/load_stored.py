@@ -20,6 +20,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ligertune.any_types import AnyModule
 from ligertune.models.block_scaled.base_format import (
     BaseFormat,
     StoredWeight,
@@ -92,7 +93,7 @@ class StoredWeightsQuantizer(HfQuantizer):
         return True
 
 
-def finish_held(model: PreTrainedModel, *, dequantise: bool) -> None:
+def finish_held(model: AnyModule, *, dequantise: bool) -> None:
     """Make a loaded model one that transformers and PEFT take for any other. dequantise: its weights shall train."""
     model.hf_quantizer.remove_quantization_config(model)  # the parameters say how they are stored
     if hasattr(model, "_weight_conversions"):  # transformers 5.17 would save the model by the reverse of ours

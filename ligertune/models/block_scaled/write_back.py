@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -210,7 +210,7 @@ def write_back(
 
 
 def _write_slot(
-    weight: ChangedWeight, slot: _Slot, opened: dict[Path, BinaryIO], found: BaseFormat, rounding: Rounding
+    weight: ChangedWeight, slot: _Slot, opened: Mapping[Path, BinaryIO], found: BaseFormat, rounding: Rounding
 ) -> None:
     rounding.tensors += len(slot.places)
     positions = {role: place.begin for role, place in slot.places.items()}

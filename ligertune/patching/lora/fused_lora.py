@@ -132,8 +132,10 @@ def stored_linear(layer: nn.Module) -> StoredLinear | None:
     """
     parameter: Any = getattr(layer, "weight", None)
     if isinstance(parameter, QuantisedWeight):
-        is_plain = type(layer) is nn.Linear and not parameter.transposed
-        return StoredLinear(parameter, parameter.stored, tuple(parameter.shape), parameter.dtype) if is_plain else None
+        if type(layer) is not nn.Linear or parameter.transposed:
+            return None
+        rows, columns = parameter.shape
+        return StoredLinear(parameter, parameter.stored, (rows, columns), parameter.dtype)
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return None

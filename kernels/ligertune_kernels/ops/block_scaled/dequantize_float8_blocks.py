@@ -2,9 +2,9 @@ r"""Block float8: weights in e4m3 with a scale for each block of rows and column
 
     w = e4m3[byte] · scale[row // 128, column // 128]
 
-Blocks at the edges are smaller. Weights that were merged (gate and up of an expert) consist of parts, whose blocks start
-with their first row. Computed in float32 and rounded once. Source: DeepSeek-V3 technical report, section 3.3. There is
-no backward: such weights are frozen.
+Blocks at the edges are smaller. Weights that were merged (gate and up of an expert) consist of parts, whose blocks
+start with their first row. Computed in float32 and rounded once. Source: DeepSeek-V3 technical report, section 3.3.
+There is no backward: such weights are frozen.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ class Float8Blocks(NamedTuple):
     block: tuple[int, int] = FLOAT8_BLOCK
     parts: int = 1
 
-    names = ("values", "scales")
-
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The parts that are tensors, in the order of the fields."""
         return self.values, self.scales
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields that are tensors."""
+        return self._fields[: len(self.tensors)]
 
     @property
     def constants(self) -> tuple[tuple[int, int], int]:

@@ -3,8 +3,8 @@ r"""MXFP4: weights of 4 bits in blocks of 32 neighbours of a row, which share a 
     w = e2m1[nibble] · 2^(scale - 127)      e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 
 Source: OCP Microscaling Formats (MX) 1.0. The bytes are those of gpt-oss: the first of two weights is in the low half.
-Scale 255 is no number. Dequantised weights are exact in float32 and bfloat16, unless they leave the dtype's range. There
-is no backward: such weights are frozen.
+Scale 255 is no number. Dequantised weights are exact in float32 and bfloat16, unless they leave the dtype's range.
+There is no backward: such weights are frozen.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ class Mxfp4(NamedTuple):
     blocks: torch.Tensor  # (X, rows, G, 16) uint8
     scales: torch.Tensor  # (X, rows, G) uint8
 
-    names = ("blocks", "scales")
-
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The parts that are tensors, in the order of the fields."""
         return self.blocks, self.scales
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields that are tensors."""
+        return self._fields[: len(self.tensors)]
 
     @property
     def constants(self) -> tuple[()]:

@@ -51,12 +51,15 @@ class Nf4(NamedTuple):
     quant_type: str = "nf4"
     block: int = BLOCK  # weights that share a scale
 
-    names = ("packed", "scales", "block_scales", "offset")
-
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The parts that are tensors, in the order of the fields."""
         return self.packed, self.scales, self.block_scales, self.offset
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields that are tensors."""
+        return self._fields[: len(self.tensors)]
 
     @property
     def constants(self) -> tuple[str, int]:

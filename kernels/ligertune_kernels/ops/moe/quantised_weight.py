@@ -81,7 +81,7 @@ class QuantisedWeight(torch.Tensor):
         cls, parts: dict[str, torch.Tensor], meta: Any, shape: Any, stride: Any
     ) -> QuantisedWeight:
         dtype, transposed, kind, constants = meta
-        stored = kind(*(parts[name] for name in kind.names), *constants)
+        stored = kind(*(parts[name] for name in kind._fields if name in parts), *constants)
         return cls(stored, shape, dtype, transposed=transposed)
 
     def _stable_hash_for_caching(self) -> str:
