@@ -47,32 +47,44 @@ class ChangedWeight:
     scale: float
     transposed: bool
 
-    def merged(self, expert: int, device: torch.device) -> torch.Tensor:
-        """Return the weight of one expert with its update, in float32 on a device."""
+    def parts(self, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight of one expert and its update, in float32 on a device."""
         one = self.weight[expert] if self.weight.ndim == 3 else self.weight
         dense = one.detach().to(device=device, dtype=torch.float32)
         dense = dense.dequantize() if isinstance(dense, QuantisedWeight) else dense
         update = self.scale * (self.b[expert].to(device).float() @ self.a[expert].to(device).float())
-        return dense + (update.T if self.transposed else update)
+        return dense, update.T if self.transposed else update
 
 
 @dataclass
 class Rounding:
-    """Squared sums of the changed weights and of what their rounding has changed."""
+    """Sums over the weights that were quantised again: what rounding has changed, and what it left of the updates."""
 
-    tensors: int = 0
+    tensors: int = 0  # written, those in 16 bits included
     weights: float = 0.0
     errors: float = 0.0
+    updates: float = 0.0
+    kept_updates: float = 0.0
 
-    def add(self, weight: torch.Tensor, written: torch.Tensor) -> None:
-        """Count one weight that was quantised."""
-        self.weights += float(weight.double().square().sum())
-        self.errors += float((weight.double() - written.double()).square().sum())
+    def add(self, weight: torch.Tensor, update: torch.Tensor, written: torch.Tensor) -> None:
+        """Count one weight. written: its values after rounding weight + update."""
+        change = (written - weight).double()
+        wanted = update.double()
+        self.weights += float((weight + update).double().square().sum())
+        self.errors += float((wanted - change).square().sum())
+        self.updates += float(wanted.square().sum())
+        self.kept_updates += float((change * wanted).sum())
 
-    @property
-    def relative(self) -> float:
-        """Norm of the rounding errors over that of the weights."""
-        return (self.errors / self.weights) ** 0.5 if self.weights else 0.0
+    def __str__(self) -> str:
+        """Return a sentence on the rounding; empty if nothing was quantised."""
+        if not self.weights:
+            return ""
+        error = (self.errors / self.weights) ** 0.5
+        kept = self.kept_updates / self.updates if self.updates else 1.0
+        return (
+            f"rounding moves the quantised weights by {error:.2%} of their norm, and keeps {kept:.0%} of the adapter's"
+            " update of them"
+        )
 
 
 def changed_weights(adapted: AnyModule) -> dict[str, ChangedWeight]:
@@ -214,8 +226,8 @@ def _write_slot(
 ) -> None:
     rounding.tensors += len(slot.places)
     positions = {role: place.begin for role, place in slot.places.items()}
-    for dense in _pieces(weight, slot, found):
-        for role, tensor in _encoded(dense, slot.places, found, rounding).items():
+    for dense, update in _pieces(weight, slot, found):
+        for role, tensor in _encoded(dense, update, slot.places, found, rounding).items():
             data = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
             file = opened[slot.places[role].file]
             file.seek(positions[role])
@@ -226,32 +238,37 @@ def _write_slot(
             raise UserError(f"--format: a tensor of {place.file} has another size than the model says.", hint=INSTEAD)
 
 
-def _pieces(weight: ChangedWeight, slot: _Slot, found: BaseFormat) -> Iterator[torch.Tensor]:
-    """Yield the rows of a slot, (rows, columns) as the checkpoint has them, one expert after the other."""
+def _pieces(weight: ChangedWeight, slot: _Slot, found: BaseFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield rows of a slot and their update, as the checkpoint has them (rows, columns), one expert after the other."""
     is_transposed = found.name == "mxfp4" and "scales" in slot.places
     experts = range(len(weight.a)) if slot.expert is None else (slot.expert,)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # one expert at a time
     for expert in experts:
-        dense = weight.merged(expert, device)
-        dense = dense.T if is_transposed else dense
-        if slot.expert is not None:  # gate or up, in the model's order
+        dense, update = weight.parts(expert, device)
+        if is_transposed:
+            dense = dense.T
+            update = update.T
+        if slot.expert is None:
+            yield dense, update
+        else:  # gate or up, in the model's order
             rows = slot.places["values"].shape[0]
-            dense = dense[slot.part * rows : (slot.part + 1) * rows]
-        yield dense
+            part = slice(slot.part * rows, (slot.part + 1) * rows)
+            yield dense[part], update[part]
 
 
 def _encoded(
-    dense: torch.Tensor, places: dict[str, StoredTensor], found: BaseFormat, rounding: Rounding
+    dense: torch.Tensor, update: torch.Tensor, places: dict[str, StoredTensor], found: BaseFormat, rounding: Rounding
 ) -> dict[str, torch.Tensor]:
-    """Return the values and scales of a weight (rows, columns) as the checkpoint stores them."""
+    """Return the values and scales of dense + update (rows, columns) as the checkpoint stores them."""
+    merged = dense + update
     if "scales" not in places:
-        return {"values": dense.to(DTYPES[places["values"].dtype])}
+        return {"values": merged.to(DTYPES[places["values"].dtype])}
     if found.name == "mxfp4":
-        packed = quantize_mxfp4(dense[None])
-        rounding.add(dense, packed.dequantize(packed.shape, torch.float32)[0])
+        packed = quantize_mxfp4(merged[None])
+        rounding.add(dense, update, packed.dequantize(packed.shape, torch.float32)[0])
         return {"values": packed.blocks, "scales": packed.scales}
     stored_dtype = places["scales"].dtype
     dtype = torch.float8_e8m0fnu if stored_dtype == "U8" else DTYPES[stored_dtype]  # U8: exponents of two
-    blocks = quantize_float8_blocks(dense[None], block=found.block, scale_dtype=dtype)
-    rounding.add(dense, blocks.dequantize(blocks.shape, torch.float32)[0])
+    blocks = quantize_float8_blocks(merged[None], block=found.block, scale_dtype=dtype)
+    rounding.add(dense, update, blocks.dequantize(blocks.shape, torch.float32)[0])
     return {"values": blocks.values, "scales": blocks.scales.to(dtype)}

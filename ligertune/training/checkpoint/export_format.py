@@ -61,10 +61,7 @@ class FormatExport(ExportPlan):
             rounding = write_back(adapted, weights, aside, self.found)
             read_saved_tokenizer(adapter, trust_remote_code=self.trust_remote_code).save_pretrained(aside)
             write_prompt(aside, read_prompt(adapter), self.base)
-        return (
-            f"{plural(rounding.tensors, 'tensor')} of the base changed; rounding to {self.found.name} moves the changed"
-            f" weights by {rounding.relative:.2%} of their norm"
-        )
+        return "; ".join(filter(None, [f"{plural(rounding.tensors, 'tensor')} of the base changed", str(rounding)]))
 
 
 def plan_format_export(
