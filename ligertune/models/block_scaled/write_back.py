@@ -2,7 +2,7 @@
 
 The base's files are copied, and the tensors that the adapter changes are written over: names, sizes and places of all
 tensors stay, and so do the bytes of the others. A changed weight is dequantised, the update s B A is added in float32,
-and the sum is quantised once, by the rules of `quantize_mxfp4` and `quantize_float8_blocks`.
+and the sum is quantised once, by `quantize_mxfp4` with the better of two scales and by `quantize_float8_blocks`.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _encoded(
     if "scales" not in places:
         return {"values": merged.to(DTYPES[places["values"].dtype])}
     if found.name == "mxfp4":
-        packed = quantize_mxfp4(merged[None])
+        packed = quantize_mxfp4(merged[None], best_scale=True)
         rounding.add(dense, update, packed.dequantize(packed.shape, torch.float32)[0])
         return {"values": packed.blocks, "scales": packed.scales}
     stored_dtype = places["scales"].dtype

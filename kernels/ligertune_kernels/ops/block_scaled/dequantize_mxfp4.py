@@ -68,12 +68,13 @@ class Mxfp4(NamedTuple):
         return torch.where((self.scales == 255).any(), float("nan"), 0.0).view(1)
 
 
-def quantize_mxfp4(weight: torch.Tensor) -> Mxfp4:  # (X, rows, columns)
+def quantize_mxfp4(weight: torch.Tensor, *, best_scale: bool = False) -> Mxfp4:  # (X, rows, columns)
     """Quantise weights as the MX specification says: a block's scale is the exponent of its largest value, less 2.
 
     Values are rounded to the nearest of e2m1, ties to the even code; those above 6 become 6. A weight that was
-    dequantised from MXFP4 keeps its values. Raises ValueError for other dtypes than floating point, and for columns
-    that are no multiple of 32.
+    dequantised from MXFP4 keeps its values. best_scale: take twice the scale where that loses less of a block; a
+    largest value of 4 that has become 3.999 would be 3 under the specification's scale. Raises ValueError for other
+    dtypes than floating point, and for columns that are no multiple of 32.
     """
     if weight.ndim != 3 or weight.shape[-1] % MX_BLOCK:
         found = tuple(weight.shape)
@@ -82,17 +83,30 @@ def quantize_mxfp4(weight: torch.Tensor) -> Mxfp4:  # (X, rows, columns)
         raise ValueError(f"quantize_mxfp4: weight is {weight.dtype}: expected a floating-point dtype")
     n_experts, n_rows, n_columns = weight.shape
     rows = weight.detach().reshape(-1, n_columns)
-    parts = [_quantised_rows(chunk) for chunk in rows.split(max(1, QUANTISED_ROWS // max(1, n_columns)))]
-    blocks, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    chunks = rows.split(max(1, QUANTISED_ROWS // max(1, n_columns)))
+    blocks, scales = (torch.cat(part) for part in zip(*(_quantised_rows(c, best_scale) for c in chunks), strict=True))
     return Mxfp4(blocks.view(n_experts, n_rows, -1, MX_BLOCK // 2), scales.view(n_experts, n_rows, -1))
 
 
-def _quantised_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantised_rows(rows: torch.Tensor, best_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (bytes (N, G, 16), scales (N, G)) of some rows (N, 32·G)."""
     values = rows.float().unflatten(1, (-1, MX_BLOCK))
     largest = values.abs().amax(2)
     exponent = torch.frexp(largest).exponent - 1  # of a power of two: its own
     scales = (exponent - 2 + BIAS).clamp(0, 254).to(torch.uint8)
+    code, error = _codes(values, scales)
+    if best_scale:
+        wider = (scales + 1).clamp(max=254)
+        wider_code, wider_error = _codes(values, wider)
+        is_better = wider_error < error
+        code = torch.where(is_better.unsqueeze(2), wider_code, code)
+        scales = torch.where(is_better, wider, scales)
+    code |= values.signbit().to(torch.uint8) << 3
+    return code[..., 0::2] | (code[..., 1::2] << 4), torch.where(largest.isfinite(), scales, 255)
+
+
+def _codes(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of absolute values (N, G, 32) under scales (N, G), and each block's sum of squared errors."""
     # Powers of two from their bits: exp2 is not exact on every device. 2^-127 has no exponent bits of its own.
     inverse = ((2 * BIAS - scales.int()).clamp(max=254) << 23).view(torch.float32)
     scaled = values.abs() * inverse.unsqueeze(2)
@@ -100,9 +114,9 @@ def _quantised_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # half way between two neighbours; with an even code below, the middle belongs to that one
     for middle, below_is_even in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (True, False) * 4, strict=False):
         code += scaled > middle if below_is_even else scaled >= middle
-    code |= values.signbit().to(torch.uint8) << 3
-    bad = ~largest.isfinite()
-    return code[..., 0::2] | (code[..., 1::2] << 4), torch.where(bad, 255, scales)
+    table = torch.tensor(E2M1, device=values.device)
+    error = (scaled - table[code.int()]).square().sum(2) / inverse.double().square()
+    return code, error
 
 
 def dequantize_mxfp4_reference(stored: Mxfp4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -90,6 +90,28 @@ def test_quantised_values_are_the_nearest_under_the_specifications_scale(shape):
     assert torch.equal(dequantize_mxfp4(stored, shape, torch.float64), expected.view(shape))
 
 
+def test_the_better_of_two_scales_is_taken_where_asked():
+    """Compared with both scales in float64; no block loses more than under the specification's scale."""
+    weight = weights((2, 64, 96))
+    plain, best = quantize_mxfp4(weight), quantize_mxfp4(weight, best_scale=True)
+    wide = best.scales.int() - plain.scales.int()
+    assert set(wide.unique().tolist()) == {0, 1}
+    blocks = weight.double().view(*plain.scales.shape, 32)
+    errors = [
+        (dequantize_mxfp4(one, weight.shape, torch.float64).view_as(blocks) - blocks).square().sum(-1)
+        for one in (plain, best)
+    ]
+    assert (errors[1] <= errors[0]).all() and (errors[1] < errors[0])[wide == 1].all()
+    block = torch.zeros(1, 1, 32)
+    block[0, 0, :3] = torch.tensor([3.999, 0.5, -1.5])
+    found = dequantize_mxfp4(quantize_mxfp4(block, best_scale=True), (1, 1, 32), torch.float32)[0, 0, :3]
+    assert found.tolist() == [4.0, 0.5, -1.5]
+    stored = random_bytes((2, 33, 160), lowest=4)
+    dense = dequantize_mxfp4(stored, (2, 33, 160), torch.float32)
+    again = quantize_mxfp4(dense, best_scale=True)
+    assert torch.equal(dequantize_mxfp4(again, (2, 33, 160), torch.float32), dense)
+
+
 def test_ties_go_to_the_even_code_and_large_values_saturate():
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.9])
     row = torch.cat((middles, -middles, torch.zeros(15), torch.tensor([4.0])))
