@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from ligertune.training.checkpoint.export_run import ExportPlan
 
 
+Repository = Annotated[
+    str | None,
+    typer.Option("--push", metavar="USER/NAME", help="Upload to this repository on the hub.", show_default=False),
+]
+BaseFormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="mxfp4|fp8",
+        help="Merge the adapter into the quantised format of its base, shard by shard.",
+        show_default=False,
+    ),
+]
+
+
 def export(
     run: Annotated[
         str, typer.Argument(help="Folder of a run, a model, an adapter or a checkpoint.", show_default=False)
@@ -27,10 +42,7 @@ def export(
     checkpoint: Annotated[
         str | None, typer.Option("--checkpoint", help="Export a checkpoint: step-200 or newest, for example.")
     ] = None,
-    push: Annotated[
-        str | None,
-        typer.Option("--push", metavar="USER/NAME", help="Upload to this repository on the hub.", show_default=False),
-    ] = None,
+    push: Repository = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: make the new repository public.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the logits of the trained, the saved and the exported model.")
@@ -42,15 +54,7 @@ def export(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the model card only, and list what --push would upload.")
     ] = False,
-    base_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="mxfp4|fp8",
-            help="Merge the adapter into the quantised format of its base, shard by shard.",
-            show_default=False,
-        ),
-    ] = None,
+    base_format: BaseFormatName = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -64,6 +68,7 @@ def export(
     The model card, README.md, is written unless there is one. A model without an adapter is uploaded from its folder.
     """
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
+    _refuse_with_format(base_format, adapter=adapter, check=check)
     if not (adapter or dry_run or checkpoint):
         _check_base_model(run)
     render.people_on_stderr(json)
@@ -72,14 +77,10 @@ def export(
             from ligertune.training.checkpoint.export_run import check_repository, plan_export
         if push is not None:
             check_repository(push)
-        if base_format is not None:
-            _refuse_with_format(adapter=adapter, check=check)
-            plan = _plan_format(run, out, base_format, checkpoint, trust_remote_code=trust_remote_code)
-        else:
-            plan = plan_export(
-                run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
-                trust_remote_code=trust_remote_code,
-            )  # fmt: skip
+        plan = _plan_format(run, out, base_format, checkpoint, trust_remote_code=trust_remote_code) or plan_export(
+            run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     done: dict[str, Any] = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     _write(plan, dry_run=dry_run)
     render.text(f"model card: {plan.write_card(push)}")
@@ -102,7 +103,9 @@ def _write(plan: ExportPlan, *, dry_run: bool) -> None:
     render.hub_notes()
 
 
-def _refuse_with_format(*, adapter: bool, check: bool) -> None:
+def _refuse_with_format(wanted: str | None, *, adapter: bool, check: bool) -> None:
+    if wanted is None:
+        return
     if adapter:
         raise UserError("--format merges the adapter, and --adapter keeps it apart.", hint="Leave one out.")
     if check:
@@ -112,8 +115,11 @@ def _refuse_with_format(*, adapter: bool, check: bool) -> None:
 
 
 def _plan_format(
-    run: str, out: Path | None, wanted: str, checkpoint: str | None, *, trust_remote_code: bool
-) -> ExportPlan:
+    run: str, out: Path | None, wanted: str | None, checkpoint: str | None, *, trust_remote_code: bool
+) -> ExportPlan | None:
+    """Return the export of --format; None without it."""
+    if wanted is None:
+        return None
     from ligertune.training.checkpoint.export_format import plan_format_export
 
     return plan_format_export(run, out, wanted=wanted, checkpoint=checkpoint, trust_remote_code=trust_remote_code)
