@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,19 @@ def test_weights_of_few_bits_are_not_sharded():
         check_stored_base(bare_recipe("lora"), "fsdp", is_stored=True)
     check_stored_base(bare_recipe("lora"), "ddp", is_stored=True)
     check_stored_base(bare_recipe("lora"), "fsdp", is_stored=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_compiled_layers_have_the_same_losses(family, tmp_path, monkeypatch):
+    """aot_eager saves half a minute of the C++ compiler."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    write_stored(tmp_path / "base", family)
+    changes = {"train.max_steps": 2, "checkpoint.save_strategy": "no"}
+    for compiled in (False, True):
+        train(tmp_path / str(compiled), **settings(tmp_path / "base", **changes, **{"train.torch_compile": compiled}))
+    found, expected = (losses(tmp_path / str(compiled) / "run") for compiled in (True, False))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_full_training_reads_the_dequantised_weights(tmp_path):
