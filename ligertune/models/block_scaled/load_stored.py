@@ -121,7 +121,8 @@ def _with_scales(converter: WeightConverter, quantizer: StoredWeightsQuantizer) 
     """Return a merge of experts that reads the scales, too."""
     weights = [source.removesuffix("$") for source in converter.source_patterns]
     scales = [source.removesuffix("weight") + SCALE for source in weights]
-    sources = [*(f"{source}$" for source in weights), *(f"{source}$" for source in scales)]
+    unused = [source.removesuffix("weight") + "activation_scale" for source in weights]
+    sources = [f"{source}$" for source in (*weights, *scales, *unused)]
     targets = list(converter._original_target_patterns)
     stacked = WeightConverter(sources, targets, [_StackFloat8(quantizer, len(weights))])
     stacked.scope_prefix = converter.scope_prefix
@@ -181,7 +182,7 @@ class _StackFloat8(_Hold):
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         weights = [input_dict[source] for source in source_patterns[: self.parts]]
-        scales = [input_dict.get(source) for source in source_patterns[self.parts :]]
+        scales = [input_dict.get(source) for source in source_patterns[self.parts : 2 * self.parts]]
         if not any(scales):  # experts that the files hold in 16 bits
             dtype = model.get_parameter(full_layer_name).dtype
             return {full_layer_name: _joined(weights, dtype)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ligertune_kernels import Mxfp4
 from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
+from safetensors.torch import load_file, save_file
 from support.models import tiny_models
 from support.models.block_scaled_bases import FAMILIES, dequantised, write_stored
 from torch import nn
@@ -91,6 +92,23 @@ def test_scales_of_other_dtypes(scales, tmp_path):
     assert torch.equal(found, stored["model.layers.0.mlp.down_proj.weight_scale_inv"].float())
 
 
+def test_scales_of_activations_are_left_out(tmp_path):
+    """Of a base for static float8 activations: activations are not quantised."""
+    write_stored(tmp_path / "base", "qwen3_moe", activation_scheme="static")
+    file = sorted((tmp_path / "base").glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    scales = [name for name in tensors if name.endswith("proj.weight_scale_inv")]
+    more = {name.replace("weight_scale_inv", "activation_scale"): torch.tensor(0.5) for name in scales}
+    save_file(tensors | more, file, {"format": "pt"})
+    index = tmp_path / "base" / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"] |= dict.fromkeys(more, file.name)
+    index.write_text(json.dumps(values))
+    assert any(".experts." in name for name in more) and any("self_attn" in name for name in more)
+    held = sum(isinstance(p, QuantisedWeight) for p in load(tmp_path / "base").parameters())
+    assert held == HELD["qwen3_moe"]
+
+
 def test_blocks_at_the_edges_are_smaller(tmp_path):
     """Blocks of 40 x 40 do not divide 64, 96 and 48: the block of the configuration decides, not the scales' number."""
     stored = write_stored(tmp_path / "base", "qwen3_moe", block=(40, 40))
@@ -163,8 +181,6 @@ def test_dora_trains_on_float8_layers(tmp_path):
 
 
 def test_damaged_weights_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     write_stored(tmp_path / "base", "gpt_oss")
     for file in sorted((tmp_path / "base").glob("*.safetensors")):
         tensors = load_file(file)
