@@ -250,4 +250,4 @@ def test_plans_say_how_the_base_is_held(finished, tmp_path):
     )
     name = FORMATS[finished.name]
     assert any(note.startswith(f"the weights of the base stay in {name} (") for note in held)
-    assert any(f"stored in {name}, and are dequantised while they are loaded: they train" in note for note in full)
+    assert any(f"stored in {name}, and are dequantised while they are loaded: only adapters" in note for note in full)

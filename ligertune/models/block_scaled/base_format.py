@@ -99,7 +99,8 @@ def stored_note(method: MethodOptions, spec: ModelOptions, config: PreTrainedCon
         return ""
     held = [parameter for parameter in model.parameters() if isinstance(parameter, QuantisedWeight)]
     if not held:
-        why = "they train" if method.type in ("full", "freeze") else "this model's class merges them"
+        is_adapter = method.type in ("lora", "qlora")
+        why = "this model's class merges them" if is_adapter else "only adapters train on them as they are stored"
         return f"the weights of the base are stored in {found.name}, and are dequantised while they are loaded: {why}"
     gib = sum(parameter.stored_bytes for parameter in held) / 2**30
     return (
