@@ -59,6 +59,8 @@ OPS = (
     # no gradient for the teacher
     Op("distill", "linear_jsd", ("LinearJSDLoss", "divergence_workspace"), ("student_hidden", "student_weight")),
     Op("moe", "dequantize_nf4", ("quantize_nf4", "nf4_bytes", "Nf4")),
+    Op("block_scaled", "dequantize_mxfp4", ("quantize_mxfp4", "Mxfp4")),
+    Op("block_scaled", "dequantize_float8_blocks", ("quantize_float8_blocks", "Float8Blocks")),
     Op("float8", "quantize_float8", ("Float8Copies",)),
     Op("float8", "swiglu_float8", ("swiglu_float8_backward", "SwigluFloat8Gradients")),
     Op("extra", "int2_int8_matmul", ("pack_int2", "unpack_int2")),

@@ -48,6 +48,8 @@ SIZES = {
     "jsd": ((67, 1000), (37, 50257)),
     "linear_jsd": ((67, 64, 96, 1000),),
     "dequantize_nf4": ((3, 96, 160),),
+    "dequantize_mxfp4": ((3, 96, 160),),
+    "dequantize_float8_blocks": ((3, 96, 160),),
     "quantize_float8": ((67, 1001),),
     "swiglu_float8": ((67, 1001),),
     "int2_int8_matmul": ((67, 256, 512),),

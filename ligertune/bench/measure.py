@@ -46,6 +46,8 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         pointwise_cases.EMBEDDING,
         *loss_cases.DIVERGENCES,
         pointwise_cases.DEQUANTIZE_NF4,
+        pointwise_cases.DEQUANTIZE_MXFP4,
+        pointwise_cases.DEQUANTIZE_FLOAT8_BLOCKS,
         pointwise_cases.QUANTIZE_FLOAT8,
         pointwise_cases.SWIGLU_FLOAT8,
         pointwise_cases.INT2_MATMUL,

@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from ligertune.training.checkpoint.export_run import ExportPlan
 
 
+Repository = Annotated[
+    str | None,
+    typer.Option("--push", metavar="USER/NAME", help="Upload to this repository on the hub.", show_default=False),
+]
+BaseFormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="mxfp4|fp8",
+        help="Merge the adapter into the quantised format of its base, shard by shard.",
+        show_default=False,
+    ),
+]
+
+
 def export(
     run: Annotated[
         str, typer.Argument(help="Folder of a run, a model, an adapter or a checkpoint.", show_default=False)
@@ -26,10 +41,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter without merging it.")] = False,
     checkpoint: ExportCheckpoint = None,
     dtype: ExportDtype = None,
-    push: Annotated[
-        str | None,
-        typer.Option("--push", metavar="USER/NAME", help="Upload to this repository on the hub.", show_default=False),
-    ] = None,
+    push: Repository = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: make the new repository public.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the logits of the trained, the saved and the exported model.")
@@ -41,6 +53,7 @@ def export(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the model card only, and list what --push would upload.")
     ] = False,
+    base_format: BaseFormatName = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -54,6 +67,7 @@ def export(
     The model card, README.md, is written unless there is one. A model without an adapter is uploaded from its folder.
     """
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
+    _refuse_with_format(base_format, adapter=adapter, check=check, dtype=dtype)
     if not (adapter or dry_run or checkpoint):
         _check_base_model(run)
     render.people_on_stderr(json)
@@ -62,7 +76,7 @@ def export(
             from ligertune.training.checkpoint.export_run import check_repository, plan_export
         if push is not None:
             check_repository(push)
-        plan = plan_export(
+        plan = _plan_format(run, out, base_format, checkpoint, trust_remote_code=trust_remote_code) or plan_export(
             run, out, adapter=adapter, checkpoint=checkpoint, in_place=push is not None or dry_run, check=check,
             trust_remote_code=trust_remote_code, dtype=dtype,
         )  # fmt: skip
@@ -86,6 +100,30 @@ def _write(plan: ExportPlan, *, dry_run: bool) -> None:
         render.note(note)
     render.text(f"{plan.kind} from {plan.source.name}: {plan.folder}")
     render.hub_notes()
+
+
+def _refuse_with_format(wanted: str | None, *, adapter: bool, check: bool, dtype: str | None) -> None:
+    if wanted is None:
+        return
+    if dtype is not None:
+        raise UserError("--format and --dtype both choose how weights are stored.", hint="Leave one out.")
+    if adapter:
+        raise UserError("--format merges the adapter, and --adapter keeps it apart.", hint="Leave one out.")
+    if check:
+        raise UserError(
+            "--check compares within the rounding of 16 bits, and --format rounds to fewer.", hint="Leave one out."
+        )
+
+
+def _plan_format(
+    run: str, out: Path | None, wanted: str | None, checkpoint: str | None, *, trust_remote_code: bool
+) -> ExportPlan | None:
+    """Return the export of --format; None without it."""
+    if wanted is None:
+        return None
+    from ligertune.training.checkpoint.export_format import plan_format_export
+
+    return plan_format_export(run, out, wanted=wanted, checkpoint=checkpoint, trust_remote_code=trust_remote_code)
 
 
 def _check_base_model(run: str) -> None:

@@ -7,12 +7,14 @@ from typing import Any, Literal, TypeAlias, get_args
 
 # Formats in which bitsandbytes stores frozen weights. 4 bits: NF4 or FP4, with double quantisation or "single".
 StoredAs: TypeAlias = Literal["nf4", "nf4_single", "fp4", "fp4_single", "int8"]
+# What a run holds: such a format, or that of the base's own files.
+HeldAs: TypeAlias = StoredAs | Literal["as in the files"]
 STORED_AS: tuple[StoredAs, ...] = get_args(StoredAs)
 
 
-def four_bit_format(stored_as: StoredAs | None) -> tuple[Literal["nf4", "fp4"], bool] | None:
+def four_bit_format(stored_as: HeldAs | None) -> tuple[Literal["nf4", "fp4"], bool] | None:
     """Return (bnb_4bit_quant_type, bnb_4bit_use_double_quant); None for weights that are not in 4 bits."""
-    if stored_as is None or stored_as == "int8":
+    if stored_as in (None, "int8", "as in the files"):
         return None
     return "nf4" if stored_as.startswith("nf4") else "fp4", not stored_as.endswith("_single")
 

@@ -145,7 +145,7 @@ def carried_note(carried: CarriedTensors, *, adapts: bool) -> str:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class StoredTensor:
     """A tensor in a weight file. begin, end: its bytes in a safetensors file."""
 
     file: Path
@@ -160,7 +160,7 @@ class _Stored:
         return self.dtype.startswith(("F8", "F4", "I", "U"))
 
 
-def _stored(spec: ModelOptions, config: PreTrainedConfig | None = None) -> dict[str, _Stored] | None:
+def _stored(spec: ModelOptions, config: PreTrainedConfig | None = None) -> dict[str, StoredTensor] | None:
     """Return the tensors of a base by name; None if its files are not here. Raises UserError for damaged files."""
     path = Path(spec.model_name_or_path).expanduser()
     folder = path if path.is_dir() else hub_snapshot(spec.model_name_or_path, spec.revision)
@@ -168,13 +168,14 @@ def _stored(spec: ModelOptions, config: PreTrainedConfig | None = None) -> dict[
         return None
     explicit = getattr(config, "transformers_weights", None)
     stored_shapes(folder, BASE, explicit=explicit)  # checks that safetensors files are complete
-    found: dict[str, _Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in weight_files(folder, BASE, explicit=explicit):
-        found |= _in_safetensors(file) if file.suffix == ".safetensors" else _in_pickle(file)
+        found |= tensors_in_safetensors(file) if file.suffix == ".safetensors" else _in_pickle(file)
     return found
 
 
-def _in_safetensors(file: Path) -> dict[str, _Stored]:
+def tensors_in_safetensors(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name, from its header."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -182,16 +183,16 @@ def _in_safetensors(file: Path) -> dict[str, _Stored]:
     found = {}
     for name, values in header.items():
         begin, end = (8 + length + offset for offset in values["data_offsets"])
-        found[name] = _Stored(file, values["dtype"], tuple(values["shape"]), end - begin, begin, end)
+        found[name] = StoredTensor(file, values["dtype"], tuple(values["shape"]), end - begin, begin, end)
     return found
 
 
-def _in_pickle(file: Path) -> dict[str, _Stored]:
+def _in_pickle(file: Path) -> dict[str, StoredTensor]:
     with loading(BASE, f"{file} cannot be read"):
         tensors = torch.load(file, map_location="meta", weights_only=True).items()  # no weights, and none of its code
     kinds = {torch.float8_e4m3fn: "F8", torch.int8: "I8", torch.uint8: "U8"}
     return {
-        name: _Stored(file, kinds.get(t.dtype, "F"), tuple(t.shape), t.numel() * t.element_size())
+        name: StoredTensor(file, kinds.get(t.dtype, "F"), tuple(t.shape), t.numel() * t.element_size())
         for name, t in tensors
         if isinstance(t, torch.Tensor)
     }
@@ -243,7 +244,7 @@ def forget_layers(config: Path) -> None:
     config.write_text(json.dumps(without(values), indent=2) + "\n", encoding="utf-8")
 
 
-def _add_shards(folder: Path, places: dict[str, _Stored]) -> None:
+def _add_shards(folder: Path, places: dict[str, StoredTensor]) -> None:
     """Copy tensors into new shards of a saved model, one for each file that holds some, and write its index."""
     index = _index_of(folder)
     by_file: dict[Path, list[str]] = defaultdict(list)
@@ -273,12 +274,12 @@ def _index_of(folder: Path) -> dict[str, Any]:
     """Return the index of a saved model, also of one with a single file."""
     if (folder / SAFE_INDEX).is_file():
         return json.loads((folder / SAFE_INDEX).read_text(encoding="utf-8"))
-    stored = _in_safetensors(folder / SAFE_WEIGHTS)
+    stored = tensors_in_safetensors(folder / SAFE_WEIGHTS)
     size = sum(place.n_bytes for place in stored.values())
     return {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(stored, SAFE_WEIGHTS)}
 
 
-def _copy(file: Path, places: dict[str, _Stored], target: Path) -> None:
+def _copy(file: Path, places: dict[str, StoredTensor], target: Path) -> None:
     """Write tensors of a weight file into a new safetensors file, byte by byte, without holding them in memory."""
     if file.suffix != ".safetensors":
         tensors = torch.load(file, map_location="cpu", weights_only=True)

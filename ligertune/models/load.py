@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from ligertune.data.modalities.modality import modality_of
 from ligertune.errors import UserError, plural
-from ligertune.files.base_model import StoredAs, four_bit_format
+from ligertune.files.base_model import STORED_AS, HeldAs, StoredAs, four_bit_format
 from ligertune.files.model_files import (
     RECIPE_MODEL,
     RECIPE_TOKENIZER,
@@ -35,6 +35,8 @@ from ligertune.files.model_files import (
     stored_shapes,
 )
 from ligertune.models.added_tokens import grow, needed_rows
+from ligertune.models.block_scaled.block_format import BlockFormat, block_format, hold_on_meta, stored_weights
+from ligertune.models.block_scaled.load_stored import StoredWeightsConfig, finish_held
 from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.mixers.decays import decays_read_as_float32, make_decays_float32
@@ -48,6 +50,9 @@ from ligertune.planning.memory.layer_bytes import FA4_OR_DOCUMENT_ATTENTION
 if TYPE_CHECKING:
     from ligertune.files.base_model import CarriedTensors
     from ligertune.planning.options import ModelOptions
+
+
+DEQUANTISED = ("fp8", "mxfp4")  # formats of files that are dequantised unless an adapter trains on them
 
 
 def hide_loading_bars() -> None:
@@ -72,14 +77,15 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int,
-    stored_as: StoredAs | None = None,
+    stored_as: HeldAs | None = None,
     storage: str = "uint8",
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Return the model on `device`: pretrained, or random from `seed`; without weights on the meta device.
 
-    stored_as: format to which the layers' weights are quantised while they are loaded. Embedding and output head have
-    rows for the tokens that the recipe adds. storage: dtype that holds the bytes of 4-bit weights. Raises UserError.
+    stored_as: format to which the layers' weights are quantised while they are loaded; "as in the files": a
+    block-scaled base stays as it is stored. Embedding and output head have rows for the tokens that the recipe adds.
+    storage: dtype that holds the bytes of 4-bit weights. Raises UserError.
     """
     loaded = copy.deepcopy(config) if spec.tokenizer.adds else config  # growing changes it
     place = torch.device(device)
@@ -99,43 +105,51 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    stored_as: StoredAs | None,
+    stored_as: HeldAs | None,
     storage: str,
     origin: ModelOrigin,
 ) -> PreTrainedModel:
     four_bits = four_bit_format(stored_as)
-    if four_bits is not None:
-        # transformers' quantizers import bitsandbytes, which takes seconds
-        from ligertune.models.experts import four_bit_experts
     is_random = spec.init == "random"
+    held = None if is_random or stored_as in STORED_AS else block_format(config)
     found = None if is_random else _stored_format(spec.model_name_or_path, config, stored_as, origin)
     if device.type == "meta" or (is_random and four_bits is None):
         # Same seed and device: same weights. The global random state is restored.
         with _seeded(seed, device), device:
             model = _new_model(spec, config, dtype=dtype, origin=origin)
-        if four_bits is not None and not is_random:  # a plan refuses it, too
-            four_bit_experts.refuse_quantised(spec.model_name_or_path, config, model, origin)
+        if not is_random:  # a plan refuses it, too
+            _refuse_quantised_experts(spec.model_name_or_path, config, model, origin, four_bits)
+        if held is not None and stored_as is not None:
+            hold_on_meta(model, held)
         return model
     with torch.device("meta"):  # building changes a configuration
         skeleton = _new_model(spec, copy.deepcopy(config), dtype=dtype, origin=origin)
-    quantization = stored_quantization(found, config, dtype) or _new_quantization(stored_as, skeleton, dtype, storage)
+    quantization = stored_quantization(found, config, dtype) or _quantization(
+        skeleton, held, stored_as, dtype=dtype, storage=storage
+    )
+    if isinstance(quantization, StoredWeightsConfig):
+        config = copy.deepcopy(config)
+        del config.quantization_config  # transformers' quantizer of it is for inference
     options = _loading_options(spec, config, device, quantization)
     if is_random:
-        with quiet_reports():  # of buffers that no weight initialises
-            model = four_bit_experts.random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
-            return _never_packed(model)
-    if four_bits is not None:
-        four_bit_experts.refuse_quantised(spec.model_name_or_path, config, skeleton, origin)
+        return _random_in_four_bits(skeleton, config, seed=seed, dtype=dtype, **options)
+    _refuse_quantised_experts(spec.model_name_or_path, config, skeleton, origin, four_bits)
     with _seeded(seed, device):  # a score head that the checkpoint does not have
         model = _pretrained_model(spec, config, skeleton, origin, dtype=dtype, **options)
     compute_in(model, dtype)
+    if isinstance(quantization, StoredWeightsConfig):
+        finish_held(model, dequantise=stored_as is None)
     if "device_map" in options:
         return _never_packed(model)
     return model.to(device)  # type: ignore[arg-type]  # transformers wraps `to`, and the wrapper has other types
 
 
-def _new_quantization(stored_as: StoredAs | None, skeleton: PreTrainedModel, dtype: torch.dtype, storage: str) -> Any:
-    """Return the quantisation of weights in 16 or 32 bits while they are loaded; None: they stay as they are."""
+def _quantization(
+    skeleton: PreTrainedModel, held: BlockFormat | None, stored_as: HeldAs | None, *, dtype: torch.dtype, storage: str
+) -> Any:
+    """Return the quantisation for from_pretrained. held: format of the files, if that is ours to read."""
+    if held is not None and stored_weights(skeleton, held):
+        return StoredWeightsConfig(held)
     if stored_as == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     four_bits = four_bit_format(stored_as)
@@ -145,6 +159,25 @@ def _new_quantization(stored_as: StoredAs | None, skeleton: PreTrainedModel, dty
 
     quant_type, double_quant = four_bits
     return four_bit_config(skeleton, dtype, quant_type=quant_type, double_quant=double_quant, storage=storage)
+
+
+def _random_in_four_bits(skeleton: PreTrainedModel, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    # transformers' quantizers import bitsandbytes, which takes seconds
+    from ligertune.models.experts.four_bit_experts import random_in_four_bits
+
+    with quiet_reports():  # of buffers that no weight initialises
+        return _never_packed(random_in_four_bits(skeleton, config, **options))
+
+
+def _refuse_quantised_experts(
+    name: str, config: PreTrainedConfig, model: PreTrainedModel, origin: ModelOrigin, four_bits: object
+) -> None:
+    """Raise UserError for experts whose files are quantised, if four_bits is a format that they would be stored in."""
+    if four_bits is None:
+        return
+    from ligertune.models.experts.four_bit_experts import refuse_quantised  # as above
+
+    refuse_quantised(name, config, model, origin)
 
 
 def _never_packed(model: PreTrainedModel) -> PreTrainedModel:
@@ -178,15 +211,16 @@ def _loading_options(
 
 
 def _stored_format(
-    name: str, config: PreTrainedConfig, stored_as: StoredAs | None, origin: ModelOrigin
+    name: str, config: PreTrainedConfig, stored_as: HeldAs | None, origin: ModelOrigin
 ) -> BaseFormat | None:
     """Return the format of a quantised checkpoint. Raises UserError for weights that would be quantised twice."""
     found = check_base(name, config, origin)
-    if stored_as is not None and found is not None and found.training != "bitsandbytes":
+    if stored_as in STORED_AS and found is not None and found.training != "bitsandbytes":
         raise origin.error(
             f"the weights of {name} are quantised already ({quantization_of(config)}), and method quantises weights in"
             " 16 or 32 bits.",
-            hint="Write method.type: lora without load_in_8bit, or give the checkpoint in bfloat16.",
+            hint="Write method.type: lora without load_in_8bit, which trains on them as they are stored, or give the"
+            " checkpoint in bfloat16.",
         )
     return found
 
@@ -288,7 +322,7 @@ def _pretrained_model(
     """Load the weights. skeleton: the model on the meta device. Raises UserError unless all weights are there."""
     name = spec.model_name_or_path
     folder = Path(spec.model_name_or_path).expanduser()
-    _dequantise_float8(config)
+    _dequantise_files(config)
     shapes: dict[str, tuple[int, ...]] = {}
     if folder.is_dir():
         generation = folder / "generation_config.json"
@@ -298,8 +332,9 @@ def _pretrained_model(
                 GenerationConfig.from_dict(settings)
             check_token_ids(settings, generation, origin)
         shapes = stored_shapes(folder, origin, explicit=getattr(config, "transformers_weights", None))
-        stores_several = isinstance(options.get("quantization_config"), PackedConfig)  # weights in one element
-        if getattr(config, "quantization_config", None) is None and not stores_several:
+        # of these, several weights are in one element
+        is_held = isinstance(options.get("quantization_config"), (PackedConfig, StoredWeightsConfig))
+        if getattr(config, "quantization_config", None) is None and not is_held:
             check_amount(name, skeleton, shapes, origin)
     hint = "A folder needs model.safetensors; for random weights write model.init: random."
     try:
@@ -358,14 +393,14 @@ def quantization_of(config: PreTrainedConfig) -> str | None:
     return str(getattr(method, "value", method)) if found else None
 
 
-def _dequantise_float8(config: PreTrainedConfig) -> None:
-    """Let float8 files be read as weights in the dtype of training, in place.
+def _dequantise_files(config: PreTrainedConfig) -> None:
+    """Let float8 and MXFP4 files be read as weights in the dtype of training, in place.
 
-    transformers does that on a CPU. On a GPU with float8 it keeps them, for inference: an update of a float8 weight is
-    lost in its rounding, and an adapter cannot be merged into it.
+    transformers does that on a CPU. On a GPU it keeps them, for inference: an update of such a weight is lost in its
+    rounding, and an adapter cannot be merged into it.
     """
     found: Any = getattr(config, "quantization_config", None)
-    if quantization_of(config) == "fp8":
+    if quantization_of(config) in DEQUANTISED:
         if isinstance(found, dict):
             found["dequantize"] = True
         else:
@@ -395,7 +430,7 @@ def _check_numbers(name: str, model: PreTrainedModel, origin: ModelOrigin) -> No
             continue
         if hasattr(parameter, "quant_state"):  # bytes of 4-bit weights in another dtype, which are no numbers
             continue
-        values = parameter.absmax() if isinstance(parameter, Nf4Weight) else parameter.detach()
+        values = parameter.magnitudes() if isinstance(parameter, QuantisedWeight) else parameter.detach()
         total = values.sum()
         if bool(total.isnan()) or (bool(total.isinf()) and bool(values.isinf().any())):
             raise origin.error(f"the weights of {name} hold NaN or infinity ({key}).", hint="The files are damaged.")

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -143,6 +144,7 @@ def parameter_kinds(model: AnyModule) -> tuple[tuple[ParameterKind, int], ...]:
             linear=id(p) in linear,
             adapter=".lora_" in name or ".modules_to_save." in name or ".trainable_tokens_delta." in name,
             experts=id(p) in experts,
+            stored_size=p.stored_bytes / p.numel() if isinstance(p, QuantisedWeight) else 0.0,
         )
         for name, p in model.named_parameters()
     )

@@ -46,6 +46,7 @@ from ligertune.planning.options import RunOptions
 from ligertune.planning.parallelism import (
     DeviceNeed,
     check_four_bit_experts,
+    check_stored_base,
     check_strategy,
     check_tower_accumulation,
     choose_strategy,
@@ -222,9 +223,11 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
         estimate = estimate_memory(recipe, inputs, unsharded)
         return unsharded_need(unsharded, estimate, machine, batch=batch_of(micro))
 
-    strategy, why = choose_strategy(recipe, machine, why_fsdp=inputs.why_fsdp, need=need)
+    is_stored = any(kind.stored_size for kind, _ in shape.parameters)
+    strategy, why = choose_strategy(recipe, machine, why_fsdp=inputs.why_fsdp, need=need, is_stored=is_stored)
     check_strategy(recipe, strategy, autocast=inputs.precision.autocast)
     check_four_bit_experts(recipe, strategy, experts=bool(shape.layer and shape.layer.experts))
+    check_stored_base(recipe, strategy, is_stored=is_stored)
     states = states_of(recipe, shape.parameters, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
     memory = estimate_memory(recipe, inputs, states, shards=shards)
@@ -284,15 +287,14 @@ def _adapter_bytes(shape: ModelShape, itemsize: int) -> int:
 def _dense_bytes(recipe: Recipe, shape: ModelShape, experts: ExpertsShape | None, itemsize: int) -> int:
     """Return the bytes of weights that exist in the compute dtype while a layer computes."""
     method = recipe.method
-    found = dequantised_bytes(experts, itemsize) if method.type == "qlora" else 0
+    has_packed_experts = method.type == "qlora" or any(k.experts and k.stored_size for k, _ in shape.parameters)
+    found = dequantised_bytes(experts, itemsize) if has_packed_experts else 0
     # The backward of an 8-bit layer dequantises its weight.
     eight_bit = (k.elements for k, _ in shape.parameters if k.in_eight_bits(method.stored_as))
     found += itemsize * max(eight_bit, default=0)
-    # The buffer of the largest 4-bit weight in the compute dtype; experts have their own memory.
-    four_bit = (k.elements for k, _ in shape.parameters if k.quantised(method.type) and not k.experts)
-    found += itemsize * max(four_bit, default=0)
-    # The values of a packed weight in 8 bits, their products with the scales in float32 (HQQ), and the weight itself.
-    found += (5 + itemsize) * max((k.elements for k, _ in shape.parameters if k.stored_size), default=0)
+    # The buffer of the largest weight of few bits in the compute dtype; experts have their own memory.
+    of_few_bits = (k for k, _ in shape.parameters if (k.quantised(method.type) or k.stored_size) and not k.experts)
+    found += max((k.elements * (itemsize + k.unpacked_size) for k in of_few_bits), default=0)
     if method.use_dora:  # PEFT's norm of a weight: the product of B and A, its transpose, and the sum
         linear = (k.elements for k, _ in shape.parameters if k.linear and k.inside and not k.adapter)
         found += 3 * itemsize * max(linear, default=0)

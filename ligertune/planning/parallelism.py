@@ -46,12 +46,13 @@ def unsharded_need(
 
 
 def choose_strategy(
-    recipe: Recipe, machine: Machine, *, why_fsdp: str, need: Callable[[int], DeviceNeed]
+    recipe: Recipe, machine: Machine, *, why_fsdp: str, need: Callable[[int], DeviceNeed], is_stored: bool = False
 ) -> tuple[Strategy, str]:
     """Resolve `parallel.strategy`. Return it with the reason, which is empty if the recipe or one process decides.
 
     why_fsdp: why a launcher or `--gpus` decided for FSDP; empty if neither did.
-    need(micro_batch_size): what a device needs that holds the whole model. Raises UserError if the number of processes
+    need(micro_batch_size): what a device needs that holds the whole model. is_stored: the base stays in the
+    block-scaled format of its files. Raises UserError if the number of processes
     does not suit the recipe.
     """
     section = recipe.parallel
@@ -80,6 +81,8 @@ def choose_strategy(
     if recipe.method.stored_as is not None:
         four = recipe.method.type == "qlora"
         return "ddp", "4-bit weights are sharded on request only" if four else "8-bit weights cannot be sharded"
+    if is_stored:
+        return "ddp", "weights in MXFP4 and block float8 are not sharded"
     micro = recipe.train.per_device_train_batch_size
     alone = need(1 if micro == "auto" else micro)
     if alone.fits:
@@ -118,6 +121,30 @@ def check_four_bit_experts(recipe: Recipe, strategy: Strategy, *, experts: bool)
             "method.type: qlora: the 4-bit weights of a mixture's experts cannot be sharded, and parallel.strategy is"
             " fsdp.",
             hint="Write parallel.strategy: ddp, or method.type: lora.",
+        )
+
+
+def check_stored_base(recipe: Recipe, strategy: Strategy, *, is_stored: bool) -> None:
+    """Raise UserError for what a base that stays in its files' block-scaled format (MXFP4, float8) does not work with.
+
+    is_stored: whether the base does.
+    """
+    if not is_stored:
+        return
+    base = "the base's weights stay in the block-scaled format of its files (MXFP4 or float8)"
+    instead = "or give a copy of the base in bfloat16"
+    if strategy not in ("single", "ddp"):
+        raise UserError(
+            f"parallel.strategy: {strategy} shards weights, and {base}, which are not sharded.",
+            hint=f"Write parallel.strategy: ddp, {instead}.",
+        )
+    if recipe.train.fp8:
+        raise UserError(f"train.fp8: {base}, and float8 products read others.", hint=f"Leave it out, {instead}.")
+    start = recipe.method.init_lora_weights
+    if isinstance(start, str) and start not in ("default", "gaussian", "orthogonal"):
+        raise UserError(
+            f"method.init_lora_weights: {start} changes the weights of the base, and {base}.",
+            hint=f"Leave it out, {instead}.",
         )
 
 

@@ -26,6 +26,7 @@ from ligertune.data.modalities.modality import modality_of
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
+from ligertune.models.block_scaled.block_format import held_as, stored_note
 from ligertune.models.carried_tensors import carried_note, find_carried
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_torchao_float8
@@ -89,7 +90,8 @@ def preview_model(
     check_packed_layers(model, options.model, original, options.method)
     carried = find_carried(options.model, original, model)
     implementation = model.config._attn_implementation
-    preview = ModelPreview(options, list(kernels), list(head_notes))
+    stored = stored_note(options.method, options.model, original, model)
+    preview = ModelPreview(options, list(kernels), [*head_notes, *filter(None, [stored])])
     for step in STEPS:
         model = step.preview(model, preview)
     shape = read_shape(model) if feature.shape is None else feature.shape(model)
@@ -386,7 +388,7 @@ def _load_and_patch(
     feature = feature_of(options.task)
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
-    stored_as = options.method.stored_as
+    stored_as = held_as(options.method, options.model, config)
     storage = options.method.bnb_4bit_quant_storage if shards else "uint8"
     model = build_model(
         spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as, storage=storage

@@ -1,5 +1,6 @@
 """scripts/bench moe_whole: sides in processes of their own, with a time limit; pages of what this run measured only."""
 
+import json
 import subprocess
 import sys
 
@@ -45,3 +46,15 @@ def test_both_sides_train_a_small_model_from_the_same_rows(tmp_path):
         losses = [float(word) for word in line.rpartition("losses ")[2].split()]
         assert losses == pytest.approx([6.24] * 5, abs=0.15)
     assert "| ligertune bf16 | " in done.stdout
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_mxfp4_runs_on_a_small_model(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench", "mxfp4", "--small", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    phases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"phase"')]
+    kernels, train, merge = phases
+    assert kernels["equals_transformers"] and len(train["losses"]) == 8
+    assert 0 < merge["kl_merge"] < 0.01 and 0 < merge["kl_base"] < 0.01
+    assert not (tmp_path / "base").exists()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 CHECKPOINTING = ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": PRODUCTS})
 # folders of ops without a form in torch
-ONLY_REFERENCES = {"norms", "attention", "mlp", "moe", "float8", "extra", "recurrence"}
+ONLY_REFERENCES = {"norms", "attention", "mlp", "moe", "float8", "block_scaled", "extra", "recurrence"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

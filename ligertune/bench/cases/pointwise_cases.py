@@ -205,6 +205,69 @@ DEQUANTIZE_NF4 = OpBenchmark(
 )
 
 
+def _mxfp4_inputs(case: Case, device: torch.device) -> Tensors:
+    return kernels.quantize_mxfp4(torch.randn(case.sizes, dtype=case.dtype, device=device)).tensors
+
+
+def _mxfp4_work(case: Case) -> Work:
+    return Work((math.prod(case.sizes) * 17 // 32 + case.tensor_bytes(), 0.0))
+
+
+DEQUANTIZE_MXFP4 = OpBenchmark(
+    op="dequantize_mxfp4",
+    dims=("X", "F", "E"),
+    sizes=((32, 5760, 2880), (128, 1536, 2048)),  # gate and up of gpt-oss-20b and of Qwen3-30B-A3B
+    cpu_sizes=((2, 8, 32), (3, 96, 160)),
+    args=kernels.Mxfp4._fields,
+    inputs=_mxfp4_inputs,
+    row_args=kernels.Mxfp4._fields,
+    work=_mxfp4_work,
+    reference=lambda case, args: lambda *parts: kernels.Mxfp4(*parts).dequantize(_shape(case, parts), torch.float64),
+    providers=(
+        Provider("ours", lambda case, args: lambda: kernels.Mxfp4(*args).dequantize(case.sizes, case.dtype)),
+        Provider(
+            "eager",
+            lambda case, args: lambda: kernels.dequantize_mxfp4_reference(kernels.Mxfp4(*args), case.sizes, case.dtype),
+        ),
+    ),
+    modes=("forward",),
+)
+
+
+def _shape(case: Case, parts: Tensors) -> tuple[int, ...]:
+    """Return the shape of the experts whose bytes are given: float64 results of many are joined from parts."""
+    return len(parts[0]), *case.sizes[1:]
+
+
+def _float8_blocks_inputs(case: Case, device: torch.device) -> Tensors:
+    return kernels.quantize_float8_blocks(torch.randn(case.sizes, dtype=case.dtype, device=device)).tensors
+
+
+DEQUANTIZE_FLOAT8_BLOCKS = OpBenchmark(
+    op="dequantize_float8_blocks",
+    dims=("X", "F", "E"),
+    sizes=((1, 12288, 4096), (128, 1536, 2048)),  # a linear layer of Qwen3-8B; gate and up of Qwen3-30B-A3B
+    cpu_sizes=((2, 8, 24), (3, 96, 160)),
+    args=kernels.Float8Blocks._fields[:2],
+    inputs=_float8_blocks_inputs,
+    row_args=kernels.Float8Blocks._fields[:2],
+    work=lambda case: Work((math.prod(case.sizes) + case.tensor_bytes(), 0.0)),
+    reference=lambda case, args: (
+        lambda *parts: kernels.Float8Blocks(*parts).dequantize(_shape(case, parts), torch.float64)
+    ),
+    providers=(
+        Provider("ours", lambda case, args: lambda: kernels.Float8Blocks(*args).dequantize(case.sizes, case.dtype)),
+        Provider(
+            "eager",
+            lambda case, args: (
+                lambda: kernels.dequantize_float8_blocks_reference(kernels.Float8Blocks(*args), case.sizes, case.dtype)
+            ),
+        ),
+    ),
+    modes=("forward",),
+)
+
+
 def _float8_inputs(case: Case, device: torch.device) -> Tensors:
     return torch.randn(case.sizes, dtype=case.dtype, device=device), torch.tensor(37.0, device=device)
 

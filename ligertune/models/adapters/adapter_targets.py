@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import peft
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
@@ -313,6 +314,21 @@ def _check_names(model: PreTrainedModel, spec: MethodOptions) -> None:
                     hint=f"Its linear layers are {', '.join(sorted(linear))}.{_about_experts(model, key)}",
                 )
     _check_tied_names(model, targets, spec.lora_modules_to_save)
+    _check_frozen_formats(model, spec.lora_modules_to_save)
+
+
+def _check_frozen_formats(model: PreTrainedModel, saved: Iterable[str]) -> None:
+    """Raise UserError for a layer to train in full whose weight stays in a block-scaled format, which cannot train."""
+    frozen = {name.rpartition(".")[0] for name, p in model.named_parameters() if isinstance(p, QuantisedWeight)}
+    for end in saved:
+        names = [name for name, _ in model.named_modules() if name == end or name.endswith(f".{end}")]
+        for name in names:
+            if any(layer == name or layer.startswith(f"{name}.") for layer in frozen):
+                raise UserError(
+                    f"method.lora_modules_to_save: {name} stays in the block-scaled format of the base's files (MXFP4"
+                    " or float8), in which it cannot train.",
+                    hint="Name it in lora_target_modules, or give a copy of the base in bfloat16.",
+                )
 
 
 def _check_tied_names(model: PreTrainedModel, targets: Iterable[str], saved: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
 """4-bit experts: load a mixture of experts with NF4 or FP4 weights, for QLoRA and for a teacher in 4 bits.
 
 bitsandbytes quantises linear layers. transformers holds a mixture's experts in 3-D parameters, which are most of such a
-model: they become `Nf4Weight`s here. Checkpoint tensors are merged in host memory, and go to the device one expert at a
-time; a checkpoint that holds 3-D tensors sends one weight of one layer.
+model: they become `QuantisedWeight`s here. Checkpoint tensors are merged in host memory, and go to the device one
+expert at a time; a checkpoint that holds 3-D tensors sends one weight of one layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, to_nf4
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight, to_nf4
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -111,7 +111,7 @@ class Nf4ExpertsQuantizer(Bnb4BitHfQuantizer):
         model = super()._dequantize(model, dtype=dtype)
         for _, module, name in list(expert_weights(model)):
             weight = getattr(module, name)
-            if isinstance(weight, Nf4Weight):
+            if isinstance(weight, QuantisedWeight):
                 setattr(module, name, nn.Parameter(weight.dequantize().to(dtype, copy=True), requires_grad=False))
         return model
 
@@ -132,7 +132,7 @@ class _Quantize(ConversionOps):
                 result |= self.linear.convert({name: found}, **kwargs)
         return result
 
-    def _quantised(self, weight: torch.Tensor) -> Nf4Weight:
+    def _quantised(self, weight: torch.Tensor) -> QuantisedWeight:
         config = self.quantizer.quantization_config
         return to_nf4(
             weight,

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 SCALE_BYTES = 2  # of a group
 
 
+# values of 8 bits, and their products with the scales in float32 (HQQ)
+UNPACKED_SIZE = 5
+
+
 def with_stored_sizes(shape: ModelShape, spec: ModelOptions, config: PreTrainedConfig) -> ModelShape:
     """Return the sizes of a model with the bytes per element of its packed layers; unchanged for other checkpoints.
 
@@ -33,7 +37,7 @@ def with_stored_sizes(shape: ModelShape, spec: ModelOptions, config: PreTrainedC
     elements = sum(kind.elements * count for kind, count in linear)
     stored = _stored_bytes(spec, config, layout) or round(elements * _bytes_per_element(layout))
     size = stored / max(elements, 1)
-    packed = {kind: replace(kind, stored_size=size) for kind, _ in linear}
+    packed = {kind: replace(kind, stored_size=size, unpacked_size=UNPACKED_SIZE) for kind, _ in linear}
     parameters = tuple((packed.get(kind, kind), count) for kind, count in shape.parameters)
     return replace(shape, parameters=parameters)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ligertune_kernels.ops.moe.expert_passes import ExpertLora, ExpertProjection
 from ligertune_kernels.ops.moe.experts import experts
-from ligertune_kernels.ops.moe.nf4_weight import as_weight
+from ligertune_kernels.ops.moe.quantised_weight import as_weight
 from ligertune_kernels.tracing import constant_while_tracing
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

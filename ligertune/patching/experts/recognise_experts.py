@@ -20,7 +20,7 @@ import torch
 from ligertune_kernels.ops.moe.expert_passes import ExpertLayout, ExpertProjection
 from ligertune_kernels.ops.moe.experts import experts_reference
 from ligertune_kernels.ops.moe.kernels import GatedActivation
-from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -160,7 +160,7 @@ def _sizes_of(module: nn.Module) -> _Sizes | Refusal:
 
 def unreadable(weight: Tensor) -> str | None:
     """Return why kernels cannot read a weight: "is a DTensor"; None if they can."""
-    if type(weight) not in (Tensor, nn.Parameter, Nf4Weight):
+    if type(weight) not in (Tensor, nn.Parameter, QuantisedWeight):
         return f"is a {type(weight).__name__}"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         return f"has dtype {str(weight.dtype).removeprefix('torch.')}"

@@ -15,10 +15,10 @@ for each layer, and a mask; here both directions drop the same elements again.
 peft's own code runs wherever it does more than this (DoRA, several adapters, a merged adapter), and where it multiplies
 by the adapter in another dtype than the layer's input.
 
-Weights in 4 bits (QLoRA) are dequantised for each product, by one kernel instead of bitsandbytes' three, into a buffer
-as large as the largest weight. The weight in the buffer is not dequantised again: a checkpointed layer that ends with a
-norm multiplies by its last weight twice in a row. What bitsandbytes keeps in its state objects is read once per layer,
-not once per product.
+Quantised weights (QLoRA, block float8) are dequantised for each product, by one kernel instead of bitsandbytes' three,
+into a buffer as large as the largest weight. The weight in the buffer is not dequantised again: a checkpointed layer
+that ends with a norm multiplies by its last weight twice in a row. What bitsandbytes keeps in its state objects is read
+once per layer, not once per product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from ligertune_kernels import LinearLora, linear_cross_entropy
 from ligertune_kernels.autograd import autocast_dtype, no_double_backward
-from ligertune_kernels.ops.moe.dequantize_nf4 import SCALE_BLOCK, TABLES, Nf4, dequantize_nf4, dequantize_nf4_into
+from ligertune_kernels.ops.moe.dequantize_nf4 import SCALE_BLOCK, TABLES, Nf4
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight, Stored, versions_of
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer as AdaptedLayer
 from peft.tuners.lora.layer import ParamWrapper
@@ -58,11 +59,11 @@ LoraLayer: TypeAlias = AnyModule  # peft's LoRA layer around a linear one, or a 
 
 
 @dataclass(frozen=True)
-class FourBitWeight:
-    """A frozen weight (F, E) that bitsandbytes has stored in NF4 or FP4. parameter: its bytes."""
+class StoredLinear:
+    """A frozen weight (F, E) of a linear layer in a few bits. parameter: the layer's, with the bytes of stored."""
 
     parameter: Tensor
-    nf4: Nf4
+    stored: Stored
     shape: tuple[int, int]
     dtype: torch.dtype
 
@@ -84,24 +85,24 @@ class _DequantisedBuffer:
         # parameter, address and versions of its bytes and scales, dtype
         self._key: tuple[weakref.ref[Tensor], int, tuple[int, ...], torch.dtype] | None = None
 
-    def read(self, weight: FourBitWeight) -> Tensor:
+    def read(self, weight: StoredLinear) -> Tensor:
         parameter = weight.parameter
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
             # The graph dequantises into its own memory pool, and does not use the buffer.
             self._memory = None
             self._dense = None
             self._key = None
-            return dequantize_nf4(weight.nf4, (1, *weight.shape), weight.dtype)[0]
-        now = parameter.data_ptr(), weight.nf4.versions, weight.dtype
+            return weight.stored.dequantize((1, *weight.shape), weight.dtype)[0]
+        now = weight.stored.tensors[0].data_ptr(), versions_of(weight.stored), weight.dtype
         if self._dense is None or self._key is None or self._key[0]() is not parameter or self._key[1:] != now:
             self._key = None
             with torch.inference_mode(False):  # the next training step may read it, too
                 self._dense = self._room(weight)
-                dequantize_nf4_into(weight.nf4, self._dense[None])
+                weight.stored.write(self._dense[None])
             self._key = (weakref.ref(parameter), *now)
         return self._dense
 
-    def _room(self, weight: FourBitWeight) -> Tensor:
+    def _room(self, weight: StoredLinear) -> Tensor:
         """Return the beginning of the memory as a tensor with the weight's shape and dtype."""
         size = math.prod(weight.shape) * weight.dtype.itemsize
         if self._memory is None or self._memory.numel() < size:
@@ -114,44 +115,49 @@ class _DequantisedBuffer:
 _BUFFERS: dict[torch.device, _DequantisedBuffer] = {}
 
 
-class _KnownFourBit(NamedTuple):
+class _KnownStored(NamedTuple):
     """What was read from a layer of bitsandbytes, and from what."""
 
     parameter: Tensor
     state: Any
     address: int  # of the bytes
-    weight: FourBitWeight | None
+    weight: StoredLinear | None
 
 
-def four_bit_weight(layer: nn.Module) -> FourBitWeight | None:
-    """Return the weight of bitsandbytes' Linear4bit; None for any other layer, and for another format of 4 bits.
+def stored_linear(layer: nn.Module) -> StoredLinear | None:
+    """Return the quantised weight of a layer; None for any other layer, and for other formats of bitsandbytes' 4 bits.
 
-    Under FSDP2 the weight is one that it has gathered, without the scales, which the layer keeps. The layer keeps what
-    was read. A table of layers would free none of them: a parameter refers to its layer.
+    Under FSDP2 the weight is one that it has gathered, without the scales, which the layer keeps. A layer of
+    bitsandbytes keeps what was read. A table of layers would free none of them: a parameter refers to its layer.
     """
     parameter: Any = getattr(layer, "weight", None)
+    if isinstance(parameter, QuantisedWeight):
+        if type(layer) is not nn.Linear or parameter.transposed:
+            return None
+        rows, columns = parameter.shape
+        return StoredLinear(parameter, parameter.stored, (rows, columns), parameter.dtype)
     state = getattr(parameter, "quant_state", None)
     if state is None and parameter is not None and is_whole(parameter):
         state = getattr(layer, "quant_state", None)
     if state is None:
         return None
     address = parameter.data_ptr()
-    known: _KnownFourBit | None = vars(layer).get("_four_bit")
+    known: _KnownStored | None = vars(layer).get("_stored_linear")
     if known is None or known.parameter is not parameter or known.state is not state or known.address != address:
-        known = _KnownFourBit(parameter, state, address, _read_state(parameter, state))
-        vars(layer)["_four_bit"] = known
+        known = _KnownStored(parameter, state, address, _read_state(parameter, state))
+        vars(layer)["_stored_linear"] = known
     return known.weight
 
 
 def packed_weight(layer: nn.Module) -> Any:
     """Return what computes a layer's frozen weight, with `dequantize` and `dtype`; None for a layer with a dense one.
 
-    That is the weight of bitsandbytes' Linear4bit, or a layer that dequantises its own.
+    That is the weight of few bits that our kernels read, or a layer that dequantises its own.
     """
-    return layer if isinstance(layer, nn.Linear) and hasattr(layer, "dequantize") else four_bit_weight(layer)
+    return layer if isinstance(layer, nn.Linear) and hasattr(layer, "dequantize") else stored_linear(layer)
 
 
-def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:
+def _read_state(parameter: Any, state: Any) -> StoredLinear | None:
     """Return the weight as our kernel reads it; None for a format that it does not read."""
     if state.quant_type not in TABLES:
         return None
@@ -169,7 +175,7 @@ def _read_state(parameter: Any, state: Any) -> FourBitWeight | None:
         quant_type=state.quant_type,
         block=state.blocksize,
     )
-    return FourBitWeight(parameter, nf4, tuple(state.shape), state.dtype)
+    return StoredLinear(parameter, nf4, tuple(state.shape), state.dtype)
 
 
 class _LowRankUpdate(torch.autograd.Function):
@@ -312,7 +318,7 @@ def _terms_of(layer: LoraLayer, x: Tensor) -> LoraTerms | None:
     return LoraTerms(*adapter, layer.scaling[name], weight, bias, _dropout_of(layer))
 
 
-def _is_plain(layer: LoraLayer, x: Tensor, packed: FourBitWeight | None) -> bool:
+def _is_plain(layer: LoraLayer, x: Tensor, packed: StoredLinear | None) -> bool:
     return why_not_low_rank(layer) is None and not _has_hooks(layer) and _uses_one_dtype(x, layer, packed)
 
 
@@ -322,10 +328,10 @@ def _has_hooks(layer: LoraLayer) -> bool:
     return nn.modules.module._has_any_global_hook() or any(map(has_own_hooks, parts))
 
 
-def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: FourBitWeight | None) -> bool:
+def _uses_one_dtype(x: Tensor, module: LoraLayer, packed: StoredLinear | None) -> bool:
     """Return whether all products run in x's dtype on plain tensors.
 
-    packed: the base layer's weight, if it is in 4 bits.
+    packed: the base layer's weight, if it is quantised.
     """
     name = module.active_adapters[0]
     dtype = autocast_dtype(x.device) or x.dtype

@@ -24,6 +24,7 @@ class ParameterKind:
     adapter: bool
     experts: bool = False  # the 3-D weight of a mixture's experts
     stored_size: float = 0.0  # bytes per element of a weight that stays as its checkpoint stores it; 0: of no such one
+    unpacked_size: int = 0  # bytes per element that its dequantisation needs besides the weight
 
     @property
     def elements(self) -> int:
@@ -37,8 +38,10 @@ class ParameterKind:
         """Whether method.load_in_8bit stores it in eight bits, with a float32 scale for each row. Experts stay."""
         return stored_as == "int8" and self.linear and self.inside and not self.adapter
 
-    def itemsize(self, weight_dtype: str) -> int:
-        """Bytes per element without quantisation. Adapters are always float32."""
+    def itemsize(self, weight_dtype: str) -> float:
+        """Bytes per element, unless the method quantises it. Adapters are always float32."""
+        if self.stored_size:
+            return self.stored_size
         return 4 if self.adapter else DTYPE_BYTES[weight_dtype]
 
 

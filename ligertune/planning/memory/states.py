@@ -83,7 +83,7 @@ def states_of(
         if kind.trains:
             trained += count * kind.elements * size
             masters += 4 * count * kind.elements * master_weights
-            itemsize = 4 if master_weights else kind.itemsize(weight_dtype)
+            itemsize = 4 if master_weights else round(kind.itemsize(weight_dtype))
             states[(kind.shape, itemsize, kind.inside)] += count
     kept = (optimizer_bytes(optim, states, rank=recipe.train.galore.rank) + round(masters)) // shards
     hosted = kept if offload or OPTIMIZERS[optim].on_host else 0

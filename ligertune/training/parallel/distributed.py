@@ -24,7 +24,7 @@ from accelerate.utils import (
     convert_outputs_to_fp32,
     set_seed,
 )
-from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
@@ -181,9 +181,9 @@ def _force_fsdp_on_cpu(
 
 
 def leave_four_bit_weights(model: nn.Module) -> None:
-    """Keep DDP from sending packed weights and 4-bit experts to the other ranks, which have the same bytes."""
+    """Keep DDP from sending packed weights and experts in few bits to the other ranks, which have the same bytes."""
     packed = {id(p) for m in model.modules() if isinstance(m, PackedLinear) for p in m.parameters(recurse=False)}
-    names = [name for name, p in model.named_parameters() if isinstance(p, Nf4Weight) or id(p) in packed]
+    names = [name for name, p in model.named_parameters() if isinstance(p, QuantisedWeight) or id(p) in packed]
     if names:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from ligertune_kernels.ops.moe.experts import ExpertLayout, ExpertProjection, GatedActivation, experts
-from ligertune_kernels.ops.moe.nf4_weight import to_nf4
+from ligertune_kernels.ops.moe.quantised_weight import to_nf4
 from peft.tuners.lora.layer import ParamWrapper
 from support.models.tiny_families import inputs_of, tiny_family
 from support.rerun_interpreted import rerun_interpreted

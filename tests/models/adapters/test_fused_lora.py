@@ -294,11 +294,7 @@ def test_kernels_lora_fuses_every_adapter_of_a_run(value, tmp_path):
     assert sum(isinstance(module, FusedLora) for module in model.modules()) == (35 if value else 0)
 
 
-QLORA_UNDER_FSDP2 = {
-    "method.type": "qlora",
-    "method.bnb_4bit_quant_storage": "bfloat16",
-    "parallel.strategy": "fsdp",
-}
+QLORA_UNDER_FSDP2 = {"method.type": "qlora", "method.bnb_4bit_quant_storage": "bfloat16", "parallel.strategy": "fsdp"}
 
 
 @pytest.mark.parametrize(

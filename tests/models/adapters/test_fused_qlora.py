@@ -9,11 +9,12 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from ligertune_kernels.ops.moe import dequantize_nf4 as nf4_module
 from ligertune_kernels.ops.moe.dequantize_nf4 import dequantize_nf4, quantize_nf4
 from torch import nn
 from torch.nn import functional
 
-from ligertune.patching.lora.fused_lora import FourBitWeight, four_bit_weight, fuse_adapters
+from ligertune.patching.lora.fused_lora import StoredLinear, fuse_adapters, stored_linear
 from ligertune.patching.lora.joint_lora import LoraTerms, joint_update
 
 E, F, R = 64, 40, 3
@@ -23,10 +24,10 @@ needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes")
 
 def packed_and_dense(
     seed: int, shape: tuple[int, int] = (F, E), device: str = "cpu"
-) -> tuple[FourBitWeight, torch.Tensor]:
+) -> tuple[StoredLinear, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     nf4 = quantize_nf4(torch.randn(1, *shape, generator=generator).to(device))
-    packed = FourBitWeight(nf4.packed, nf4, shape, torch.float32)
+    packed = StoredLinear(nf4.packed, nf4, shape, torch.float32)
     return packed, dequantize_nf4(nf4, (1, *shape), torch.float32)[0]
 
 
@@ -56,8 +57,8 @@ def test_all_weights_are_dequantised_into_one_buffer_and_the_last_one_is_not_deq
     from ligertune.patching.lora import fused_lora
 
     calls = []
-    write = fused_lora.dequantize_nf4_into
-    monkeypatch.setattr(fused_lora, "dequantize_nf4_into", lambda nf4, out: calls.append(out) or write(nf4, out))
+    write = nf4_module.dequantize_nf4_into
+    monkeypatch.setattr(nf4_module, "dequantize_nf4_into", lambda nf4, out: calls.append(out) or write(nf4, out))
     monkeypatch.setattr(fused_lora, "_BUFFERS", {})
     (first, dense), (larger, _) = packed_and_dense(0), packed_and_dense(1, (2 * F, E))
     small = weakref.ref(first.dequantize())
@@ -75,8 +76,8 @@ def test_a_weight_that_was_written_over_is_dequantised_again(part):
     (first, before), (second, _) = packed_and_dense(0), packed_and_dense(1)
     assert torch.equal(first.dequantize(), before)
     with torch.no_grad():
-        getattr(first.nf4, part).copy_(getattr(second.nf4, part))
-    assert torch.equal(first.dequantize(), dequantize_nf4(first.nf4, (1, F, E), torch.float32)[0])
+        getattr(first.stored, part).copy_(getattr(second.stored, part))
+    assert torch.equal(first.dequantize(), dequantize_nf4(first.stored, (1, F, E), torch.float32)[0])
     assert not torch.equal(first.dequantize(), before)
 
 
@@ -91,9 +92,9 @@ def test_a_released_weight_is_never_mistaken_for_the_next():
     """The next weight has the memory of the released one."""
     (first, _), (second, expected) = packed_and_dense(0), packed_and_dense(1)
     first.dequantize()
-    for old, new in zip(first.nf4.tensors, second.nf4.tensors, strict=True):
+    for old, new in zip(first.stored.tensors, second.stored.tensors, strict=True):
         old.copy_(new)
-    reused = FourBitWeight(first.nf4.packed.detach(), first.nf4, (F, E), torch.float32)
+    reused = StoredLinear(first.stored.packed.detach(), first.stored, (F, E), torch.float32)
     assert reused.parameter.data_ptr() == first.parameter.data_ptr()
     assert torch.equal(reused.dequantize(), expected)
 
@@ -143,7 +144,7 @@ def test_a_quantised_layer_has_pefts_output_and_gradients(
     four_bits = {"quant_type": quant_type, "compress_statistics": compress_statistics}
     usual = quantised(device, dtype, bias=bias, **four_bits)
     fused = copy.deepcopy(usual)
-    assert fuse_adapters(fused) == 1 and four_bit_weight(fused.base_layer) is not None
+    assert fuse_adapters(fused) == 1 and stored_linear(fused.base_layer) is not None
     x = torch.randn(2, 6, E, device=device, dtype=dtype)
     pairs = zip(*(outcome(module, x, autocast=dtype is torch.bfloat16) for module in (fused, usual)), strict=True)
     for mine, expected in pairs:
@@ -158,42 +159,42 @@ def test_another_format_of_four_bits_runs_pefts_own_code():
     from bitsandbytes.functional import _convert_weight_packed_for_cpu
 
     base = quantised("cpu", torch.float32, features=32).base_layer
-    assert four_bit_weight(base) is not None
+    assert stored_linear(base) is not None
     weight = base.weight
     weight.data, weight.quant_state = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
-    assert four_bit_weight(base) is None
+    assert stored_linear(base) is None
 
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_bytes_are_read_from_any_dtype_and_the_scales_from_the_layer(storage):
     """FSDP2 shards the first and drops the second from the weight."""
-    expected = four_bit_weight(quantised("cpu", torch.float32).base_layer).dequantize().clone()
+    expected = stored_linear(quantised("cpu", torch.float32).base_layer).dequantize().clone()
     base = quantised("cpu", torch.float32, quant_storage=storage).base_layer
-    assert torch.equal(four_bit_weight(base).dequantize(), expected)
+    assert torch.equal(stored_linear(base).dequantize(), expected)
     gathered = base.weight.data.clone()
     assert gathered.dtype == storage
     base.weight = nn.Parameter(gathered, requires_grad=False)
     assert not hasattr(base.weight, "quant_state")
-    assert torch.equal(four_bit_weight(base).dequantize(), expected)
+    assert torch.equal(stored_linear(base).dequantize(), expected)
 
 
 @needs_bitsandbytes
 def test_the_state_of_a_layer_is_read_once_and_again_when_its_weight_moves():
     base = quantised("cpu", torch.float32).base_layer
-    found = four_bit_weight(base)
-    assert four_bit_weight(base) is found
+    found = stored_linear(base)
+    assert stored_linear(base) is found
     base.weight.data = base.weight.data.clone()
-    moved = four_bit_weight(base)
+    moved = stored_linear(base)
     assert moved is not found and torch.equal(moved.dequantize(), found.dequantize())
-    assert four_bit_weight(copy.deepcopy(base)) is not moved
+    assert stored_linear(copy.deepcopy(base)) is not moved
 
 
 @needs_bitsandbytes
 def test_a_layer_whose_weight_was_read_is_freed():
     """bitsandbytes' parameters refer to their layer."""
     base = quantised("cpu", torch.float32).base_layer
-    four_bit_weight(base).dequantize()
+    stored_linear(base).dequantize()
     freed = weakref.ref(base)
     del base
     gc.collect()
@@ -218,7 +219,7 @@ def test_gradients_of_adapters_are_those_of_float64_on_dequantised_weights(quant
     hidden = x.double()
     exact = []
     for layer in layers:
-        weight = four_bit_weight(layer.base_layer).dequantize().double()
+        weight = stored_linear(layer.base_layer).dequantize().double()
         a, b = (part["default"].weight.detach().double().requires_grad_() for part in (layer.lora_A, layer.lora_B))
         exact += [a, b]
         y = hidden @ weight.t() + layer.base_layer.bias.double() + layer.scaling["default"] * hidden @ a.t() @ b.t()

@@ -8,8 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
-from ligertune_kernels.ops.moe import nf4_weight
-from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, to_nf4
+from ligertune_kernels.ops.moe import dequantize_nf4
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight, to_nf4
 from support.models import tiny_models
 from torch import nn
 
@@ -55,7 +55,7 @@ def four_bit_and_dense(family: str, implementation: str) -> tuple[nn.Module, nn.
             setattr(packed.get_submodule(owner), name, nn.Parameter(weight, requires_grad=False))
             whole = weight.dequantize().clone()
             setattr(dense.get_submodule(owner), name, nn.Parameter(whole, requires_grad=False))
-    assert sum(isinstance(p, Nf4Weight) for p in packed.parameters()) == EXPERTS
+    assert sum(isinstance(p, QuantisedWeight) for p in packed.parameters()) == EXPERTS
     return packed, dense
 
 
@@ -119,15 +119,15 @@ def test_no_dequantised_weight_is_kept_for_the_backward():
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, into=saved: into.append(t) or t, lambda t: t):
             model(**tiny_models.batch(rows=1, length=4))
-        dense = [t for t in saved if t.numel() in weights and t.ndim == 3 and type(t) is not Nf4Weight]
+        dense = [t for t in saved if t.numel() in weights and t.ndim == 3 and type(t) is not QuantisedWeight]
         largest.append(len(dense))
     assert largest[0] == 0 < largest[1]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_each_layer_is_dequantised_twice_a_step_and_the_last_one_once(checkpointed, monkeypatch):
-    calls, real = [], nf4_weight.dequantize_nf4
-    monkeypatch.setattr(nf4_weight, "dequantize_nf4", lambda *args: calls.append(args) or real(*args))
+    calls, real = [], dequantize_nf4.dequantize_nf4
+    monkeypatch.setattr(dequantize_nf4, "dequantize_nf4", lambda *args: calls.append(args) or real(*args))
     model, _ = four_bit_and_dense("qwen3_moe", "grouped_mm")
     calls.clear()
     model = add_lora(model)
@@ -156,17 +156,17 @@ def test_a_loaded_model_has_the_quantised_weights_of_its_checkpoint(family, dtyp
     linear = loaded.model.layers[0].self_attn.o_proj.weight.quant_state
     assert (linear.quant_type, linear.nested) == (quant_type, double_quant)
     weights = dict(model.named_parameters())
-    experts = {name: p for name, p in loaded.named_parameters() if isinstance(p, Nf4Weight)}
+    experts = {name: p for name, p in loaded.named_parameters() if isinstance(p, QuantisedWeight)}
     assert len(experts) == EXPERTS
     for name, found in experts.items():
         assert found.dtype == dtype and not found.requires_grad and found.shape == weights[name].shape
-        expected = to_nf4(weights[name], quant_type=quant_type, double_quant=double_quant).nf4
-        assert found.nf4.quant_type == expected.quant_type
-        assert all(torch.equal(a, b) for a, b in zip(found.nf4.tensors, expected.tensors, strict=True))
+        expected = to_nf4(weights[name], quant_type=quant_type, double_quant=double_quant).stored
+        assert found.stored.quant_type == expected.quant_type
+        assert all(torch.equal(a, b) for a, b in zip(found.stored.tensors, expected.tensors, strict=True))
     tokens = torch.arange(3, 30)[None]
     logits = loaded(tokens).logits
     dequantised = loaded.dequantize()
-    assert not any(isinstance(p, Nf4Weight) for p in dequantised.parameters())
+    assert not any(isinstance(p, QuantisedWeight) for p in dequantised.parameters())
     assert torch.equal(dequantised(tokens).logits, logits)
     dequantised.save_pretrained(tmp_path / "merged")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype)
@@ -190,7 +190,7 @@ def test_random_weights_in_4_bits_have_the_models_distribution_and_one_value_for
     for (name, weight), expected in zip(first.named_parameters(), make("qwen3_moe").parameters(), strict=True):
         if weight.is_floating_point() and weight.ndim > 1 and weight.numel() > 4000:  # 5 % is four standard errors
             assert weight.std().item() == pytest.approx(expected.std().item(), rel=0.05), name
-    gate_up = [p.dequantize() for p in first.parameters() if isinstance(p, Nf4Weight)][::2]
+    gate_up = [p.dequantize() for p in first.parameters() if isinstance(p, QuantisedWeight)][::2]
     assert not torch.equal(*gate_up)  # each layer has its own values
 
 

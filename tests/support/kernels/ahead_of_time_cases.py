@@ -376,6 +376,24 @@ def _dequantize_nf4() -> list[Case]:
     return [case((8, 4096, 512), BF16), *on_the_first(case((8, 7, 9), FP32), single)]
 
 
+def _dequantize_mxfp4() -> list[Case]:
+    def case(shape: tuple[int, int, int], dtype: torch.dtype) -> Case:
+        groups = (*shape[:2], shape[2] // 32)
+        stored = kernels.Mxfp4(meta(*groups, 16, dtype=torch.uint8), meta(*groups, dtype=torch.uint8))
+        return Case(lambda: kernels.dequantize_mxfp4(stored, shape, dtype), (), dtype, backward=False)
+
+    return [case((8, 4096, 512), BF16), *on_the_first(case((8, 7, 32), FP32))]
+
+
+def _dequantize_float8_blocks() -> list[Case]:
+    def case(shape: tuple[int, int, int], dtype: torch.dtype) -> Case:
+        scales = meta(shape[0], -(-shape[1] // 128), -(-shape[2] // 128), dtype=FP32)
+        stored = kernels.Float8Blocks(meta(*shape, dtype=torch.float8_e4m3fn), scales)
+        return Case(lambda: kernels.dequantize_float8_blocks(stored, shape, dtype), (), dtype, backward=False)
+
+    return [case((8, 4096, 512), BF16), *on_the_first(case((8, 7, 33), FP32))]
+
+
 def _quantize_float8() -> list[Case]:
     """Both copies, as activations have them, and the copy by rows alone, of frozen weights' products."""
 
@@ -549,6 +567,8 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "experts": _experts,
     "embedding": _embedding,
     "dequantize_nf4": _dequantize_nf4,
+    "dequantize_mxfp4": _dequantize_mxfp4,
+    "dequantize_float8_blocks": _dequantize_float8_blocks,
     "quantize_float8": _quantize_float8,
     "swiglu_float8": _swiglu_float8,
     "int2_int8_matmul": _int2_int8,

@@ -57,9 +57,14 @@ class Nf4(NamedTuple):
         return self.packed, self.scales, self.block_scales, self.offset
 
     @property
-    def versions(self) -> tuple[int, ...]:
-        """How often torch has written each part in place, as loading a state dict does."""
-        return tuple(0 if t.is_inference() else t._version for t in self.tensors)
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields that are tensors."""
+        return self._fields[: len(self.tensors)]
+
+    @property
+    def constants(self) -> tuple[str, int]:
+        """The other fields."""
+        return self.quant_type, self.block
 
     @property
     def is_nested(self) -> bool:
@@ -70,8 +75,17 @@ class Nf4(NamedTuple):
         """Return the weights with a function applied to each tensor."""
         return Nf4(*map(function, self.tensors), self.quant_type, self.block)
 
+    def dequantize(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights as `dequantize_nf4` does."""
+        return dequantize_nf4(self, shape, dtype)
 
-TENSORS = Nf4._fields[:4]  # names of the fields that are tensors
+    def write(self, out: torch.Tensor) -> None:
+        """Write the weights to `out` (X, ...), in its dtype. Outside traces only."""
+        dequantize_nf4_into(self, out)
+
+    def magnitudes(self) -> torch.Tensor:
+        """Return the largest absolute values of the blocks; NaN or infinity where a weight was no number."""
+        return absmax_of(self)
 
 
 def nf4_bytes(shape: tuple[int, ...], *, double_quant: bool = True) -> int:

@@ -1,4 +1,4 @@
-"""Nf4Weight: it behaves as the dequantised tensor, and no dequantised weight is kept for the backward."""
+"""QuantisedWeight: it behaves as the dequantised tensor, and no dequantised weight is kept for the backward."""
 
 import copy
 import gc
@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
-from ligertune_kernels.ops.moe import nf4_weight
+from ligertune_kernels.ops.moe import dequantize_nf4, quantised_weight
 from ligertune_kernels.ops.moe.experts import ExpertLora, ExpertProjection, experts
-from ligertune_kernels.ops.moe.nf4_weight import Nf4Weight, as_weight, to_nf4
+from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight, as_weight, to_nf4
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,16 +17,16 @@ SHAPE = (3, 20, 48)
 
 
 @pytest.fixture
-def weight() -> Nf4Weight:
+def weight() -> QuantisedWeight:
     return to_nf4(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.fixture
 def computed(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of all weights that are dequantised."""
-    shapes, real = [], nf4_weight.dequantize_nf4
+    shapes, real = [], dequantize_nf4.dequantize_nf4
     monkeypatch.setattr(
-        nf4_weight, "dequantize_nf4", lambda nf4, shape, dtype: shapes.append(shape) or real(nf4, shape, dtype)
+        dequantize_nf4, "dequantize_nf4", lambda nf4, shape, dtype: shapes.append(shape) or real(nf4, shape, dtype)
     )
     return shapes
 
@@ -47,7 +47,7 @@ def test_experts_and_transposes_stay_in_4_bits(weight):
         (pickle.loads(pickle.dumps(weight)), dense),
         (nn.Parameter(weight, requires_grad=False), dense),
     ):
-        assert isinstance(packed, Nf4Weight)
+        assert isinstance(packed, QuantisedWeight)
         assert (packed.shape, packed.dtype, packed.stride()) == (expected.shape, expected.dtype, expected.stride())
         torch.testing.assert_close(
             packed.dequantize(), expected, rtol=2**-7 if packed.dtype == torch.bfloat16 else 0, atol=0
@@ -65,8 +65,8 @@ def test_other_ops_read_the_dequantised_weight_and_none_writes(weight):
         lambda w: w.view(-1),
     ):
         found = op(weight)
-        assert not isinstance(found, Nf4Weight) and torch.equal(found, op(dense))
-    with pytest.raises(RuntimeError, match="an Nf4Weight is frozen"):
+        assert not isinstance(found, QuantisedWeight) and torch.equal(found, op(dense))
+    with pytest.raises(RuntimeError, match="a QuantisedWeight is frozen"):
         weight.mul_(2)
     with pytest.raises(ValueError, match=r"expected \(experts, rows, columns\)"):
         to_nf4(torch.randn(4, 4))
@@ -83,7 +83,7 @@ def test_a_linear_layer_has_the_gradients_of_the_dequantised_weight_and_keeps_by
         results.append((y.detach(), x.grad))
         kept.append(saved)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert kept == [[Nf4Weight], [torch.Tensor]]
+    assert kept == [[QuantisedWeight], [torch.Tensor]]
 
 
 def test_the_weights_of_one_layer_are_kept_and_no_more(weight, computed):
@@ -94,7 +94,7 @@ def test_the_weights_of_one_layer_are_kept_and_no_more(weight, computed):
     for gate_up, down in reversed(layers):  # a second forward, and the backward
         gate_up.dequantize(), down.dequantize(), down.dequantize(), gate_up.dequantize()
     assert len(computed) == 6 + 4  # the last layer's are those of the forward
-    assert len(nf4_weight._RECENT) == nf4_weight.KEPT_WEIGHTS
+    assert len(quantised_weight._RECENT) == quantised_weight.KEPT_WEIGHTS
     layers[0][0].to(torch.bfloat16).dequantize()
     assert len(computed) == 11  # another dtype
     kept = weakref.ref(layers[0][1].dequantize())
@@ -107,7 +107,7 @@ def test_the_weights_of_one_layer_are_kept_and_no_more(weight, computed):
 def test_a_weight_that_was_loaded_over_is_dequantised_again():
     weight, other = to_nf4(torch.randn(SHAPE)), to_nf4(torch.randn(SHAPE))
     weight.dequantize()
-    for mine, its in zip(weight.nf4.tensors, other.nf4.tensors, strict=True):
+    for mine, its in zip(weight.stored.tensors, other.stored.tensors, strict=True):
         mine.copy_(its)
     assert torch.equal(weight.dequantize(), other.dequantize())
 
