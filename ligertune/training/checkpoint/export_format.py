@@ -102,7 +102,9 @@ def plan_format_export(
             hint=INSTEAD,
         )
     check_same_base(spec, base)
-    return FormatExport(plan.source, plan.folder, plan.kind, plan.how, trust_remote_code, spec, base, found)
+    return FormatExport(
+        plan.source, plan.folder, plan.kind, plan.how, trust_remote_code, spec=spec, base=base, found=found
+    )
 
 
 def _base_folder(spec: ModelOptions) -> Path:
