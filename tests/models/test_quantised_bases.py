@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models import tiny_vlms
 from support.models.packed_checkpoints import DEPTH, PACKINGS, Packing, packed, settings_of_packing, write_packed
 from support.quickstart_runs import plan_run, recipe_for
 from support.same_training import assert_same, losses_and_gradients
@@ -132,6 +133,30 @@ def test_a_packed_output_head_becomes_dense(tmp_path):
     model = packed_model(tmp_path / "base")
     assert type(model.lm_head) is torch.nn.Linear
     torch.testing.assert_close(model.lm_head.weight, head, rtol=1e-6, atol=1e-7)
+
+
+def test_layers_are_found_under_the_names_of_older_checkpoints(tmp_path):
+    """A vision-language model: layers have biases and other names in the file, and the tower stays dense."""
+    folder = tiny_vlms.save("qwen2_5_vl", tmp_path / "base")
+    stored = load_file(folder / "model.safetensors")
+    packing = PACKINGS["awq"]
+    truth = {}
+    for name in [name for name in stored if name.startswith("model.layers.") and name.endswith("_proj.weight")]:
+        parts, truth[name] = packed(stored.pop(name).numpy(), packing)
+        stored |= {f"{name.removesuffix('.weight')}.{part}": torch.from_numpy(one) for part, one in parts.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = settings_of_packing(packing)
+    (folder / "config.json").write_text(json.dumps(values))
+    found = [name for name, module in packed_model(folder).named_modules() if isinstance(module, PackedLinear)]
+    assert len(found) == len(truth) == 14
+    assert found[0] == "model.language_model.layers.0.self_attn.q_proj"  # model.layers.0.self_attn.q_proj in the file
+    dense = dense_model(folder)
+    for name, weight in truth.items():
+        layer = dense.get_submodule(f"model.language_{name.removesuffix('.weight')}")
+        torch.testing.assert_close(layer.weight, weight, rtol=1e-6, atol=1e-7)
+        if layer.bias is not None:
+            assert torch.equal(layer.bias, stored[name.replace("weight", "bias")])
 
 
 # ---- the table
