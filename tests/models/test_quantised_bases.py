@@ -249,6 +249,21 @@ def test_a_layer_without_all_parts_is_refused_before_training(tmp_path):
         plan_on(tmp_path, PACKINGS["awq"])
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_base_whose_files_are_not_here_is_planned_and_not_loaded(damage, tmp_path):
+    """The cache of the hub may hold a configuration without weights."""
+    write_packed(tmp_path / "base", PACKINGS["gptq"])
+    whole = plan_on(tmp_path).plan.bytes.weights
+    file = tmp_path / "base" / "model.safetensors"
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:4000])
+    assert plan_on(tmp_path).plan.bytes.weights == pytest.approx(whole, rel=0.1)  # by bits and groups
+    with pytest.raises(UserError):
+        packed_model(tmp_path / "base")
+
+
 def test_bits_that_the_tensors_do_not_have_are_refused(tmp_path):
     write_packed(tmp_path / "base", PACKINGS["gptq"], bits=8)
     with pytest.raises(UserError, match=r"12,288 weights in 6,144 bytes, which is not 8 bits each"):
@@ -324,6 +339,7 @@ def test_bitsandbytes_bases_are_the_methods_of_their_format(stored, stored_as, t
         (BNB, {"method.type": "full"}, "method.type: full does not fit"),
         (BNB, {"method.load_in_8bit": True}, "method.load_in_8bit: true does not fit"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"method.type": "qlora"}, "qlora does not fit"),
+        (BNB, {"parallel.strategy": "fsdp"}, "parallel.strategy: fsdp shards weights, and the stored ones"),
         (BNB, {"train.fp8": True}, "trains as method with type: qlora.*train.fp8"),
         (BNB, {"method.type": "qlora", "method.init_lora_weights": "loftq"}, "loftq needs the weights before"),
     ],
