@@ -166,7 +166,7 @@ def _as_bitsandbytes(recipe: Recipe, found: BaseFormat, settings: Mapping[str, A
     if recipe.parallel.strategy == "fsdp":
         raise UserError(
             f"parallel.strategy: fsdp shards weights, and the stored ones of {name} cannot be cut ({found.title}).",
-            hint=f"Write parallel.strategy: ddp, or {SIXTEEN_BITS} and method.type: qlora.",
+            hint=f"Write parallel.strategy: ddp; or {SIXTEEN_BITS}, with method.type: qlora.",
         )
     if method.init_lora_weights == "loftq":
         raise UserError(
