@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models import tiny_vlms
 from support.models.packed_checkpoints import DEPTH, PACKINGS, Packing, packed, settings_of_packing, write_packed
 from support.quickstart_runs import plan_run, recipe_for
 from support.same_training import assert_same, losses_and_gradients
@@ -134,6 +135,30 @@ def test_a_packed_output_head_becomes_dense(tmp_path):
     torch.testing.assert_close(model.lm_head.weight, head, rtol=1e-6, atol=1e-7)
 
 
+def test_layers_are_found_under_the_names_of_older_checkpoints(tmp_path):
+    """A vision-language model: layers have biases and other names in the file, and the tower stays dense."""
+    folder = tiny_vlms.save("qwen2_5_vl", tmp_path / "base")
+    stored = load_file(folder / "model.safetensors")
+    packing = PACKINGS["awq"]
+    truth = {}
+    for name in [name for name in stored if name.startswith("model.layers.") and name.endswith("_proj.weight")]:
+        parts, truth[name] = packed(stored.pop(name).numpy(), packing)
+        stored |= {f"{name.removesuffix('.weight')}.{part}": torch.from_numpy(one) for part, one in parts.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = settings_of_packing(packing)
+    (folder / "config.json").write_text(json.dumps(values))
+    found = [name for name, module in packed_model(folder).named_modules() if isinstance(module, PackedLinear)]
+    assert len(found) == len(truth) == 14
+    assert found[0] == "model.language_model.layers.0.self_attn.q_proj"  # model.layers.0.self_attn.q_proj in the file
+    dense = dense_model(folder)
+    for name, weight in truth.items():
+        layer = dense.get_submodule(f"model.language_{name.removesuffix('.weight')}")
+        torch.testing.assert_close(layer.weight, weight, rtol=1e-6, atol=1e-7)
+        if layer.bias is not None:
+            assert torch.equal(layer.bias, stored[name.replace("weight", "bias")])
+
+
 # ---- the table
 
 
@@ -224,6 +249,21 @@ def test_a_layer_without_all_parts_is_refused_before_training(tmp_path):
         plan_on(tmp_path, PACKINGS["awq"])
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_base_whose_files_are_not_here_is_planned_and_not_loaded(damage, tmp_path):
+    """The cache of the hub may hold a configuration without weights."""
+    write_packed(tmp_path / "base", PACKINGS["gptq"])
+    whole = plan_on(tmp_path).plan.bytes.weights
+    file = tmp_path / "base" / "model.safetensors"
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:4000])
+    assert plan_on(tmp_path).plan.bytes.weights == pytest.approx(whole, rel=0.1)  # by bits and groups
+    with pytest.raises(UserError):
+        packed_model(tmp_path / "base")
+
+
 def test_bits_that_the_tensors_do_not_have_are_refused(tmp_path):
     write_packed(tmp_path / "base", PACKINGS["gptq"], bits=8)
     with pytest.raises(UserError, match=r"12,288 weights in 6,144 bytes, which is not 8 bits each"):
@@ -299,6 +339,7 @@ def test_bitsandbytes_bases_are_the_methods_of_their_format(stored, stored_as, t
         (BNB, {"method.type": "full"}, "method.type: full does not fit"),
         (BNB, {"method.load_in_8bit": True}, "method.load_in_8bit: true does not fit"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"method.type": "qlora"}, "qlora does not fit"),
+        (BNB, {"parallel.strategy": "fsdp"}, "parallel.strategy: fsdp shards weights, and the stored ones"),
         (BNB, {"train.fp8": True}, "trains as method with type: qlora.*train.fp8"),
         (BNB, {"method.type": "qlora", "method.init_lora_weights": "loftq"}, "loftq needs the weights before"),
     ],

@@ -178,6 +178,22 @@ def test_two_steps_on_a_bitsandbytes_base_have_the_losses_of_peft(options, store
     compare(two_losses(ours, start), two_losses(theirs, start))
 
 
+@pytest.mark.parametrize("name", PACKINGS)
+def test_a_cuda_graph_records_the_products_of_a_packed_layer(name, tmp_path):
+    write_packed(tmp_path / "base", PACKINGS[name])
+    spec = ModelOptions(model_name_or_path=str(tmp_path / "base"))
+    model = build_model(spec, read_config(spec), dtype=torch.bfloat16, device="cuda", seed=0)
+    layer = model.model.layers[0].mlp.down_proj
+    x = torch.randn(4, 192, dtype=torch.bfloat16, device="cuda")
+    expected = layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = layer(x)
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_large_layer_stays_packed_in_memory(method, tmp_path):
     """A layer of 4096 by 14336: forward and backward keep no dense weight, and need at most three of them at once."""

@@ -18,8 +18,6 @@ from torch import Tensor
 Parts = Mapping[str, Tensor]  # name within the layer, such as qweight -> tensor of the checkpoint
 Shape = tuple[int, int]  # (F, E)
 
-# AutoAWQ packs output column 8 c + AWQ_ORDER[i] at bit 4 i of a word.
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -79,10 +77,12 @@ def gptq_weight(parts: Parts, shape: Shape, dtype: torch.dtype, *, stored_minus_
 def awq_weight(parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return the weight (F, E) of a layer that AutoAWQ stored as `gemm`.
 
-    qweight: (E, F / 8) int32. qzeros: (G, F / 8) int32. scales: (G, F).
+    qweight: (E, F / 8) int32. qzeros: (G, F / 8) int32. scales: (G, F). A word holds even columns, then the odd ones.
     """
-    inverse = sorted(range(8), key=AWQ_ORDER.__getitem__)
-    values, zeros = (unpacked(parts[name], 4)[..., inverse].flatten(-2).t() for name in ("qweight", "qzeros"))
+    values, zeros = (
+        unpacked(parts[name], 4).unflatten(-1, (2, 4)).transpose(-1, -2).flatten(1).t()
+        for name in ("qweight", "qzeros")
+    )
     return affine(values, parts["scales"].t(), zeros, parts.get("g_idx"), dtype)
 
 

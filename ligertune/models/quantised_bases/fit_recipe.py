@@ -163,6 +163,11 @@ def _as_bitsandbytes(recipe: Recipe, found: BaseFormat, settings: Mapping[str, A
             f"{asked} does not fit {name}, whose weights are quantised already ({found.title}).",
             hint=f"Write method.type: lora{'' if eight else ' or qlora'}, or {SIXTEEN_BITS}.",
         )
+    if recipe.parallel.strategy == "fsdp":
+        raise UserError(
+            f"parallel.strategy: fsdp shards weights, and the stored ones of {name} cannot be cut ({found.title}).",
+            hint=f"Write parallel.strategy: ddp; or {SIXTEEN_BITS}, with method.type: qlora.",
+        )
     if method.init_lora_weights == "loftq":
         raise UserError(
             f"method.init_lora_weights: loftq needs the weights before quantisation, and {name} is quantised already.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ligertune.errors import UserError
-from ligertune.files.model_files import RECIPE_MODEL, hub_snapshot, weight_files
+from ligertune.files.model_files import RECIPE_MODEL, hub_snapshot, stored_shapes, weight_files
 from ligertune.models.quantised_bases.base_formats import PackedLayout, is_packed, layout_of
 from ligertune.models.quantised_bases.load_packed import StoredLayers, packed_names, stored_layers
 
@@ -54,11 +54,17 @@ def _stored_bytes(spec: ModelOptions, config: PreTrainedConfig, layout: PackedLa
 
 
 def _layers_of_files(spec: ModelOptions, config: PreTrainedConfig, layout: PackedLayout) -> StoredLayers:
+    """Return the packed layers of a base; none if its files are not here, as before a download, or damaged."""
     path = Path(spec.model_name_or_path).expanduser()
     folder = path if path.is_dir() else hub_snapshot(spec.model_name_or_path, spec.revision)
     if folder is None:
         return {}
-    files = weight_files(folder, RECIPE_MODEL, explicit=getattr(config, "transformers_weights", None))
+    explicit = getattr(config, "transformers_weights", None)
+    try:
+        stored_shapes(folder, RECIPE_MODEL, explicit=explicit)  # checks that safetensors files are complete
+        files = weight_files(folder, RECIPE_MODEL, explicit=explicit)
+    except UserError:
+        return {}  # loading downloads them, or says what is wrong with them
     return stored_layers(files, layout)
 
 
