@@ -35,7 +35,7 @@ from ligertune.files.model_files import (
     stored_shapes,
 )
 from ligertune.models.added_tokens import grow, needed_rows
-from ligertune.models.block_scaled.base_format import BaseFormat, base_format, hold_on_meta, stored_weights
+from ligertune.models.block_scaled.block_format import BlockFormat, block_format, hold_on_meta, stored_weights
 from ligertune.models.block_scaled.load_stored import StoredWeightsConfig, finish_held
 from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
@@ -107,7 +107,7 @@ def _build(
 ) -> PreTrainedModel:
     four_bits = four_bit_format(stored_as)
     is_random = spec.init == "random"
-    held = None if is_random or stored_as in STORED_AS else base_format(config)
+    held = None if is_random or stored_as in STORED_AS else block_format(config)
     if stored_as in STORED_AS and not is_random:
         _refuse_quantised_again(spec.model_name_or_path, config, origin)
     if device.type == "meta" or (is_random and four_bits is None):
@@ -139,7 +139,7 @@ def _build(
 
 
 def _quantization(
-    skeleton: PreTrainedModel, held: BaseFormat | None, stored_as: HeldAs | None, *, dtype: torch.dtype, storage: str
+    skeleton: PreTrainedModel, held: BlockFormat | None, stored_as: HeldAs | None, *, dtype: torch.dtype, storage: str
 ) -> Any:
     """Return the quantisation for from_pretrained. held: format of the files, if that is ours to read."""
     if held is not None and stored_weights(skeleton, held):

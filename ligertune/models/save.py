@@ -31,7 +31,7 @@ from ligertune.files.model_files import (
 )
 from ligertune.files.storage import new_folder, write_text
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
-from ligertune.models.block_scaled.base_format import base_format
+from ligertune.models.block_scaled.block_format import block_format
 from ligertune.models.carried_tensors import add_carried
 from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
@@ -232,7 +232,7 @@ def load_saved(
     config = read_saved_config(name, spec)
     loaded = read_tokenizer(spec, SAVED_MODEL)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if is_adapter(folder) and base_format(config) is not None:  # it was trained on the base as it is stored
+    if is_adapter(folder) and block_format(config) is not None:  # it was trained on the base as it is stored
         dtype = stored_dtype(config) if base is None else getattr(torch, base.dtype)
         model = build_model(
             spec, config, dtype=dtype, device=device, seed=0, stored_as="as in the files", origin=SAVED_MODEL

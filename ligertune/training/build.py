@@ -29,7 +29,7 @@ from ligertune.errors import UserError
 from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.model_files import RECIPE_MODEL, fingerprint_of_files, hub_snapshot, read_json
 from ligertune.models.added_tokens import check_new_rows
-from ligertune.models.block_scaled.base_format import held_as, stored_note
+from ligertune.models.block_scaled.block_format import held_as, stored_note
 from ligertune.models.carried_tensors import carried_note, find_carried
 from ligertune.models.compile import compile_layers
 from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_torchao_float8

@@ -21,8 +21,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ligertune.any_types import AnyModule
-from ligertune.models.block_scaled.base_format import (
-    BaseFormat,
+from ligertune.models.block_scaled.block_format import (
+    BlockFormat,
     StoredWeight,
     held_weight,
     stacks_experts,
@@ -36,7 +36,7 @@ SCALE = "weight_scale_inv"
 class StoredWeightsConfig(QuantizationConfigMixin):
     """Keep the weights of a checkpoint in its own block-scaled format."""
 
-    def __init__(self, found: BaseFormat) -> None:
+    def __init__(self, found: BlockFormat) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' enum has its own methods only
         self.found = found
 
@@ -57,7 +57,7 @@ class StoredWeightsQuantizer(HfQuantizer):
         self.weights: dict[str, StoredWeight] = {}
 
     @property
-    def found(self) -> BaseFormat:
+    def found(self) -> BlockFormat:
         """Format of the checkpoint."""
         return self.quantization_config.found
 

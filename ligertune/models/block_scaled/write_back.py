@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
-from ligertune.models.block_scaled.base_format import BaseFormat, stacks_experts
+from ligertune.models.block_scaled.block_format import BlockFormat, stacks_experts
 from ligertune.models.carried_tensors import StoredTensor, tensors_in_safetensors
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def write_back(
     adapted: AnyModule,  # PEFT's model on a base that is held as it is stored
     files: list[Path],  # weight files of the base
     folder: Path,
-    found: BaseFormat,
+    found: BlockFormat,
 ) -> Rounding:
     """Copy the weight files of a base into `folder`, with the adapter merged into them. Raises UserError."""
     changed = changed_weights(adapted)
@@ -222,7 +222,7 @@ def write_back(
 
 
 def _write_slot(
-    weight: ChangedWeight, slot: _Slot, opened: Mapping[Path, BinaryIO], found: BaseFormat, rounding: Rounding
+    weight: ChangedWeight, slot: _Slot, opened: Mapping[Path, BinaryIO], found: BlockFormat, rounding: Rounding
 ) -> None:
     rounding.tensors += len(slot.places)
     positions = {role: place.begin for role, place in slot.places.items()}
@@ -238,7 +238,7 @@ def _write_slot(
             raise UserError(f"--format: a tensor of {place.file} has another size than the model says.", hint=INSTEAD)
 
 
-def _pieces(weight: ChangedWeight, slot: _Slot, found: BaseFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(weight: ChangedWeight, slot: _Slot, found: BlockFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield rows of a slot and their update, as the checkpoint has them (rows, columns), one expert after the other."""
     is_transposed = found.name == "mxfp4" and "scales" in slot.places
     experts = range(len(weight.a)) if slot.expert is None else (slot.expert,)
@@ -257,7 +257,7 @@ def _pieces(weight: ChangedWeight, slot: _Slot, found: BaseFormat) -> Iterator[t
 
 
 def _encoded(
-    dense: torch.Tensor, update: torch.Tensor, places: dict[str, StoredTensor], found: BaseFormat, rounding: Rounding
+    dense: torch.Tensor, update: torch.Tensor, places: dict[str, StoredTensor], found: BlockFormat, rounding: Rounding
 ) -> dict[str, torch.Tensor]:
     """Return the values and scales of dense + update (rows, columns) as the checkpoint stores them."""
     merged = dense + update

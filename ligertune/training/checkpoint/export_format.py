@@ -12,7 +12,7 @@ from ligertune.errors import UserError, plural
 from ligertune.files.base_model import TrainedBase
 from ligertune.files.model_files import ADAPTER_CONFIG, hub_snapshot, weight_files
 from ligertune.files.storage import new_folder
-from ligertune.models.block_scaled.base_format import BaseFormat, base_format
+from ligertune.models.block_scaled.block_format import BlockFormat, block_format
 from ligertune.models.block_scaled.write_back import INSTEAD, write_back
 from ligertune.models.load import build_model, hide_loading_bars, quantization_of
 from ligertune.models.read_config import read_config
@@ -38,7 +38,7 @@ class FormatExport(ExportPlan):
 
     spec: ModelOptions | None = None
     base: TrainedBase | None = None
-    found: BaseFormat | None = None
+    found: BlockFormat | None = None
 
     def _write(self) -> str:
         assert self.spec is not None and self.found is not None
@@ -87,7 +87,7 @@ def plan_format_export(
     if base is not None and base.revision is not None:
         spec = spec.model_copy(update={"revision": base.revision})
     config = read_config(spec, SAVED_MODEL)
-    found = base_format(config)
+    found = block_format(config)
     if found is None or found.name != wanted:
         stored = quantization_of(config) or "no quantised format"
         other = "" if found is None else f" Or write --format {found.name}."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligertune.errors import UserError
 from ligertune.models.adapters.lora import add_adapter
-from ligertune.models.block_scaled.base_format import base_format
+from ligertune.models.block_scaled.block_format import block_format
 from ligertune.models.block_scaled.write_back import Rounding, write_back
 from ligertune.models.load import build_model
 from ligertune.models.read_config import read_config
@@ -36,7 +36,7 @@ def written(adapted: nn.Module, base: Path, out: Path) -> Rounding:
     out.mkdir()
     for file in ("config.json", "model.safetensors.index.json"):
         (out / file).write_bytes((base / file).read_bytes())
-    found = base_format(read_config(ModelOptions(model_name_or_path=str(base))))
+    found = block_format(read_config(ModelOptions(model_name_or_path=str(base))))
     return write_back(adapted, sorted(base.glob("*.safetensors")), out, found)
 
 

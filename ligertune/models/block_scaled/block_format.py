@@ -39,7 +39,7 @@ FormatName = Literal["mxfp4", "fp8"]
 
 
 @dataclass(frozen=True)
-class BaseFormat:
+class BlockFormat:
     """Format of a checkpoint's weights. block: rows and columns that share a scale. left: modules in 16 bits."""
 
     name: FormatName
@@ -67,7 +67,7 @@ class StoredWeight:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]  # registered, so not None
 
 
-def base_format(config: PreTrainedConfig) -> BaseFormat | None:
+def block_format(config: PreTrainedConfig) -> BlockFormat | None:
     """Return the block-scaled format of a checkpoint; None for any other one."""
     found: Any = getattr(config, "quantization_config", None) or {}
     values = found if isinstance(found, dict) else found.to_dict()
@@ -76,17 +76,17 @@ def base_format(config: PreTrainedConfig) -> BaseFormat | None:
     left = values.get("modules_to_not_convert") or values.get("ignored_layers")
     kept = None if left is None else tuple(left)
     if name == "mxfp4":
-        return BaseFormat("mxfp4", (1, MX_BLOCK), kept)
+        return BlockFormat("mxfp4", (1, MX_BLOCK), kept)
     block = values.get("weight_block_size")
     if name != "fp8" or not block or values.get("expert_dtype", "fp8") != "fp8" or values.get("modules_to_convert"):
         return None
-    return BaseFormat("fp8", (int(block[0]), int(block[1])), kept)
+    return BlockFormat("fp8", (int(block[0]), int(block[1])), kept)
 
 
 def held_as(method: MethodOptions, spec: ModelOptions, config: PreTrainedConfig) -> HeldAs | None:
     """Return how a run holds the frozen weights of its base: an adapter trains on a block-scaled base as it is."""
     is_frozen = method.type == "lora" and method.stored_as is None and spec.init == "pretrained"
-    return "as in the files" if is_frozen and base_format(config) is not None else method.stored_as
+    return "as in the files" if is_frozen and block_format(config) is not None else method.stored_as
 
 
 def stored_note(method: MethodOptions, spec: ModelOptions, config: PreTrainedConfig, model: nn.Module) -> str:
@@ -94,7 +94,7 @@ def stored_note(method: MethodOptions, spec: ModelOptions, config: PreTrainedCon
 
     config: as it was read. model: as the run builds it, without an adapter.
     """
-    found = base_format(config)
+    found = block_format(config)
     if found is None or spec.init == "random":
         return ""
     held = [parameter for parameter in model.parameters() if isinstance(parameter, QuantisedWeight)]
@@ -109,7 +109,7 @@ def stored_note(method: MethodOptions, spec: ModelOptions, config: PreTrainedCon
     )
 
 
-def stored_weights(model: PreTrainedModel, found: BaseFormat) -> list[StoredWeight]:
+def stored_weights(model: PreTrainedModel, found: BlockFormat) -> list[StoredWeight]:
     """Return the weights of a model that a checkpoint stores in this format, in the order of the model.
 
     There are none if transformers merges tensors of the checkpoint in a way that blocks do not survive. model: without
@@ -125,7 +125,7 @@ def stored_weights(model: PreTrainedModel, found: BaseFormat) -> list[StoredWeig
     return weights
 
 
-def _candidates(model: PreTrainedModel, found: BaseFormat, left: list[str]) -> Iterator[StoredWeight]:
+def _candidates(model: PreTrainedModel, found: BlockFormat, left: list[str]) -> Iterator[StoredWeight]:
     for path, module in model.named_modules():
         if _is_left(path, left):
             continue
@@ -147,7 +147,7 @@ def _is_left(path: str, patterns: list[str]) -> bool:
     return any(re.match(rf"(?:{pattern})(?:(?<=\.)|\.|$)", path) or path.endswith(pattern) for pattern in patterns)
 
 
-def _left_modules(model: PreTrainedModel, found: BaseFormat) -> list[str]:
+def _left_modules(model: PreTrainedModel, found: BlockFormat) -> list[str]:
     """Return the modules that stay in 16 bits, under the names of the checkpoint and of the model."""
     given = None if found.left is None else list(found.left)
     left = HfQuantizer.get_modules_to_not_convert(model, given, [*(model._keep_in_fp32_modules or ())])
@@ -190,7 +190,7 @@ def stacks_experts(converter: WeightConverter) -> bool:
 # ---- on the meta device
 
 
-def hold_on_meta(model: PreTrainedModel, found: BaseFormat) -> None:
+def hold_on_meta(model: PreTrainedModel, found: BlockFormat) -> None:
     """Replace the weights of a model on the meta device by what a run holds of them, for plans and rehearsals."""
     for weight in stored_weights(model, found):
         shape = tuple(weight.parameter.shape)
@@ -198,7 +198,7 @@ def hold_on_meta(model: PreTrainedModel, found: BaseFormat) -> None:
         weight.module._parameters[weight.attribute] = held
 
 
-def _on_meta(found: BaseFormat, weight: StoredWeight, shape: tuple[int, ...]) -> Mxfp4 | Float8Blocks:
+def _on_meta(found: BlockFormat, weight: StoredWeight, shape: tuple[int, ...]) -> Mxfp4 | Float8Blocks:
     stored = (*shape[:-2], shape[-1], shape[-2]) if weight.transposed else shape
     n_experts, n_rows, n_columns = stored if len(stored) == 3 else (1, *stored)
     if found.name == "mxfp4":
