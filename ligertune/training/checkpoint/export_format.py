@@ -102,7 +102,16 @@ def plan_format_export(
             hint=INSTEAD,
         )
     check_same_base(spec, base)
-    return FormatExport(plan.source, plan.folder, plan.kind, plan.how, trust_remote_code, spec, base, found)
+    return FormatExport(
+        source=plan.source,
+        folder=plan.folder,
+        kind=plan.kind,
+        how=plan.how,
+        trust_remote_code=trust_remote_code,
+        spec=spec,
+        base=base,
+        found=found,
+    )
 
 
 def _base_folder(spec: ModelOptions) -> Path:
