@@ -29,7 +29,7 @@ from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions, ModelOptions
 
 LORA = MethodOptions(type="lora", lora_r=4)
-OURS = ("ligertune_nf4", "ligertune_packed")  # quantisers that this package registers
+OURS = ("ligertune_nf4", "ligertune_packed", "ligertune_block_scaled")  # quantisers that this package registers
 
 
 def packed_model(folder, dtype=torch.float32):

@@ -103,7 +103,14 @@ def plan_format_export(
         )
     check_same_base(spec, base)
     return FormatExport(
-        plan.source, plan.folder, plan.kind, plan.how, trust_remote_code, spec=spec, base=base, found=found
+        source=plan.source,
+        folder=plan.folder,
+        kind=plan.kind,
+        how=plan.how,
+        trust_remote_code=trust_remote_code,
+        spec=spec,
+        base=base,
+        found=found,
     )
 
 
