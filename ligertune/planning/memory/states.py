@@ -74,7 +74,7 @@ def states_of(
     states = Counter[tuple[tuple[int, ...], int, bool]]()
     four_bits = NF4_BYTES if recipe.method.bnb_4bit_use_double_quant else SINGLE_4BIT_BYTES
     for kind, count in parameters:
-        size = kind.stored_size or (four_bits if kind.quantised(method) else kind.itemsize(weight_dtype))
+        size = four_bits if kind.quantised(method) else kind.itemsize(weight_dtype)
         if kind.in_eight_bits(recipe.method.stored_as):
             size = 1 + 4 / kind.shape[-1]
         weights += count * kind.elements * size
