@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 COPY_BYTES = 16 << 20  # read and written at once
 BASE = ModelOrigin("model.model_name_or_path", "write model.trust_remote_code: true")
 
-# Buffers that older checkpoints hold. Models compute them from their configuration, so nothing is lost without them.
-_COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|causal_mask|position_ids)$")
+# Buffers that older checkpoints hold, which models compute from their configuration, and scales of a quantised cache of
+# keys and values, which training does not use. Nothing is lost without them.
+_COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|causal_mask|position_ids|attn\.[qkv]_scale)$")
 _SEVERAL_TOKENS = re.compile(r"(^|\.)mtp(\.|_|$)")
 _LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.")
 # Keys of config.json with the number of layers that predict several tokens: num_nextn_predict_layers (DeepSeek, GLM),

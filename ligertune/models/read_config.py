@@ -158,6 +158,12 @@ def _changed_rope(values: Mapping[str, Any], given: Mapping[str, Any], context: 
     for name, default in {LENGTH: values.get(LENGTH) or context, **OF_LLAMA_3}.items():
         if name in read:
             new.setdefault(name, default)
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if low in given and high in given and given[low] >= given[high]:
+            raise UserError(
+                f"model.rope_parameters: {low} is {given[low]:g}, and {high} is {given[high]:g}.",
+                hint=f"{high} must be the larger one.",
+            )
     return new
 
 

@@ -195,7 +195,7 @@ def test_other_formats_are_refused_in_a_sentence_before_data_are_read(name, tmp_
 @pytest.mark.parametrize(
     ("packing", "settings", "reason"),
     [
-        ("gptq", {"bits": 3}, "its weights have 3 bits, and 2 and 4 and 8 are read"),
+        ("gptq", {"bits": 3}, "its weights have 3 bits, and 2, 4 and 8 are read"),
         ("gptq", {"checkpoint_format": "marlin"}, "its checkpoint_format is marlin"),
         ("awq", {"version": "gemv"}, "its version is gemv, and gemm is read"),
         ("int4", {"format": "marlin-24"}, "its format is marlin-24"),
@@ -273,6 +273,65 @@ def test_bits_that_the_tensors_do_not_have_are_refused(tmp_path):
     write_packed(tmp_path / "base", PACKINGS["gptq"], bits=8)
     with pytest.raises(UserError, match=r"12,288 weights in 6,144 bytes, which is not 8 bits each"):
         plan_on(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("of_most", "of_some", "settings"),
+    [("gptq", "gptq_8bit", {"dynamic": {"+:.*down_proj": {"bits": 8}, "-:.*lm_head": {}}}), ("int4", "int8", {})],
+)
+def test_layers_of_one_base_may_have_other_bits(of_most, of_some, settings, tmp_path):
+    truth = write_packed(tmp_path / "base", PACKINGS[of_most], **settings)
+    of_eight = write_packed(tmp_path / "other", PACKINGS[of_some])
+    stored, others = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "other"))
+    stored = {name: tensor for name, tensor in stored.items() if "down_proj" not in name}
+    stored |= {name: tensor for name, tensor in others.items() if "down_proj" in name}
+    save_file(stored, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    if of_most == "int4":
+        configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("base", "other")]
+        groups, more = (one["quantization_config"] for one in configs)
+        groups["config_groups"]["group_1"] = {**more["config_groups"]["group_0"], "format": more["format"]}
+        (tmp_path / "base" / "config.json").write_text(json.dumps(configs[0]))
+    plan_on(tmp_path, PACKINGS[of_most])
+    layers = packed_model(tmp_path / "base").model.layers
+    for number, layer in enumerate(layers):
+        name = f"model.layers.{number}.mlp"
+        torch.testing.assert_close(layer.mlp.up_proj.dequantize(), truth[f"{name}.up_proj.weight"])
+        torch.testing.assert_close(layer.mlp.down_proj.dequantize(), of_eight[f"{name}.down_proj.weight"])
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_that_the_model_does_not_have_must_be_zero(value, tmp_path):
+    """AutoGPTQ wrote zeros for layers without a bias."""
+    write_packed(tmp_path / "base", PACKINGS["gptq"])
+    file = tmp_path / "base" / "model.safetensors"
+    stored = load_file(file)
+    biases = {name.replace("scales", "bias"): t[0] for name, t in stored.items() if name.endswith("scales")}
+    save_file({**stored, **{name: torch.full_like(t, value) for name, t in biases.items()}}, file, {"format": "pt"})
+    if value:
+        with pytest.raises(UserError, match="a packed layer has a bias, and the model"):
+            packed_model(tmp_path / "base")
+        return
+    assert packed_model(tmp_path / "base").model.layers[0].mlp.up_proj.bias is None
+
+
+def test_scales_of_a_quantised_cache_are_left_out(tmp_path):
+    write_packed(tmp_path / "base", PACKINGS["int4"])
+    file = tmp_path / "base" / "model.safetensors"
+    scales = {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+    save_file({**load_file(file), **scales}, file, {"format": "pt"})
+    plan = plan_on(tmp_path, PACKINGS["int4"]).plan
+    assert not any("k_scale" in note for note in plan.notes)
+    packed_model(tmp_path / "base")
+
+
+def test_the_key_of_older_compressed_tensors_is_read(tmp_path):
+    truth = write_packed(tmp_path / "base", PACKINGS["int4"])
+    config = tmp_path / "base" / "config.json"
+    values = json.loads(config.read_text())
+    values["compression_config"] = values.pop("quantization_config")
+    config.write_text(json.dumps(values))
+    layer = packed_model(tmp_path / "base").model.layers[0].mlp.up_proj
+    torch.testing.assert_close(layer.dequantize(), truth["model.layers.0.mlp.up_proj.weight"])
 
 
 def test_the_plan_counts_the_stored_bytes_and_names_the_base(tmp_path):

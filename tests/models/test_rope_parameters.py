@@ -89,6 +89,7 @@ LENGTH = "original_max_position_embeddings"
     ("given", "says"),
     [
         ({"rope_type": "yarn"}, "rope_type: yarn needs a factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 32}, "beta_slow is 32, and beta_fast is 1"),
         ({"factor": 2.0}, "factor has no effect on rope_type: default"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0}, "beta_fast has no effect on rope_type: linear"),
     ],

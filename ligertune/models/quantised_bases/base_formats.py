@@ -76,8 +76,12 @@ FORMATS: dict[str, BaseFormat] = {
 def quantization_settings(config: PreTrainedConfig) -> dict[str, Any]:
     """Return quantization_config of a model as a dict; empty if its checkpoint is not quantised."""
     found = getattr(config, "quantization_config", None) or {}
-    values: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
-    return dict(values)
+    older = getattr(config, "compression_config", None)  # of compressed-tensors before 0.8
+    if older and not found:
+        return {**older, "quant_method": "compressed-tensors"}
+    if not isinstance(found, Mapping):
+        return {"quant_method": found} if isinstance(found, str) else found.to_dict()
+    return dict(found)
 
 
 def quant_method_of(settings: Mapping[str, Any]) -> str:
@@ -113,7 +117,8 @@ def is_packed(config: PreTrainedConfig) -> bool:
 class PackedLayout:
     """How the layers of a packed checkpoint are stored, from its quantization_config.
 
-    bits, group_size: for an estimate before the files are here; a layer's own are read from its tensors.
+    bits, group_size: for an estimate before the files are here; a layer's own are read from its tensors. other_bits:
+    that some layers have in place of `bits`.
     """
 
     method: str
@@ -121,6 +126,7 @@ class PackedLayout:
     group_size: int = 0
     stored_minus_one: bool = True  # GPTQ's zero points
     axis: int = 1  # HQQ
+    other_bits: tuple[int, ...] = ()
 
     @property
     def format(self) -> BaseFormat:
@@ -144,15 +150,18 @@ def _gptq_layout(settings: Mapping[str, Any]) -> PackedLayout:
     stored = settings.get("checkpoint_format", "gptq")
     if stored not in ("gptq", "gptq_v2"):
         raise ValueError(f"its checkpoint_format is {stored}, and gptq and gptq_v2 are read")
-    bits = _bits(settings.get("bits", 4), (2, 4, 8))
-    return PackedLayout("gptq", bits, int(settings.get("group_size") or 0), stored_minus_one=stored == "gptq")
+    bits = _bits(settings.get("bits", 4), BITS["gptq"])
+    by_layer = (one for one in (settings.get("dynamic") or {}).values() if one and "bits" in one)  # GPTQModel's
+    others = tuple(_bits(one["bits"], BITS["gptq"]) for one in by_layer)
+    group_size = int(settings.get("group_size") or 0)
+    return PackedLayout("gptq", bits, group_size, stored_minus_one=stored == "gptq", other_bits=others)
 
 
 def _awq_layout(settings: Mapping[str, Any]) -> PackedLayout:
     stored = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if stored != "gemm":
         raise ValueError(f"its version is {stored}, and gemm is read")
-    bits = _bits(settings.get("bits") or settings.get("w_bit") or 4, (4,))
+    bits = _bits(settings.get("bits") or settings.get("w_bit") or 4, BITS["awq"])
     return PackedLayout("awq", bits, int(settings.get("group_size") or settings.get("q_group_size") or 0))
 
 
@@ -163,28 +172,40 @@ def _hqq_layout(settings: Mapping[str, Any]) -> PackedLayout:
         raise ValueError("its quant_config differs between layers, and one for all is read")
     if given.get("scale_quant_params") or given.get("zero_quant_params") or weights.get("view_as_float"):
         raise ValueError("its scales or zero points are quantised or its bytes viewed as floats, which is not read")
-    bits = _bits(weights.get("nbits", 4), (1, 2, 4, 8))
+    bits = _bits(weights.get("nbits", 4), BITS["hqq"])
     return PackedLayout("hqq", bits, int(weights.get("group_size") or 0), axis=int(weights.get("axis", 1)))
 
 
+# of the weights of a layer
+BITS = {"gptq": (2, 4, 8), "awq": (4,), "hqq": (1, 2, 4, 8), "compressed-tensors": (2, 4, 8)}
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 def _compressed_layout(settings: Mapping[str, Any]) -> PackedLayout:
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise ValueError("it rotates activations (transform_config), which is not computed here")
-    layout = PackedLayout("compressed-tensors")
+    found: list[tuple[int, int]] = []  # bits and size of the groups of each kind of layer
     for group in (settings.get("config_groups") or {}).values():
         stored = group.get("format") or settings.get("format")
         if stored not in _COMPRESSED:
             raise ValueError(f"its format is {stored}, and {', '.join(_COMPRESSED)} are read")
         weights = group.get("weights") or {}
-        bits = _bits(weights.get("num_bits", 8), (2, 4, 8) if stored == "pack-quantized" else (8,))
-        layout = PackedLayout("compressed-tensors", bits, int(weights.get("group_size") or 0))
-    return layout
+        known = BITS["compressed-tensors"] if stored == "pack-quantized" else (8,)
+        found.append((_bits(weights.get("num_bits", 8), known), int(weights.get("group_size") or 0)))
+    if not found:
+        return PackedLayout("compressed-tensors")
+    (bits, group_size), *others = found
+    return PackedLayout("compressed-tensors", bits, group_size, other_bits=tuple(other for other, _ in others))
 
 
 def _bits(given: Any, known: tuple[int, ...]) -> int:
-    if given not in known:
-        raise ValueError(f"its weights have {given} bits, and {' and '.join(map(str, known))} are read")
-    return int(given)
+    bits = int(given) if isinstance(given, str) and given.isdigit() else given
+    if bits not in known:
+        raise ValueError(f"its weights have {given} bits, and {listed(known)} are read")
+    return int(bits)
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    """Return numbers as in a sentence: 2, 4 and 8."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last

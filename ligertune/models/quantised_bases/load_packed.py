@@ -23,7 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ligertune.any_types import AnyModule
-from ligertune.models.quantised_bases.base_formats import PackedLayout, layout_of
+from ligertune.models.quantised_bases.base_formats import PackedLayout, layout_of, listed
 from ligertune.models.quantised_bases.packed_linear import PackedLinear
 
 METHOD = "ligertune_packed"  # transformers' name of this quantisation
@@ -100,7 +100,9 @@ class PackedConfig(QuantizationConfigMixin):
 def packed_config(config: PreTrainedConfig, dtype: torch.dtype) -> PackedConfig:
     """Return the quantisation for from_pretrained, and remove the checkpoint's own from `config`, which is changed."""
     found = PackedConfig(layout_of(config), dtype)
-    del config.quantization_config
+    for name in ("quantization_config", "compression_config"):
+        if hasattr(config, name):
+            delattr(config, name)
     return found
 
 
@@ -182,16 +184,17 @@ def _check_parts(name: str, parts: dict[str, StoredPart], linear: nn.Linear, lay
         return
     weights = linear.in_features * linear.out_features
     bits = 8 * values.n_bytes / weights
-    if not layout.bits <= bits < layout.bits + PADDING_BITS:
+    known = (layout.bits, *layout.other_bits)
+    if not any(one <= bits < one + PADDING_BITS for one in known):
         raise ValueError(
-            f"{name} has {weights:,} weights in {values.n_bytes:,} bytes, which is not {layout.bits} bits each"
+            f"{name} has {weights:,} weights in {values.n_bytes:,} bytes, which is not {listed(known)} bits each"
         )
 
 
 def _packed_layer(linear: nn.Linear, parts: dict[str, StoredPart], settings: PackedConfig) -> PackedLinear:
     layer = PackedLinear(linear.out_features, linear.in_features, linear.bias, settings.layout, settings.dtype)
     for part, stored in parts.items():
-        if part == "bias":
+        if part == "bias" and linear.bias is not None:
             continue
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
         layer.register_parameter(part, nn.Parameter(tensor, requires_grad=False))

@@ -46,6 +46,7 @@ class PackedLinear(nn.Linear):
         self.in_features = inputs
         self.out_features = outputs
         self.register_parameter("bias", bias)
+        self.has_bias = bias is not None  # in the model: GPTQ's files can have one of zeros where it has none
         self.layout = layout
         self.dtype = dtype  # of the weight that `dequantize` returns
         self.sealed: tuple[str, ...] = ()
@@ -57,7 +58,10 @@ class PackedLinear(nn.Linear):
         return super().__getattr__(name)
 
     def seal(self) -> None:
-        """Finish loading: rename the parts that are read, and leave out an index of groups that are in order."""
+        """Finish loading: rename the parts that are read, and leave out an index of groups that are in order.
+
+        Raises ValueError for a bias that the model does not have.
+        """
         used = PARTS[self.layout.method]
         parts = {name: part for name, part in self._parameters.items() if name in used and part is not None}
         for name in GROUP_OF_COLUMN:
@@ -65,7 +69,11 @@ class PackedLinear(nn.Linear):
                 del parts[name]
             elif name in parts:
                 parts[name] = nn.Parameter(parts[name].to(torch.int64), requires_grad=False)
-        bias = self.bias
+        bias: nn.Parameter | None = self.bias
+        if not self.has_bias and bias is not None:
+            if bool(bias.any()):
+                raise ValueError("a packed layer has a bias, and the model of its config.json has none")
+            bias = None
         self._parameters.clear()
         self.register_parameter("bias", bias)
         for name, part in parts.items():

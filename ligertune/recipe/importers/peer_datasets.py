@@ -107,7 +107,13 @@ def convert_axolotl_datasets(work: Import) -> None:
         if isinstance(given, list):
             rows = {(tool_name, index): item for index, item in enumerate(given)}
         for source, item in rows.items():
-            _add_items(work, which, source, item, _axolotl_items(item, work.data))
+            converted = _axolotl_items(item, work.data)
+            _add_items(work, which, source, item, converted)
+            kind = item.get("type") if isinstance(item, Mapping) else None
+            if isinstance(kind, Mapping) and not kind.get("format") and converted[0].get("format") == "alpaca":
+                why = "the tool's prompt is then the bare instruction; write a Jinja file in data.prompt_template"
+                key = f"{dotted(source)}.type.format"
+                work.more_left.append(Left(work.line_of(source), key, "not written", why, ours=f"data.{which}"))
 
 
 def _axolotl_items(item: Any, data: dict[str, Any]) -> list[Any]:
@@ -260,6 +266,13 @@ def _add_registered(work: Import, tool_name: str, which: str, dataset_dir: str, 
     why = f"{dataset_dir}/dataset_info.json does not describe it, so it is read as a file or a hub id"
     unknown = [name for name in names if name not in info and "/" not in name]
     work.more_left += [Left(line, tool_name, name, why, ours=f"data.{which}") for name in unknown]
+    for name in names:
+        tags = nested(info.get(name, {})).get("tags") or {}
+        other = [tag for tag, value in tags.items() if value not in KEYS["registered_roles"].get(tag, (value,))]
+        why = "the usual names of roles are known; rename others in the data"
+        work.more_left += [
+            Left(line, f"dataset_info.json: {name}.tags.{tag}", tags[tag], why, ours=f"data.{which}") for tag in other
+        ]
 
 
 def _as_raw_text(item: dict[str, Any]) -> dict[str, Any]:
@@ -330,7 +343,7 @@ def convert_mixture(work: Import) -> None:
     if isinstance(given, list):
         convert_shares(work, given)
         for index, item in enumerate(given):
-            _add_items(work, "datasets", (*source, index), item, [_trl_item(item)])
+            _add_items(work, "datasets", (*source, index), item, _trl_items(item))
     elif given is not None:
         work.lose(source, Reason("it is not a list of data sets"))
     if not isinstance(given, list) and isinstance(work.data.get("dataset_mixer"), Mapping):
@@ -352,6 +365,12 @@ def _convert_mixer(work: Import, mixer: Mapping[str, Any]) -> None:
             item = {"path": path, "split": split, "name": named.get(path), "weight": 1 if is_test else weight}
             which = "eval_datasets" if is_test else "datasets"
             _add_items(work, which, ("dataset_mixer", path), weight, [_trl_item(item)])
+
+
+def _trl_items(item: Any) -> list[Any]:
+    """Convert one data set of TRL's mixture, whose path may be the type of its files."""
+    found = _trl_item(item)
+    return _per_file(dict(found)) if isinstance(found, Mapping) else [found]
 
 
 def _trl_item(item: Any) -> Any:
