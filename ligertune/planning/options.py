@@ -198,7 +198,7 @@ def fuses_lora(recipe: Recipe, machine: Machine) -> bool:
     one = machine.world_size == 1 and method.type in ("lora", "qlora")
     several = recipe.parallel.cp_size == 1 and (lora or (method.type == "qlora" and strategy == "fsdp"))
     measured = machine.arch == "sm90" and (one or several)
-    # torch.compile optimises peft's own code better. 8-bit weights were not measured. Dropout is slower.
+    # torch.compile optimises peft's own code better. 8-bit weights were not measured. Dropout was slower (1B).
     return measured and not (train.torch_compile or method.load_in_8bit or method.lora_dropout)
 
 

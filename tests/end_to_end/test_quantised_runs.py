@@ -15,7 +15,7 @@ SETTINGS = {"method.type": "lora", "method.lora_r": 4, "model.dtype": "float32",
 
 
 def write_dense(folder, base, truth) -> None:
-    """Write the weights that a packed base stands for as a model of their own."""
+    """Write a packed base as a model with dense weights."""
     shutil.copytree(base, folder)
     save_file(truth, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())

@@ -30,7 +30,7 @@ RELATIVE = 1e-2  # of the loss: sums in bfloat16
 
 
 def write_dense(folder: Path, base: Path, truth: dict[str, Tensor]) -> None:
-    """Write the weights that a packed base stands for as a model of their own."""
+    """Write a packed base as a model with dense weights."""
     shutil.copytree(base, folder)
     save_file(truth, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())

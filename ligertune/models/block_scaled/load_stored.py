@@ -111,7 +111,7 @@ def dequantise_held(model: nn.Module) -> None:
 
 
 def dense_copy(weight: QuantisedWeight) -> torch.Tensor:
-    """Return the values of a weight in its dtype, contiguous, in memory of their own."""
+    """Return the values of a weight in its dtype, contiguous, in new memory."""
     whole = weight.dequantize()
     dense = whole.contiguous()
     return dense.clone() if dense is whole else dense

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks import inputs, pages, processes
 from benchmarks.pages import GIB
+from benchmarks.sides.our_run import our_run
 from benchmarks.sides.peft_loop import peak_now, theirs
 from benchmarks.tables.moe_whole import ALPHA, ATTENTION, EXPERTS, MODEL, RANK, SIDES, STEPS, WARMUP
 
@@ -166,18 +167,13 @@ def measure(options: argparse.Namespace, side: str) -> int:
 
 def ours(job) -> dict:
     """Train with ligertune."""
-    from ligertune.progress import Phases
-    from ligertune.run import run
-
-    loaded, lines = [], []
-    with Phases() as phases:
-        report = run(job, lines.append, change=lambda model: loaded.append(peak_now()), phases=phases)
+    report, loaded, lines = our_run(job)
     end = report.peak_memory
     return {
-        "peak": max(loaded[0]["peak"], end["allocated_run"]),
-        "reserved": max(loaded[0]["reserved"], end.get("reserved_run", 0)),
+        "peak": max(loaded["peak"], end["allocated_run"]),
+        "reserved": max(loaded["reserved"], end.get("reserved_run", 0)),
         "planned": job.plan.peak.total,
-        "load_peak": loaded[0]["peak"],
+        "load_peak": loaded["peak"],
         "load_seconds": report.seconds_to_first_step["loading the model"],
         "tokens_per_second": report.throughput.tokens_per_second,
         "losses": [line["loss"] for line in lines if "loss" in line],

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks import inputs, pages, processes
 from benchmarks.pages import GIB
-from benchmarks.sides.peft_loop import peak_now
+from benchmarks.sides.our_run import our_run
 from benchmarks.tables.moe_models import write_config
 
 MODEL = "gpt-oss-20b"
@@ -249,17 +249,12 @@ def recipe_of(options: argparse.Namespace) -> Path:
 
 def train(options: argparse.Namespace) -> dict:
     """Train the adapter."""
-    from ligertune.progress import Phases
     from ligertune.recipe import load_recipe
-    from ligertune.run import run
     from ligertune.training.resolve import plan_for
 
     job = plan_for(load_recipe(recipe_of(options)))
-    loaded: list[dict] = []
-    lines: list[dict] = []
-    with Phases() as phases:
-        report = run(job, lines.append, change=lambda model: loaded.append(peak_now()), phases=phases)
-    peak = max(loaded[0]["peak"], report.peak_memory["allocated_run"])
+    report, loaded, lines = our_run(job)
+    peak = max(loaded["peak"], report.peak_memory["allocated_run"])
     losses = [line["loss"] for line in lines if "loss" in line]
     wrong = ""
     if not options.small and peak > LIMIT_GIB * GIB:
@@ -269,7 +264,7 @@ def train(options: argparse.Namespace) -> dict:
     return {
         "peak": peak,
         "planned": job.plan.peak.total,
-        "load_peak": loaded[0]["peak"],
+        "load_peak": loaded["peak"],
         "load_seconds": report.seconds_to_first_step["loading the model"],
         "tokens_per_second": report.throughput.tokens_per_second,
         "losses": losses,

@@ -11,7 +11,7 @@ fused      ligertune on two GPUs, with fused adapters (kernels.lora: true)
 plain      ligertune on two GPUs, with PEFT's adapters and all other kernels
 hf_peft    bitsandbytes, PEFT and accelerate's FSDP2 plugin in a plain loop, with the same sharding and storage
 
-Each side is a command of its own. The command fails if a side fails, or if the losses of two GPUs differ from those of
+Each side runs in a new process. The command fails if a side fails, or if the losses of two GPUs differ from those of
 one by more than 1e-3. --small trains a small model on two CPU processes.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks import inputs, pages, processes
 from benchmarks.pages import GIB
 from benchmarks.sides.fsdp_loop import under_fsdp
-from benchmarks.sides.peft_loop import peak_now
+from benchmarks.sides.our_run import our_run
 
 MODEL = "Meta-Llama-3-8B"
 RANK, ALPHA = 16, 32
@@ -246,17 +246,12 @@ def measure(options: argparse.Namespace, side: str) -> int:
 
 def ours(job) -> dict:
     """Train with ligertune. All ranks call it."""
-    from ligertune.progress import Phases
-    from ligertune.run import run
-
-    loaded, lines = [], []
-    with Phases() as phases:
-        report = run(job, lines.append, change=lambda model: loaded.append(peak_now()), phases=phases)
+    report, loaded, lines = our_run(job)
     peak = report.peak_memory
     return {
         "peak": peak.get("allocated_steady", peak["allocated_run"]),
         "reserved": peak.get("reserved_steady", peak["allocated_run"]),
-        "load_peak": loaded[0]["peak"],
+        "load_peak": loaded["peak"],
         "load_seconds": report.seconds_to_first_step["loading the model"],
         "tokens_per_second": report.throughput.tokens_per_second,
         "losses": [line["loss"] for line in lines if "loss" in line],

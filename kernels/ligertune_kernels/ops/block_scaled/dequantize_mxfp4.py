@@ -107,7 +107,7 @@ def _quantised_rows(rows: torch.Tensor, best_scale: bool) -> tuple[torch.Tensor,
 
 def _codes(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes of absolute values (N, G, 32) under scales (N, G), and each block's sum of squared errors."""
-    # Powers of two from their bits: exp2 is not exact on every device. 2^-127 has no exponent bits of its own.
+    # Powers of two from their bits: exp2 is not exact on every device. 2^-127 is subnormal.
     inverse = ((2 * BIAS - scales.int()).clamp(max=254) << 23).view(torch.float32)
     scaled = values.abs() * inverse.unsqueeze(2)
     code = torch.zeros_like(scaled, dtype=torch.uint8)

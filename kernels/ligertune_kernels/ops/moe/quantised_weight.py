@@ -26,8 +26,8 @@ from ligertune_kernels.ops.block_scaled.dequantize_mxfp4 import Mxfp4
 from ligertune_kernels.ops.moe.dequantize_nf4 import Nf4, quantize_nf4
 from ligertune_kernels.ops.moe.experts import Weight
 
-# What a format gives: `tensors`, whose first dimension is X and of which the first one is the weight's bytes, their
-# `names`, its other fields as `constants`; `apply`, `dequantize`, `write` and `magnitudes`.
+# Each format has `tensors` (X, ...), the bytes of the weight first; their `names`; its other fields as `constants`; and
+# `apply`, `dequantize`, `write` and `magnitudes`.
 Stored: TypeAlias = Nf4 | Mxfp4 | Float8Blocks
 
 KEPT_WEIGHTS = 2  # gate_up and down of one layer

@@ -17,7 +17,7 @@ SHAPES = [(1, 1, 32), (3, 7, 96), (2, 130, 64), (2, 33, 160)]
 
 
 def random_bytes(shape: tuple[int, int, int], *, lowest: int = 90, highest: int = 150) -> Mxfp4:
-    """Return weights of which every bit pattern of an element, and many scales, occur."""
+    """Return weights with all 16 codes of an element, and scales from `lowest` to `highest`."""
     generator = torch.Generator().manual_seed(0)
     n_experts, n_rows, n_columns = shape
     groups = (n_experts, n_rows, n_columns // 32)
