@@ -58,3 +58,13 @@ def test_the_benchmark_of_mxfp4_runs_on_a_small_model(tmp_path):
     assert kernels["equals_transformers"] and len(train["losses"]) == 8
     assert 0 < merge["kl_merge"] < 0.01 and 0 < merge["kl_base"] < 0.01
     assert not (tmp_path / "base").exists()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_block_float8_runs_on_a_small_model(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench", "float8_base", "--small", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stored, dense = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"base"'))
+    assert len(stored["losses"]) == 8
+    assert stored["losses"] == pytest.approx(dense["losses"], rel=1e-3)

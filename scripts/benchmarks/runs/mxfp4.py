@@ -20,14 +20,12 @@ from pathlib import Path
 
 from benchmarks import inputs, pages, processes
 from benchmarks.pages import GIB
-from benchmarks.sides.our_run import our_run
+from benchmarks.sides.stored_base import RANK, STEPS, WARMUP, adapter_recipe, train_adapter, write_checkpoint
 from benchmarks.tables.moe_models import write_config
 
 MODEL = "gpt-oss-20b"
 PHASES = ("kernels", "train", "merge")
 LIMIT_GIB = 24  # of memory that torch allocates while it loads and trains
-STEPS, WARMUP = 8, 2
-RANK, ALPHA = 16, 32
 COMPARED_TOKENS = 512
 LEFT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 STD = 0.02
@@ -131,8 +129,7 @@ def write_base(options: argparse.Namespace) -> Path:
     """Write the checkpoint, one file for each layer, and return its folder."""
     import torch
     from ligertune_kernels import quantize_mxfp4
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = write_config(MODEL, options.out / "base", small=options.small)
     config = AutoConfig.from_pretrained(folder)
@@ -154,17 +151,7 @@ def write_base(options: argparse.Namespace) -> Path:
         else:
             value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
             tensors[name] = value.normal_(std=STD, generator=generator).cpu()
-    places = {}
-    for file, tensors in files.items():
-        save_file(tensors, folder / f"{file}.safetensors", {"format": "pt"})
-        places |= dict.fromkeys(tensors, f"{file}.safetensors")
-    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": LEFT}
-    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    AutoTokenizer.from_pretrained(inputs.TOKENIZER).save_pretrained(folder)
+    write_checkpoint(folder, files, {"quant_method": "mxfp4", "modules_to_not_convert": LEFT})
     return folder
 
 
@@ -219,57 +206,16 @@ def timed(call) -> float:
     return sorted(taken[2:])[5]
 
 
-def recipe_of(options: argparse.Namespace) -> Path:
-    source = inputs.Inputs(options.out, options.out, options.small)
-    settings = {
-        "model.model_name_or_path": options.out / "base",
-        "model.dtype": "float32" if options.small else "bfloat16",
-        "method.type": "lora",
-        "method.lora_r": RANK,
-        "method.lora_alpha": ALPHA,
-        "data.datasets": inputs.random_words(source, tokens_of(options), STEPS + 3),
-        "data.packing": False,
-        "data.max_length": tokens_of(options),
-        "data.on_overlength": "truncate",
-        "data.cache": False,
-        "data.num_proc": 1,
-        "train.per_device_train_batch_size": 1,
-        "train.gradient_accumulation_steps": 1,
-        "train.max_steps": STEPS,
-        "train.gradient_checkpointing": True,
-        "train.learning_rate": 3e-4,
-        "report.warmup_steps": WARMUP,
-        "logging.logging_steps": 1,
-        "checkpoint.output_dir": options.out / "run",
-        "checkpoint.save_strategy": "no",
-        "checkpoint.overwrite": True,
-    }
-    return inputs.write_recipe(options.out / "recipe.json", settings)
-
-
 def train(options: argparse.Namespace) -> dict:
     """Train the adapter."""
-    from ligertune.recipe import load_recipe
-    from ligertune.training.resolve import plan_for
-
-    job = plan_for(load_recipe(recipe_of(options)))
-    report, loaded, lines = our_run(job)
-    peak = max(loaded["peak"], report.peak_memory["allocated_run"])
-    losses = [line["loss"] for line in lines if "loss" in line]
+    source = inputs.Inputs(options.out, options.out, options.small)
+    found = train_adapter(adapter_recipe(source, "base", tokens_of(options)))
     wrong = ""
-    if not options.small and peak > LIMIT_GIB * GIB:
+    if not options.small and found["peak"] > LIMIT_GIB * GIB:
         wrong = f"The peak is above {LIMIT_GIB} GiB."
-    elif not options.small and losses[-1] >= losses[0]:  # the rows of --small are too short to show it
+    elif not options.small and found["losses"][-1] >= found["losses"][0]:  # rows of --small are too short to show it
         wrong = "The loss does not fall."
-    return {
-        "peak": peak,
-        "planned": job.plan.peak.total,
-        "load_peak": loaded["peak"],
-        "load_seconds": report.seconds_to_first_step["loading the model"],
-        "tokens_per_second": report.throughput.tokens_per_second,
-        "losses": losses,
-        "wrong": wrong,
-    }
+    return {**found, "wrong": wrong}
 
 
 def merge(options: argparse.Namespace) -> dict:
@@ -279,7 +225,8 @@ def merge(options: argparse.Namespace) -> dict:
     from ligertune.training.checkpoint.export_format import plan_format_export
 
     started = time.perf_counter()
-    note = plan_format_export(str(options.out / "run"), options.out / "merged", wanted="mxfp4", checkpoint=None).write()
+    run = str(options.out / "run-base")
+    note = plan_format_export(run, options.out / "merged", wanted="mxfp4", checkpoint=None).write()
     exported = time.perf_counter() - started
     requantised = log_probs(held_model(options, "merged"), options)
     base, merged_base = with_and_without_adapter(options, original=False)
@@ -316,7 +263,7 @@ def with_and_without_adapter(options: argparse.Namespace, *, original: bool):
                 weight = experts_of(layer, name, model.config, device_of(options))
                 getattr(block.mlp.experts, name).data.copy_(weight.transpose(1, 2))
     before = log_probs(model, options)
-    merged = merged_model(load_adapter(model, str(options.out / "run" / "model"), SAVED_MODEL))
+    merged = merged_model(load_adapter(model, str(options.out / "run-base" / "model"), SAVED_MODEL))
     after = log_probs(merged, options)
     del model, merged
     gc.collect()  # modules refer to each other
