@@ -64,6 +64,9 @@ def unknown_key(path: KeyPath, document: Document) -> str:
     if not name.strip():
         return "an empty name is not a recipe key."
     name = leaf(name)
+    full = f"{section}.{leaf(section).partition('_')[0]}_{name}"  # `type` in rope_parameters is rope_type
+    if full in keys():
+        return f"{dotted(path)} is not a recipe key. Did you mean {full}?"
     homes = [home for key in keys() if leaf(key) == name and (home := parent(key)) != section]
     homes = [home for home in homes if ITEM not in home] or homes
     if homes:

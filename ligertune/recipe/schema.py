@@ -232,7 +232,7 @@ class DatasetSpec(Section):
     name: Text | None = None
     """Configuration (subset) of a hub data set."""
     split: Text = "train"
-    """Split of a hub data set, or of a folder whose files are named by splits."""
+    """Split of a hub data set, or of a folder whose files are named by splits; or a slice: train[:90%]."""
     data_dir: Text | None = None
     """Subfolder of a folder or hub data set, in place of the whole."""
     data_files: NameList = ()

@@ -63,6 +63,8 @@ def test_overrides_replace_values_and_create_sections(load):
     ("override", "complaint"),
     [
         ("train.lr_=1", "train.lr_ is not a recipe key. Did you mean train.learning_rate?"),
+        ("model.rope_parameters.type=yarn",
+         "model.rope_parameters.type is not a recipe key. Did you mean model.rope_parameters.rope_type?"),
         ("learning_rate=1", "`learning_rate` belongs under `train`, not at the top level."),
         ("train.seed=x", 'train.seed is "x" (a string); it must be an integer (at least 0, below 4294967296).'),
         ("train.seed", "write it as section.key=value."),

@@ -1,6 +1,7 @@
 """Record sources: the files, folders, globs or Hugging Face hub data set that a recipe names.
 
 The source of a hub record is `path:split:row`, with rows from 1. The parts of a folder are in data_folders.py.
+A slice of a split, `train[:90%]`, has the rows that `datasets` gives it: of files here too.
 """
 
 from __future__ import annotations
@@ -79,9 +80,34 @@ class RecordStream:
         paths = files_of(self.spec)
         if not paths:
             yield from _read_hub(self.spec, self.max_bytes, download=self.download)
+        rows = _rows_of_slice(self.spec, paths, self.max_bytes)
         self._files = [DataFile(path, self.max_bytes) for path in paths]
-        for file in self._files:
-            yield from read_records(file)
+        records = chain.from_iterable(map(read_records, self._files))
+        yield from records if rows is None else islice(records, rows.start, rows.stop)
+
+
+def _rows_of_slice(spec: DatasetOptions, paths: list[Path], max_bytes: int) -> range | None:
+    """Return the rows of a slice of files here; None for all of them. Percentages need a first pass, which counts."""
+    if not paths or "[" not in spec.split:
+        return None
+    import datasets
+
+    number = sum(1 for path in paths for _ in read_records(DataFile(path, max_bytes)))
+    try:
+        (found,) = datasets.ReadInstruction.from_spec(spec.split).to_absolute({_split_name(spec.split): number})
+        if found.from_ >= found.to:
+            raise ValueError("no row is left")
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            f"{spec.path}: `split` is {spec.split:.200}, and the data set has {number:,} rows.",
+            hint="Write one slice of them, for instance train[:90%] or train[100:200].",
+        ) from error
+    return range(found.from_, found.to)
+
+
+def _split_name(split: str) -> str:
+    """Return "train" for "train[:90%]"."""
+    return split.partition("[")[0]
 
 
 def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
@@ -97,7 +123,7 @@ def _with_trees(records: Iterator[Record]) -> Iterator[Record]:
 
 def files_of(spec: DatasetOptions) -> list[Path]:
     """Return the data files that a data set names, sorted; none if it is one on the hub. Raises UserError."""
-    choice = Choice(spec.split, spec.name, spec.data_dir, spec.data_files)
+    choice = Choice(_split_name(spec.split), spec.name, spec.data_dir, spec.data_files)
     return find_files(spec.path, choice, revision=spec.revision)
 
 
@@ -177,7 +203,7 @@ def hub_rows(spec: DatasetOptions, *, download: bool) -> Dataset | IterableDatas
             data_files=list(spec.data_files) or None,
             revision=spec.revision,
             split=spec.split,
-            streaming=not download,
+            streaming=not download and "[" not in spec.split,  # `datasets` streams no slices
         )
         return without_decoding(rows)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -269,7 +269,7 @@ def _drop(work: Import, path: KeyPath, why: str) -> None:
     key = dotted(path)
     value = document.get(path)
     place = document.place(path)
-    why = tables.BETTER_REASONS.get((key, str(value)), why)
+    why = tables.BETTER_REASONS.get((schema_key(path), str(value)), why)
     if path[:1] == ("data",) and len(path) == 3 and path[1] in ("datasets", "eval_datasets"):
         path = path[:2]  # the others would move up to the place of a data set that is removed
     placeholder = next((value for required, value in REQUIRED.items() if required == path), None)

@@ -251,6 +251,27 @@ def test_max_samples_stops_reading_and_a_csv_cell_may_be_longer_than_the_default
     assert [record.row["a"] for record in read(tmp_path / "r.jsonl", max_samples=2)] == [1, 2]
 
 
+@pytest.mark.parametrize("split", ["train[:90%]", "train[33%:66%]", "train[2:5]", "train[-3:]", "train[4:99]"])
+def test_a_slice_of_a_file_or_folder_has_the_rows_that_datasets_gives_it(split, tmp_path):
+    import datasets
+
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = [{"a": number} for number in range(7)]
+    table = write(tmp_path / "train.parquet", rows)
+    read_there = datasets.load_dataset("parquet", data_files=str(table), split=split, cache_dir=str(tmp_path / "cache"))
+    expected = list(read_there["a"])
+    for path in (write(folder / "train.jsonl", rows), folder, folder / "*.jsonl", table):
+        assert [record.row["a"] for record in read(path, split=split)] == expected
+
+
+@pytest.mark.parametrize("split", ["train[90%", "train[:120%]", "train[3:2]", "train[9:]", "train[:1]+train[2:]"])
+def test_a_slice_without_rows_or_meaning_is_refused(split, tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(UserError, match=r"`split` is train\[.*the data set has 3 rows\. Write one slice"):
+        read(path, split=split)
+
+
 def test_columns_are_renamed_even_crosswise(tmp_path):
     path = write(tmp_path / "r.jsonl", [{"question": "q", "output": "o", "instruction": "i"}])
     renamed = read(path, columns={"instruction": "output", "output": "question"})
