@@ -32,7 +32,8 @@ class TrainedBase:
 
     dtype: of its weights. stored_as: how the method quantises them. quantization: of the base's own files, which are
     dequantised to `dtype`. revision: commit or branch on the hub; None for a folder. fingerprint: of a folder's files.
-    rope_parameters: those of the recipe that replace the base's.
+    rope_parameters: those of the recipe that replace the base's. residual_of: the init_lora_weights whose adapter was
+    subtracted before the weights were quantised.
     """
 
     name: str
@@ -42,6 +43,7 @@ class TrainedBase:
     revision: str | None = None
     fingerprint: str | None = None
     rope_parameters: dict[str, Any] | None = None
+    residual_of: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values for ligertune.json."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
 
 
+Residuals = Callable[[PreTrainedModel, PreTrainedModel], None]
 DEQUANTISED = ("fp8", "mxfp4")  # formats of files that are dequantised unless an adapter trains on them
 
 
@@ -275,18 +276,23 @@ def whole_model(
     *,
     trained_in: str | None = None,
     stored_as: StoredAs | None = None,
+    residuals: Residuals | None = None,
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Load the model unsharded, with the weights that a run has trained on, for export.
 
     trained_in: dtype of the training; None: the recipe's, or the checkpoint's. stored_as: quantise to this format and
-    dequantise, which gives the weights that QLoRA or `method.load_in_8bit` trained on.
+    dequantise, which gives the weights that QLoRA or `method.load_in_8bit` trained on. residuals: called with the
+    quantised model and the model before quantisation, to store other weights.
     """
     named = trained_in or (spec.dtype if spec.dtype in ("bfloat16", "float32") else None)
     dtype = getattr(torch, named) if named else stored_dtype(config)
     quantised = stored_as is not None or (spec.init != "random" and is_packed(config))
     device = torch.device("cuda" if torch.cuda.is_available() and quantised else "cpu")
+    original = copy.deepcopy(config)  # building a model changes it
     model = build_model(spec, config, dtype=dtype, device=device, seed=0, stored_as=stored_as, origin=origin)
+    if residuals is not None:
+        residuals(model, build_model(spec, original, dtype=dtype, device="cpu", seed=0, origin=origin))
     return dequantised_model(model)
 
 

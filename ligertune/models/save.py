@@ -11,6 +11,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,15 @@ from ligertune.files.storage import new_folder, write_text
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.block_scaled.block_format import block_format
 from ligertune.models.carried_tensors import add_carried
-from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, whole_model
+from ligertune.models.load import (
+    Residuals,
+    auto_class,
+    build_model,
+    carried_by,
+    quiet_reports,
+    stored_dtype,
+    whole_model,
+)
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import HEADS, SEQ_CLS, embedding_rows, gives_scores, make_scored
@@ -44,10 +53,12 @@ from ligertune.planning.saved_model import PROMPT_FILE, saved_options, trained_b
 from ligertune.recipe.section import RESERVED_VARIABLES, path_fault
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ligertune.data.modalities.modality import ModalityReader
+    from ligertune.models.adapters.four_bit_residual import InitialLora
 
 SAVED_MODEL = ModelOrigin("MODEL", "add --trust-remote-code")  # of an argument of generate, chat or export
 
@@ -240,12 +251,10 @@ def load_saved(
     elif base is None:
         model = build_model(spec, config, dtype=stored_dtype(config), device=device, seed=0, origin=SAVED_MODEL)
     else:
-        model = base_as_trained(spec, config, base)
+        model = base_as_trained(spec, config, base, initial=initial_of(folder, base))
         model = model.to(device)  # type: ignore[arg-type]  # as in `load.py`
     if is_adapter(folder):
-        from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
-
-        model = base_of(load_adapter(model, name, SAVED_MODEL))  # with the adapter in its layers
+        model = base_of(load_trained_adapter(model, folder, base))  # with the adapter in its layers
     return model.eval(), loaded
 
 
@@ -275,14 +284,50 @@ def _as_trained(spec: ModelOptions, base: TrainedBase | None) -> ModelOptions:
     return spec.model_copy(update={"revision": base.revision or spec.revision, "rope_parameters": rope})
 
 
-def base_as_trained(spec: ModelOptions, config: PreTrainedConfig, base: TrainedBase | None) -> PreTrainedModel:
+def base_as_trained(
+    spec: ModelOptions,
+    config: PreTrainedConfig,
+    base: TrainedBase | None,
+    *,
+    initial: Mapping[str, InitialLora] | None = None,
+) -> PreTrainedModel:
     """Load the base model of an adapter or a checkpoint with the weights that it was trained on. Raises UserError.
 
-    base: as the run has recorded it; None: the model's own dtype.
+    base: as the run has recorded it; None: the model's own dtype. initial: adapters that were subtracted before the
+    weights were quantised, by the path of the layer.
     """
     if base is None:
         return whole_model(spec, config, origin=SAVED_MODEL)
-    return whole_model(spec, config, trained_in=base.dtype, stored_as=base.stored_as, origin=SAVED_MODEL)
+    residuals: Residuals | None = None
+    if initial is not None:
+        from ligertune.models.adapters.four_bit_residual import store_residuals  # imports peft, which takes seconds
+
+        residuals = partial(store_residuals, initial=initial)
+    return whole_model(
+        spec, config, trained_in=base.dtype, stored_as=base.stored_as, residuals=residuals, origin=SAVED_MODEL
+    )
+
+
+def initial_of(folder: Path, base: TrainedBase | None) -> dict[str, InitialLora] | None:
+    """Return the initial adapters that a saved adapter holds; None if its base was not changed by any."""
+    if base is None or base.residual_of is None or not is_adapter(folder):
+        return None
+    from ligertune.models.adapters.four_bit_residual import initial_of_adapter  # imports peft, which takes seconds
+
+    check_adapter(folder, SAVED_MODEL)
+    return initial_of_adapter(folder, SAVED_MODEL)
+
+
+def load_trained_adapter(model: PreTrainedModel, folder: Path, base: TrainedBase | None) -> PeftModel:
+    """Load a saved adapter onto its base as it was trained, without the initial adapter that the base lacks."""
+    from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
+
+    adapted = load_adapter(model, str(folder), SAVED_MODEL)
+    if base is not None and base.residual_of is not None:
+        from ligertune.models.adapters.four_bit_residual import leave_initial_out
+
+        leave_initial_out(adapted)
+    return adapted
 
 
 def check_same_base(spec: ModelOptions, base: TrainedBase | None) -> None:
@@ -371,7 +416,7 @@ def merge_saved_adapter(
 
     Also return what `write_model` needs to write the base's tensors that its class does not load.
     """
-    from ligertune.models.adapters.lora import load_adapter, merged_model  # imports peft, which takes seconds
+    from ligertune.models.adapters.lora import merged_model  # imports peft, which takes seconds
 
     spec = saved_spec(str(folder), trust_remote_code=trust_remote_code)
     spec = _as_trained(spec, base)
@@ -379,10 +424,10 @@ def merge_saved_adapter(
     tokenizer = read_tokenizer(spec, SAVED_MODEL)
     original = copy.deepcopy(config)
     check_same_base(spec, base)
-    model = base_as_trained(spec, config, base)
+    model = base_as_trained(spec, config, base, initial=initial_of(folder, base))
     if dtype == "float32":  # the sum is not rounded
         model = model.float()
-    adapted = load_adapter(model, str(folder), SAVED_MODEL)
+    adapted = load_trained_adapter(model, folder, base)
     with loading(SAVED_MODEL, f"the adapter in {folder} cannot be merged"):  # some kinds of LoRA change with the prompt
         merged = merged_model(adapted)
     merged = merged if dtype is None else in_dtype(merged, dtype)

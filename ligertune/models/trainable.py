@@ -6,7 +6,7 @@ lora     W x + (alpha / R) B A x         qlora    lora on weights in 4 bits (NF4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 
 def apply_method(
-    model: PreTrainedModel, spec: MethodOptions, *, seed: int = 0, fused: bool = False
+    model: PreTrainedModel,
+    spec: MethodOptions,
+    *,
+    seed: int = 0,
+    fused: bool = False,
+    original: Callable[[], nn.Module] | None = None,
 ) -> PreTrainedModel | PeftModel:
     """Return the model with only the parameters trainable that `spec` selects.
 
-    seed: of the adapter's initial weights, the same on every rank. fused: use `fused_lora`.
+    seed: of the adapter's initial weights, the same on every rank. fused: use `fused_lora`. original: loads the model
+    before it was quantised; None: QLoRA adapters that start from its weights are loaded later, from files.
     Raises UserError if `spec` names layers or parameters that the model does not have.
     """
     if spec.type == "full":
@@ -46,9 +52,23 @@ def apply_method(
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         adapted = add_adapter(model, spec)
+        if original is not None and spec.type == "qlora" and spec.init_from_weights:
+            torch.manual_seed(seed)  # of PiSSA's fast SVD
+            _start_from_weights(adapted, spec.init_lora_weights, original)
     if fused:
         fuse_adapters(adapted)
     return adapted
+
+
+def _start_from_weights(adapted: PeftModel, init: str, original: Callable[[], nn.Module]) -> None:
+    if init == "loftq":
+        from ligertune.models.adapters.loftq import start_from_error  # imports peft, which takes seconds
+
+        start_from_error(adapted, original())
+        return
+    from ligertune.models.adapters.four_bit_residual import start_from_original  # as above
+
+    start_from_original(adapted, original, init=init)
 
 
 def freeze(model: nn.Module, trainable: tuple[str, ...]) -> None:

@@ -301,6 +301,19 @@ def _dense_bytes(recipe: Recipe, shape: ModelShape, experts: ExpertsShape | None
     return found
 
 
+# Bytes for each element of a weight while its initial adapter is computed: copies in float32 and float64, and the
+# singular vectors. The sum of the tensors that exist together, and not measured: a library's own workspace is extra.
+INITIAL_BYTES = 24
+
+
+def _loading_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """Return the bytes that the largest weight takes while an initial adapter is made from it."""
+    if not recipe.method.init_from_weights:
+        return 0
+    linear = (kind.elements for kind, _ in shape.parameters if kind.linear and kind.inside and not kind.adapter)
+    return INITIAL_BYTES * max(linear, default=0)
+
+
 def estimate_memory(
     recipe: Recipe, inputs: PlanInputs, states: StateBytes, *, shards: int = 1
 ) -> MemoryEstimate | None:
@@ -343,6 +356,7 @@ def estimate_memory(
         frozen_model=model.frozen_model,
         other_layers=shape.other_layers,
         loss_chunk=feature.loss_chunk_rows(recipe),
+        loading=_loading_bytes(recipe, shape),
     )
 
 
@@ -354,11 +368,15 @@ def host_memory_parts(plan: Plan) -> dict[str, tuple[int, int]]:
     states = plan.bytes
     batch = plan.largest_batch
     activations = plan.memory.host_bytes(batch.rows, batch.row_length) if plan.memory else 0
+    method = plan.build.method
+    reads_original = method.type == "qlora" and method.init_from_weights  # the weights before quantisation
+    original = (plan.n_parameters - plan.n_trainable) * (4 if plan.precision.weights == "float32" else 2)
     parts = {
         f"train.gradient_checkpointing: {plan.build.execution.gradient_checkpointing}": (activations, 0),
         "train.optim_offload: true": (states.in_host_memory * plan.optimizer.offload, 0),
         "parallel.cpu_offload: true": (states.total * plan.parallel.cpu_offload, 0),
         "distill.teacher_offload: true": (plan.teacher.shape.in_host_memory if plan.teacher else 0, 0),
+        f"method.init_lora_weights: {method.init_lora_weights}": (original if reads_original else 0, 0),
     }
     if plan.checkpoint.async_save and plan.checkpoint.save_strategy != "no":
         parts["checkpoint.async_save: true"] = (0, states.trained + states.saved_states)

@@ -103,6 +103,7 @@ def _checked_base(found: Any, path: Path) -> TrainedBase:
         revision=found.get("revision"),
         fingerprint=found.get("fingerprint"),
         rope_parameters=found.get(_ROPE),
+        residual_of=found.get("residual_of"),
     )
 
 

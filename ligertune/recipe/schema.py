@@ -223,6 +223,12 @@ class MethodSpec(Section):
         """Whether the initial adapter is made from the weights, and is not zero (PiSSA, OLoRA, LoftQ)."""
         return self.init_lora_weights.startswith(("pissa", "olora", "loftq"))
 
+    @property
+    def residual_of(self) -> str | None:
+        """The init_lora_weights whose adapter is subtracted from the weights before they are stored in 4 bits."""
+        is_subtracted = self.type == "qlora" and self.init_lora_weights.startswith(("pissa", "olora"))
+        return self.init_lora_weights if is_subtracted else None
+
 
 class DatasetSpec(Section):
     """A data set: where it is, its format, and how much of it to use."""

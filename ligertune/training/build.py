@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ from ligertune.models.trainable import apply_method
 from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.options import BuildOptions
+from ligertune.planning.options import BuildOptions, MethodOptions
 from ligertune.planning.plan import BuiltModel, KernelLine, Plan
 from ligertune.training.checks import why_not_padding_free
 from ligertune.training.optim.parameter_groups import check_lr_groups
@@ -238,12 +239,9 @@ def _preview_checkpoints(model: AnyModule, preview: ModelPreview) -> AnyModule:
 
 def _apply_method(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
     options = plan.build
-    adapted = apply_method(model, options.method, seed=options.seed, fused=options.kernels.fuses_lora)
-    if options.method.init_lora_weights == "loftq":
-        from ligertune.models.adapters.loftq import start_from_error  # imports peft, which takes seconds
-
-        start_from_error(adapted, _original_model(options, getattr(torch, plan.precision.weights)))
-    return adapted
+    original = partial(_original_model, options, getattr(torch, plan.precision.weights))
+    fused = options.kernels.fuses_lora
+    return apply_method(model, options.method, seed=options.seed, fused=fused, original=original)
 
 
 def _original_model(options: BuildOptions, dtype: torch.dtype) -> PreTrainedModel:
@@ -257,11 +255,7 @@ def _original_model(options: BuildOptions, dtype: torch.dtype) -> PreTrainedMode
 def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
     options = preview.options
     preview.notes += _adapter_notes(options, model)
-    if options.method.init_lora_weights == "loftq":
-        preview.notes.append(
-            "method.init_lora_weights: loftq: each process reads the weights once more, into host memory, and "
-            "decomposes the error of each, which takes minutes for large models"
-        )
+    preview.notes += _original_notes(options.method)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     if options.kernels.enabled is not False and options.method.type in ("lora", "qlora"):
         from ligertune.patching.lora.adapter_lines import adapter_lines  # imports peft, which takes seconds
@@ -270,6 +264,19 @@ def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
     check_new_rows(model, options.model.tokenizer)
     check_lr_groups(model, [group.parameters for group in options.lr_groups])
     return model
+
+
+def _original_notes(method: MethodOptions) -> tuple[str, ...]:
+    """Return a note on the model before quantisation that an initial adapter is computed from."""
+    init = method.init_lora_weights
+    if method.type != "qlora" or not method.init_from_weights:
+        return ()
+    parts = "the error of each" if init == "loftq" else "each"
+    time = "" if "_niter_" in init else ", which takes minutes for large models"
+    return (
+        f"method.init_lora_weights: {init}: each process reads the weights once more, into host memory, and "
+        f"decomposes {parts}{time}",
+    )
 
 
 def _hold_frozen(model: AnyModule, plan: Plan, accelerator: Accelerator) -> AnyModule:
@@ -350,6 +357,7 @@ def _base_of(plan: Plan, quantization: str | None) -> TrainedBase:
         revision=revision,
         fingerprint=fingerprint,
         rope_parameters=spec.rope_parameters.model_dump(exclude_none=True) or None,
+        residual_of=options.method.residual_of,
     )
 
 

@@ -18,6 +18,7 @@ WAYS = {
     "dora in bfloat16": {**LORA, **FSDP, "method.use_dora": True, "model.dtype": "bfloat16"},
     "qlora, dora": {**DDP, "method.type": "qlora", "method.use_dora": True, "method.use_rslora": True},
     "loftq": {**DDP, "method.type": "qlora", "method.init_lora_weights": "loftq"},
+    "qlora, pissa": {**DDP, "method.type": "qlora", "method.init_lora_weights": "pissa"},
     "pissa, rslora": {**LORA, **FSDP, "method.init_lora_weights": "pissa", "method.use_rslora": True},
     "pissa": {**LORA, **FSDP, "method.init_lora_weights": "pissa"},
     "learning rates": {

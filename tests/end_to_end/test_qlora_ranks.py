@@ -37,8 +37,9 @@ SHARDED = {
         {"model.dtype": "bfloat16"},
         {"model.dtype": "float32", "method.bnb_4bit_quant_type": "fp4", "method.bnb_4bit_use_double_quant": False},
         {"model.dtype": "bfloat16", "kernels.lora": True, "train.gradient_checkpointing": True},
+        {"model.dtype": "float32", "method.init_lora_weights": "pissa", "kernels.lora": True},
     ],
-    ids=["nf4", "fp4", "fused"],
+    ids=["nf4", "fp4", "fused", "pissa"],
 )
 def test_two_ranks_train_resume_and_export_as_one_process(changes, tmp_path, ligertune):
     alone = train_ranks(1, tmp_path / "one", **QLORA, **changes)

@@ -406,6 +406,8 @@ def test_bitsandbytes_bases_are_the_methods_of_their_format(stored, stored_as, t
         (BNB, {"parallel.strategy": "fsdp"}, "parallel.strategy: fsdp shards weights, and the stored ones"),
         (BNB, {"train.fp8": True}, "trains as method with type: qlora.*train.fp8"),
         (BNB, {"method.type": "qlora", "method.init_lora_weights": "loftq"}, "loftq needs the weights before"),
+        (BNB, {"method.type": "qlora", "method.init_lora_weights": "pissa"}, "pissa needs the weights before"),
+        (BNB, {"method.type": "lora", "method.init_lora_weights": "olora"}, "olora needs the weights before"),
     ],
 )
 def test_methods_that_do_not_fit_bitsandbytes_bases_are_refused(stored, changes, message, tmp_path):

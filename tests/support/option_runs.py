@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "qlora, dropout": {**QLORA, "method.lora_dropout": 0.1},
     "qlora, dora": {**QLORA, **DORA},
     "qlora, rslora": {**QLORA, "method.use_rslora": True},
+    "qlora, pissa": {**QLORA, "method.init_lora_weights": "pissa", "method.use_rslora": True},
     "loftq": {**QLORA, "method.init_lora_weights": "loftq"},
 }  # fmt: skip
 STRATEGIES = ("ddp", "fsdp")

@@ -30,6 +30,7 @@ PHASES = {
     "first layer": "in the backward of the first layer",
     "gradients": "at the end of the backward",
     "step": "in the optimizer step",
+    "loading": "before the first step, while the initial adapters are computed",
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
+from ligertune.models.adapters.four_bit_residual import weight_of
 from ligertune.patching.lora.fused_lora import adapted_layers
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def start_from_error(adapted: PeftModel, original: nn.Module) -> int:
     names = {id(module): name for name, module in adapted.get_base_model().named_modules()}
     layers = [layer for layer in adapted_layers(adapted) if hasattr(layer.get_base_layer().weight, "quant_state")]
     for layer in layers:
-        weight = original.get_submodule(names[id(layer)]).get_parameter("weight")
+        weight = weight_of(original, names[id(layer)])
         frozen = dequantize_module_weight(layer.get_base_layer()).float()
         rank = layer.r["default"]
         b, a = low_rank_factors(weight.to(frozen) - frozen, rank, scale=layer.scaling["default"])

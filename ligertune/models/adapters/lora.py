@@ -58,8 +58,10 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     """
     targets = find_targets(model, spec)
     is_meta = model.device.type == "meta"
-    # a plan's model has no weights that PiSSA or OLoRA could decompose; LoftQ's adapter is computed later (`loftq.py`)
-    initial = True if is_meta or spec.init_lora_weights in ("default", "loftq") else spec.init_lora_weights
+    # A plan's model has no weights that PiSSA or OLoRA could decompose. Those before a quantisation to 4 bits are
+    # decomposed later, by `four_bit_residual.py` and `loftq.py`.
+    is_later = is_meta or (spec.type == "qlora" and spec.init_from_weights)
+    initial = True if is_later or spec.init_lora_weights == "default" else spec.init_lora_weights
     config = peft.LoraConfig(
         r=spec.lora_r,
         lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]  # PEFT declares int, and divides it by the rank
@@ -79,7 +81,7 @@ def add_adapter(model: PreTrainedModel, spec: MethodOptions) -> peft.PeftModel:
     adapted = _wrapped(model, config)
     if spec.init_from_weights:
         _check_initial(adapted, spec)
-        if not is_meta and spec.init_lora_weights != "loftq":  # which leaves the weights as they are
+        if not is_later:
             remember_initial(adapted)
     model.disable_input_require_grads()  # as `checkpoint_layers` does: peft has requested them again
     own_dropout = spec.lora_dropout if targets.parameters else 0.0

@@ -168,9 +168,10 @@ def _as_bitsandbytes(recipe: Recipe, found: BaseFormat, settings: Mapping[str, A
             f"parallel.strategy: fsdp shards weights, and the stored ones of {name} cannot be cut ({found.title}).",
             hint=f"Write parallel.strategy: ddp; or {SIXTEEN_BITS}, with method.type: qlora.",
         )
-    if method.init_lora_weights == "loftq":
+    if method.init_from_weights:
         raise UserError(
-            f"method.init_lora_weights: loftq needs the weights before quantisation, and {name} is quantised already.",
+            f"method.init_lora_weights: {method.init_lora_weights} needs the weights before quantisation, and {name} is"
+            " quantised already.",
             hint=f"Write init_lora_weights: default, or {SIXTEEN_BITS}.",
         )
     changes: dict[str, Any] = {"load_in_8bit": True}

@@ -63,6 +63,7 @@ class MemoryEstimate:
     frozen_model: FrozenModelShape | None = None
     other_layers: tuple[tuple[LayerShape, int], ...] = ()  # with a backward, those unlike `layer`; how many
     loss_chunk: int = 0  # tokens whose logits a loss in plain torch makes at a time; 0: a kernel computes the loss
+    loading: int = 0  # temporaries before the first step, while initial adapters are made from the weights
 
     def peak(
         self, rows: int, row_length: int, *, accumulates: bool, memory: int | None = None, labels: int | None = None
@@ -76,6 +77,7 @@ class MemoryEstimate:
         weights += self.float8_copies
         slots = rows * row_length
         phases = self._phases(slots, row_length, accumulates=accumulates, memory=memory, labels=labels)
+        phases = (*phases, StepPhase("loading", 0, 0, 0, self.loading))
         frozen = 0 if self.frozen_model is None else self.frozen_model.weights
         return MemoryPeak(weights, optimizer, max(phases, key=lambda phase: phase.total), frozen)
 

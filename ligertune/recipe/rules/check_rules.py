@@ -146,10 +146,11 @@ RULES = (
     *each(
         INIT_CHANGES_WEIGHTS,
         f"method.init_lora_weights: {CHANGES_WEIGHTS}",
-        ("method.type: qlora", "{1}: qlora would quantise what is left. Write method.type: lora."),
-        ("method.load_in_8bit", f"{{1}} would quantise what is left. {ONE_OUT}"),
+        ("method.load_in_8bit", "{1} would quantise what is left. Write method.type: qlora, or leave {1} out."),
         ("method.use_dora", f"{{1}} could not be saved for the original weights then. {ONE_OUT}"),
     ),
+    Rule(f"method.init_lora_weights: {CHANGES_WEIGHTS}, method.type: qlora, model.init: random",
+         f"{{0}}: {{v[0]}} decomposes weights before they are quantised, and {{2}} makes them in 4 bits. {ONE_OUT}"),
     *each(
         "{0}: loftq starts from the error of 4-bit weights, and {why}",
         "method.init_lora_weights: loftq",

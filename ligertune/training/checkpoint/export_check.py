@@ -9,7 +9,7 @@ Models are loaded one after the other, so that one is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,15 @@ from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
 from ligertune.models.read_config import read_config
-from ligertune.models.save import SAVED_MODEL, base_as_trained, load_plain, load_saved, read_saved_tokenizer
+from ligertune.models.save import (
+    SAVED_MODEL,
+    base_as_trained,
+    initial_of,
+    load_plain,
+    load_saved,
+    load_trained_adapter,
+    read_saved_tokenizer,
+)
 from ligertune.patching.patch import patch
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import RunOptions
@@ -36,6 +44,8 @@ from ligertune.training.checkpoint.export_run import ExportPlan, load_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ligertune.models.adapters.four_bit_residual import InitialLora
 
 MAX_ROWS = 4  # rows of the data that are compared
 MAX_TOKENS = 128  # tokens of each row
@@ -112,7 +122,7 @@ def check_export(plan: ExportPlan, *, prompt: str | None = None) -> ExportCheck:
         served.append((f"exported {plan.kind}", plan.folder))
     comparisons = []
     for name, folder in served:
-        base = _base(plan, options) if _is_adapter(folder) and options is not None else None
+        base = _base_of_adapter(plan, options, folder) if _is_adapter(folder) and options is not None else None
         model = load_plain(folder, trust_remote_code=plan.trust_remote_code, base=base)
         comparisons.append(compare_logits(name, folder, model, rows, expected))
         del model, base
@@ -181,10 +191,11 @@ def _trained_model(plan: ExportPlan, options: RunOptions | None) -> nn.Module:
             "--check: model.init: random made the base model, which the run has not saved.",
             hint="Give the base model's folder to the recipe instead.",
         )
-    from ligertune.models.adapters.lora import load_adapter
     from ligertune.patching.lora.fused_lora import fuse_adapters  # imports peft, which takes seconds
 
-    adapted = load_adapter(_on_device(_base(plan, options)), str(source), SAVED_MODEL)
+    base = source_base(plan.source)
+    model = _on_device(_base(plan, options, initial_of(source, base)))
+    adapted = load_trained_adapter(model, source, base)
     if options.build.kernels.fuses_lora:
         fuse_adapters(adapted)
     return adapted.get_base_model()
@@ -198,13 +209,24 @@ def _autocast(plan: ExportPlan, options: RunOptions | None) -> torch.autocast:
     return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=is_half)
 
 
-def _base(plan: ExportPlan, options: RunOptions) -> PreTrainedModel:
+def _base_of_adapter(plan: ExportPlan, options: RunOptions, folder: Path) -> PreTrainedModel:
+    """Return the base model on which a saved adapter gives the logits of training."""
+    initial = initial_of(folder, source_base(plan.source))
+    model = _base(plan, options, initial)
+    if initial is not None:  # the saved adapter subtracts it again
+        from ligertune.models.adapters.four_bit_residual import add_initial  # imports peft, which takes seconds
+
+        add_initial(model, initial)
+    return model
+
+
+def _base(plan: ExportPlan, options: RunOptions, initial: Mapping[str, InitialLora] | None = None) -> PreTrainedModel:
     """Return the base model as the run trained it, in transformers' own classes: its dtype, its dequantised weights."""
     base = source_base(plan.source)
     spec = spec_of_base(options.build, base, trust_remote_code=plan.trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
     feature_of(options.build.task).prepare_config(config, options.build, SAVED_MODEL)
-    return base_as_trained(spec, config, base)
+    return base_as_trained(spec, config, base, initial=initial)
 
 
 def _on_device(model: PreTrainedModel) -> PreTrainedModel:

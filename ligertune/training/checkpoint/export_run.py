@@ -11,9 +11,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from accelerate import load_checkpoint_in_model
+from safetensors.torch import load_file
+from torch import Tensor
 
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError, message_of
@@ -21,6 +23,7 @@ from ligertune.files.base_model import CarriedTensors, TrainedBase
 from ligertune.files.hub import MODEL_FILES
 from ligertune.files.model_files import ADAPTER_CONFIG
 from ligertune.files.storage import new_folder, newest_checkpoint, read_object, write_bytes, writing
+from ligertune.models.adapters.initial_lora import keep_initial
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.load import carried_by, hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer
@@ -40,13 +43,16 @@ from ligertune.models.save import (
 )
 from ligertune.models.trainable import apply_method
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.options import BuildOptions, ModelOptions, RunOptions
+from ligertune.planning.options import BuildOptions, MethodOptions, ModelOptions, RunOptions
 from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import SavedModel, find_saved_model, saved_options, trained_base
 from ligertune.training.checkpoint.checkpoint_record import damage_of
 from ligertune.training.checkpoint.load_checkpoint import explain_unusable
 from ligertune.training.checkpoint.model_card import CARD, write_card
 from ligertune.training.checkpoint.weight_files import TRAINED_FILE, load_trained
+
+if TYPE_CHECKING:
+    from ligertune.models.adapters.four_bit_residual import InitialLora
 
 ExportKind = Literal["merged model", "adapter", "model"]
 ExportStep = Literal["in place", "there already", "copy", "convert", "merge", "checkpoint"]
@@ -261,7 +267,13 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> AnyModule
     spec = spec_of_base(build, base, trust_remote_code=trust_remote_code)
     config = read_config(spec, SAVED_MODEL)
     feature_of(build.task).prepare_config(config, build, SAVED_MODEL)
-    model = apply_method(base_as_trained(spec, config, base), build.method, seed=build.seed)
+    weights = folder / TRAINED_FILE
+    starts_from_residual = build.method.residual_of is not None and weights.is_file()
+    with explain_unusable(folder):
+        saved = load_file(weights) if starts_from_residual else {}
+    model = apply_method(
+        base_as_trained(spec, config, base, initial=_initial_of(saved, build.method)), build.method, seed=build.seed
+    )
     if not any((folder / name).is_file() for name in (TRAINED_FILE, WEIGHTS)):
         raise UserError(
             f"--checkpoint: {folder} holds the shards of several ranks.",
@@ -273,7 +285,18 @@ def load_checkpoint(source: SavedModel, *, trust_remote_code: bool) -> AnyModule
         else:
             load_checkpoint_in_model(model, str(folder))
             model.tie_weights()  # a checkpoint stores tied weights once
+    if saved:
+        keep_initial(model, saved)
     return model
+
+
+def _initial_of(saved: dict[str, Tensor], method: MethodOptions) -> dict[str, InitialLora] | None:
+    """Return the initial adapters of a checkpoint whose 4-bit weights are the rest; saved: its tensors, or none."""
+    if not saved:
+        return None
+    from ligertune.models.adapters.four_bit_residual import initial_of_checkpoint  # imports peft, which takes seconds
+
+    return initial_of_checkpoint(saved, alpha=method.lora_alpha, rslora=method.use_rslora)
 
 
 def _export_checkpoint(export: ExportPlan) -> str:
