@@ -36,7 +36,7 @@ from ligertune.files.model_files import (
 )
 from ligertune.models.added_tokens import grow, needed_rows
 from ligertune.models.block_scaled.block_format import BlockFormat, block_format, hold_on_meta, stored_weights
-from ligertune.models.block_scaled.load_stored import StoredWeightsConfig, finish_held
+from ligertune.models.block_scaled.load_stored import StoredWeightsConfig, few_wide_weights, finish_held
 from ligertune.models.carried_tensors import find_carried, is_separate
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.mixers.decays import decays_read_as_float32, make_decays_float32
@@ -348,6 +348,7 @@ def _pretrained_model(
             loading(origin, f"the weights of {name} could not be loaded", hint),
             quiet_reports(),
             decays_read_as_float32(skeleton),
+            few_wide_weights(options.get("quantization_config")),
         ):
             model, found = auto_class(config).from_pretrained(
                 name,

@@ -7,6 +7,9 @@ are loaded as usual.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from ligertune.models.block_scaled.block_format import (
 
 METHOD = "ligertune_block_scaled"  # transformers' name of this quantisation
 SCALE = "weight_scale_inv"
+_READS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' variable
 
 
 class StoredWeightsConfig(QuantizationConfigMixin):
@@ -91,6 +95,24 @@ class StoredWeightsQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters train on it."""
         return True
+
+
+@contextlib.contextmanager
+def few_wide_weights(quantization: Any) -> Iterator[None]:
+    """Let transformers 5.17 read one weight after the other, meanwhile, where it would widen all of them on the device.
+
+    It casts float8 to the dtype of the model before it calls our quantizer, and reads ahead in threads. Later versions
+    let the quantizer decide (`get_new_dtype`).
+    """
+    widens = isinstance(quantization, StoredWeightsConfig) and not hasattr(HfQuantizer, "get_new_dtype")
+    if not widens or _READS_IN_TURN in os.environ:
+        yield
+        return
+    os.environ[_READS_IN_TURN] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_READS_IN_TURN]
 
 
 def finish_held(model: AnyModule, *, dequantise: bool) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import peft
@@ -204,3 +206,42 @@ def test_other_formats_of_float8_are_dequantised_as_before(tmp_path):
     held = build_model(spec, copy.deepcopy(config), dtype=torch.float32, device="meta", seed=0,
                        stored_as="as in the files")  # fmt: skip
     assert not any(isinstance(p, QuantisedWeight) for p in held.parameters())
+
+
+LOAD_MEASURED = """
+import sys
+from pathlib import Path
+from ligertune.models.load import build_model
+from ligertune.models.read_config import read_config
+from ligertune.planning.options import ModelOptions
+import torch
+
+def resident(name):
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(name))
+    return 1024 * int(line.split()[1])
+
+spec = ModelOptions(model_name_or_path=sys.argv[1])
+config = read_config(spec)
+Path("/proc/self/clear_refs").write_text("5")  # the highest value starts again
+before = resident("VmRSS")
+model = build_model(
+    spec, config, dtype=torch.float32, device=torch.device("cpu"), seed=0, stored_as="as in the files"
+)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_loading_widens_one_weight_at_a_time(tmp_path, monkeypatch):
+    """transformers 5.17 widens float8 before we see it. Measured are the bytes of the files, in memory twice."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "layer_types": None}
+    config = type(FAMILIES["qwen3"])(**{**FAMILIES["qwen3"].to_dict(), **sizes})
+    monkeypatch.setitem(FAMILIES, "qwen3", config)
+    tensors = write_stored(tmp_path, "qwen3")
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_MEASURED, tmp_path], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 3.5 * stored  # all of them in float32 take 4 times the bytes more
