@@ -16,9 +16,9 @@ from ligertune.recipe.schema import Recipe
 # Attention that handles all documents of a row in one launch, independent of where they begin.
 ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # Milliseconds of the host for forward and backward of a layer, low guesses. A layer of Llama-3.2-1B took 4.7 on 128
-# tokens (H100, most of it host time) and 5.4 on 4,096, one of Qwen2.5-0.5B 4.7 on 8,192; in the last two the GPU was idle
-# for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.9 on 4,096 tokens. A layer of
-# Llama-3-8B with QLoRA and checkpointing took 16 (H200, `scripts/bench one_card`).
+# tokens (H100, most of it host time) and 5.4 on 4,096, one of Qwen2.5-0.5B 4.7 on 8,192; in the last two the GPU was
+# idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.9 on 4,096 tokens. A
+# layer of Llama-3-8B with QLoRA and checkpointing took 16 (H200, `scripts/bench one_card`).
 HOST_MS = {"full": 4.5, "adapters": 7.0}
 RUN_AGAIN = 2.0  # times the work of the host if layers are checkpointed
 MEASURED_ON = ("sm90",)  # with dense models; mixtures were not measured
