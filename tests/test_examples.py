@@ -1,13 +1,17 @@
 """The scripts of docs/examples train, and the kernels give the losses of plain torch."""
 
+import json
+import re
 import runpy
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import ROOT
+from support.command_line import ROOT, environment
 
 EXAMPLES = ROOT / "docs" / "examples"
 TOLERANCE = 2e-2 if torch.cuda.is_available() else 2e-4  # bfloat16; float32, and losses logged with 4 digits
@@ -69,3 +73,30 @@ def test_the_examples_of_the_python_page_train(name, monkeypatch, capsys):
     assert {"own_loop.py": "step 2: loss", "own_task.py": "run completed: step 2 of 2", "sweep.py": "lowest with"}[
         name
     ] in said
+
+
+def run_cell(source: str, variables: dict, folder: Path) -> str:
+    """Run a cell of a notebook as Jupyter does; return what it printed. Lines with `!` are commands of the shell."""
+    printed = []
+    for part in re.split(r"^(!.*)$", source, flags=re.MULTILINE):
+        if part.startswith("!"):
+            line = re.sub(r"{(\w+)}", lambda match: shlex.quote(str(variables[match[1]])), part[1:])
+            line = re.sub(r"\bligertune (?=\w)", lambda _: f"{shlex.quote(sys.executable)} -m ligertune ", line)
+            done = subprocess.run(line, shell=True, cwd=folder, env=environment(), capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            printed.append(done.stdout)
+        elif part.strip():
+            exec(compile(part, "cell", "exec"), variables)
+    return "".join(printed)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "first_run.ipynb").read_text(encoding="utf-8"))["cells"]
+    variables: dict = {}
+    printed = [run_cell("".join(cell["source"]), variables, tmp_path) for cell in cells if cell["cell_type"] == "code"]
+    assert "[[The capital of " in printed[3] and "peak memory" in printed[4]
+    assert variables["losses"][-1] < 0.5 * variables["losses"][0]
+    assert "The capital of Peru is" in printed[7] and "The capital of Japan is" in printed[8]
+    assert re.search(r"exported model .* yes", printed[9]) and (tmp_path / "exported" / "model.safetensors").is_file()
