@@ -68,6 +68,7 @@ def _examine() -> list[Finding]:
         gpu.device(machine, gpu.hardware()),
         *(check(machine) for check in (gpu.driver, gpu.dtypes, gpu.peaks, gpu.kernels, gpu.attention)),
         *gpu.amd(machine, os.environ, installed_bitsandbytes=software.version_of("bitsandbytes")),
+        *gpu.bad_pairs(machine, rocm=gpu.rocm_version(), triton=triton),
         gpu.communication(machine),
         *host.resources(),
         *host.environment(os.environ, machine.vendor),

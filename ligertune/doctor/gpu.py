@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
@@ -16,10 +17,31 @@ from ligertune.errors import pip_install
 from ligertune.hardware import Machine
 
 # The tests compile every kernel ahead of time for these chips. We have run none of them on an AMD GPU.
-COMPILED_FOR = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+COMPILED_FOR = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1151", "gfx1201")
 AOTRITON = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 OLDEST_BITSANDBYTES = Version("0.50")  # the first with ROCm support in its wheels
+
+
+class BadPair(NamedTuple):
+    """Versions that users report to fail together on AMD GPUs. Prefixes; an empty one stands for all."""
+
+    rocm: str
+    triton: str
+    arch: str
+    advice: str
+    command: str
+
+
+OTHER_ROCM = "install torch for another ROCm, with its own triton    # https://pytorch.org/get-started"
+BAD_PAIRS = (
+    BadPair("6.3", "3.7", "", "Triton 3.7 is reported to fail with ROCm 6.3", OTHER_ROCM),
+    BadPair(  # https://github.com/ROCm/legacy-rocm-build/issues/5572
+        "7.0.2", "", "gfx1151", "torch.compile is reported to stop the whole machine on gfx1151 with ROCm 7.0.2",
+        "write train.torch_compile: false    # or install torch for a newer ROCm",
+    ),
+    BadPair("10.0", "3.8", "gfx11", "Triton 3.8 of ROCm 10.0 is reported to fail on gfx11", OTHER_ROCM),
+)  # fmt: skip
 
 
 def hardware() -> Literal["nvidia", "amd", "amd, closed", ""]:
@@ -124,6 +146,35 @@ def amd(machine: Machine, variables: Mapping[str, str], *, installed_bitsandbyte
         command = f"pip install 'bitsandbytes>={OLDEST_BITSANDBYTES}'"
         found.append(Finding("bitsandbytes", installed_bitsandbytes, advice, command))
     return found
+
+
+def rocm_version() -> str:
+    """Return the version of ROCm that torch was built for, such as 7.0.2, or 7.0 if torch says no more; "" without."""
+    import torch
+
+    if torch.version.hip is None:
+        return ""
+    named: str | None = getattr(torch.version, "rocm", None)
+    suffix = re.search(r"\+rocm(\d+\.\d+(?:\.\d+)?)", torch.__version__)
+    found = named or (suffix[1] if suffix else torch.version.hip)
+    numbers = found.split(".")[:3]
+    return ".".join(number for number in numbers if number.isdigit() and len(number) < 3)  # hip has a build number
+
+
+def bad_pairs(machine: Machine, *, rocm: str, triton: str) -> list[Finding]:
+    """Return the known bad combinations of ROCm, Triton and chip. A version of fewer numbers stands for all of them."""
+    if machine.vendor != "amd" or not rocm:
+        return []
+    return [
+        Finding("ROCm and triton", f"ROCm {rocm}, triton {triton or 'none'}, {machine.arch}", pair.advice, pair.command)
+        for pair in BAD_PAIRS
+        if _agree(rocm, pair.rocm) and _agree(triton, pair.triton) and machine.arch.startswith(pair.arch)
+    ]
+
+
+def _agree(found: str, known: str) -> bool:
+    """Return whether two versions have the same numbers, as far as both go."""
+    return not known or all(a == b for a, b in zip(found.split("+")[0].split("."), known.split("."), strict=False))
 
 
 def communication(machine: Machine) -> Finding:

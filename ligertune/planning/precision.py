@@ -11,7 +11,7 @@ from ligertune.recipe.schema import Recipe
 
 OLDEST_NVIDIA = 89  # compute capability 8.9 (Ada) is the first with float8; 9.0 is Hopper
 AMD_WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")  # architectures that torch._scaled_mm supports
-OTHER_FLOAT8 = ("gfx942",)  # their float8 has another exponent bias, which our kernels do not write
+OTHER_FLOAT8 = ("gfx942",)  # they have e4m3fnuz, up to 240, where gfx950, gfx12 and our kernels have e4m3fn, up to 448
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -76,7 +76,7 @@ def check_float8(recipe: Recipe, machine: Machine) -> None:
         )
     if machine.arch in OTHER_FLOAT8 and recipe.train.fp8 != "torchao":
         raise UserError(
-            f"train.fp8: true: our kernels do not write the float8 of {machine.name} ({machine.arch}).",
+            f"train.fp8: true: our kernels do not write the float8 of {machine.name} ({machine.arch}), e4m3fnuz.",
             hint="Write train.fp8: torchao.",
         )
 

@@ -152,7 +152,50 @@ def test_settings_that_amd_gpus_need_get_a_warning(machine, variables, bitsandby
     assert all(f.command for f in found if not f.ok)
 
 
-@pytest.mark.parametrize(("arch", "words"), [("gfx942", "never run"), ("gfx1151", "not among the chips")])
+@pytest.mark.parametrize(
+    ("arch", "rocm", "triton", "words"),
+    [
+        ("gfx942", "6.3", "3.7.1+rocm6.3", "Triton 3.7 is reported to fail with ROCm 6.3"),
+        ("gfx942", "6.3.4", "3.6.0", ""),
+        ("gfx942", "7.2", "3.7.1", ""),
+        ("gfx1151", "7.0.2", "3.6.0", "torch.compile is reported to stop the whole machine on gfx1151"),
+        ("gfx1151", "7.0", "", "torch.compile is reported"),  # torch does not say which 7.0
+        ("gfx1151", "7.0.1", "3.6.0", ""),
+        ("gfx1100", "7.0.2", "3.6.0", ""),
+        ("gfx1101", "10.0", "3.8.0", "Triton 3.8 of ROCm 10.0 is reported to fail on gfx11"),
+        ("gfx1151", "10.0.1", "3.8.0", "Triton 3.8 of ROCm 10.0"),
+        ("gfx1201", "10.0", "3.8.0", ""),
+        ("gfx1100", "10.0", "3.9.0", ""),
+        ("gfx1100", "", "3.8.0", ""),
+    ],
+)
+def test_versions_that_are_known_to_fail_on_amd_gpus_are_named(arch, rocm, triton, words):
+    found = gpu.bad_pairs(dataclasses.replace(CDNA, arch=arch), rocm=rocm, triton=triton)
+    assert [finding.ok for finding in found] == [False] * bool(words)
+    assert all(words in finding.advice and finding.command for finding in found)
+    assert not gpu.bad_pairs(NVIDIA, rocm=rocm, triton=triton)
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "rocm", "expected"),
+    [
+        ("2.13.0+rocm7.2", "7.2.53211", "7.2.1", "7.2.1"),
+        ("2.11.0+rocm7.0.2.lw.git64359f59", "7.0.51831-a3e329ad8", None, "7.0.2"),
+        ("2.9.0a0+git1c57644", "7.0.51831-a3e329ad8", None, "7.0"),
+        ("2.9.0a0+git1c57644", "7.0.51831", None, "7.0"),
+        ("2.13.0+cu130", None, None, ""),
+    ],
+)
+def test_the_version_of_rocm_is_read_from_torch(version, hip, rocm, expected, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "rocm", rocm, raising=False)
+    assert gpu.rocm_version() == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "words"), [("gfx942", "never run"), ("gfx1151", "never run"), ("gfx1030", "not among the chips")]
+)
 def test_kernels_that_were_never_run_on_this_chip_are_named(arch, words):
     assert words in gpu.amd(dataclasses.replace(CDNA, arch=arch), {}, installed_bitsandbytes=None)[0].value
 

@@ -1,4 +1,6 @@
-"""Ahead-of-time compilation of every op for nine GPUs, within their limits: registers, shared memory, threads, atomics.
+"""Ahead-of-time compilation of every op for twelve GPUs, within their limits.
+
+Limits: registers, shared memory, threads, atomics, and no arguments in float64.
 
 Compiling everything takes two to three minutes on two cores. The results are therefore committed in
 tests/kernels/ahead_of_time.json, for the code that they were computed from. Where this code has changed since, the test
@@ -41,6 +43,9 @@ SAMPLE = {
     "gfx942": "int2_int8_matmul",
     "gfx950": "dequantize_nf4",
     "gfx1100": "embedding",
+    "gfx1101": "seeded_dropout",
+    "gfx1102": "reglu",
+    "gfx1151": "causal_conv1d_step",
     "gfx1201": "adamw_step",
 }
 
@@ -135,6 +140,15 @@ def test_every_kernel_fits(op, arch, part, compilation) -> None:
     assert [fault for kernel in kernels for fault in kernel.faults(TARGETS[arch])] == []
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch.startswith("gfx")])
+def test_amd_launches_have_at_most_1024_threads_and_64_kib_of_shared_memory(arch, compilation) -> None:
+    """Triton checks neither before the launch, which then fails. With warps of 64 lanes, 16 warps are the most."""
+    launched = [kernel for op in OP_NAMES for kernel in compilation.of(op, arch)]
+    most_warps = max(kernel.threads for kernel in launched) // TARGETS[arch].warp_size
+    assert most_warps <= (16 if TARGETS[arch].warp_size == 64 else 32)
+    assert max(kernel.shared_bytes for kernel in launched) <= 64 << 10
+
+
 def test_the_cases_reach_every_kernel(compilation) -> None:
     """Launched kernels are the functions whose names end in `kernel`."""
     paths = (PACKAGE / "ops").rglob("*.py")
@@ -176,6 +190,12 @@ def _copy_rows(x_ptr, y_ptr, stride, BLOCK: tl.constexpr):
     tl.store(y_ptr + tl.program_id(0).to(tl.int64) * stride + tl.arange(0, BLOCK), tl.load(x_ptr + offs))
 
 
+@triton.jit
+def _scale(x_ptr, y_ptr, factor: tl.float64, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs) * factor)
+
+
 def _vectors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(n, device="meta"), torch.empty(n, device="meta")
 
@@ -200,11 +220,17 @@ def narrow() -> None:
     _copy_rows[(8,)](*_vectors(8192), 1000, BLOCK=1024, num_warps=4)
 
 
+def float64() -> None:
+    """Multiply by a float64, as a NumPy scalar or torch.compile can pass it."""
+    _scale[(1,)](*_vectors(1024), 0.1, BLOCK=1024, num_warps=4)
+
+
 PLANTED = [
     *((too_many_warps, arch, "2048 threads") for arch in ("gfx942", "gfx90a")),
     (too_many_warps, "gfx1100", None),  # 32 warps fit a chip with narrow warps
     *((spilling, arch, "spilled") for arch in ("sm90", "gfx1100")),
     *((narrow, arch, "32-bit offsets of x_ptr") for arch in ("sm90", "gfx942")),
+    *((float64, arch, "float64 arguments: factor") for arch in ("sm90", "gfx1102")),
     (atomic, "gfx90a", "cmpswap"),
     (atomic, "sm90", "atom"),
 ]

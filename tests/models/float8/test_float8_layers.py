@@ -115,7 +115,7 @@ def test_batches_are_padded_to_a_multiple_that_float8_multiplies():
     [
         ("nvidia", "sm80", True), ("nvidia", "sm86", True), ("nvidia", "sm89", False), ("nvidia", "sm90", False),
         ("nvidia", "sm100", False), ("amd", "gfx90a", True), ("amd", "gfx942", False), ("amd", "gfx1100", True),
-        ("cpu", "x86_64", False),
+        ("amd", "gfx1151", True), ("amd", "gfx950", False), ("amd", "gfx1201", False), ("cpu", "x86_64", False),
     ],
 )  # fmt: skip
 def test_gpus_without_float8_are_refused(vendor, arch, refused):
@@ -132,7 +132,8 @@ def test_our_kernels_are_refused_where_float8_has_another_bias():
     machine = dataclasses.replace(H100, vendor="amd", arch="gfx942")
     with pytest.raises(UserError, match=r"train\.fp8: true: our kernels do not write the float8 of NVIDIA H100"):
         check_float8(recipe(fp8=True), machine)
-    check_float8(recipe(fp8=True), dataclasses.replace(machine, arch="gfx950"))
+    for arch in ("gfx950", "gfx1201"):  # e4m3fn, as NVIDIA's
+        check_float8(recipe(fp8=True), dataclasses.replace(machine, arch=arch))
 
 
 def test_the_plan_notes_when_float8_does_not_pay():

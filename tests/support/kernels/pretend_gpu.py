@@ -33,6 +33,9 @@ TARGETS = {
         Chip("amd", "gfx942", 64, 304, 4 << 20, shared_bytes=65536),  # MI300X
         Chip("amd", "gfx950", 64, 256, 4 << 20, shared_bytes=163840),  # MI355X
         Chip("amd", "gfx1100", 32, 96, 6 << 20, shared_bytes=65536),  # RX 7900 XTX
+        Chip("amd", "gfx1101", 32, 60, 4 << 20, shared_bytes=65536),  # RX 7800 XT
+        Chip("amd", "gfx1102", 32, 32, 2 << 20, shared_bytes=65536),  # RX 7600
+        Chip("amd", "gfx1151", 32, 40, 2 << 20, shared_bytes=65536),  # Radeon 8060S (Ryzen AI Max)
         Chip("amd", "gfx1201", 32, 64, 8 << 20, shared_bytes=65536),  # RX 9070 XT
     )
 }
@@ -56,7 +59,11 @@ MOST_SPILLED = {  # bytes of stack; on AMD registers
     # heads of 256 columns: chunks of 16 tokens spill nothing, and double the states in memory
     "sm100": {"key_gradients_kernel": 64},
     "sm120": {"key_gradients_kernel": 48},
-    "gfx1100": {"states_kernel": 8},  # heads of 256 columns: of six tiles none spills less
+    # heads of 256 columns: of six tiles none spills less
+    "gfx1100": {"states_kernel": 8},
+    "gfx1101": {"states_kernel": 8},
+    "gfx1102": {"states_kernel": 8},
+    "gfx1151": {"states_kernel": 8},
 }
 
 
@@ -74,6 +81,7 @@ class Compiled:
     atomics: tuple[str, ...] = ()
     narrow_offsets: tuple[str, ...] = ()  # pointers whose 32-bit offsets overflow beyond 2**31 elements
     truncating_dot: bool = False  # RDNA's bf16 dot product rounds towards zero
+    float64_arguments: tuple[str, ...] = ()  # scalars; RDNA computes float64 at 1/32 of the rate of float32
 
     def faults(self, target: Chip) -> list[str]:
         """Return a sentence for each fault of the kernel on the target."""
@@ -87,6 +95,7 @@ class Compiled:
             f"atomics: {', '.join(self.atomics)}": bool(self.atomics) and self.kernel not in ORDERED_ATOMICS,
             f"32-bit offsets of {', '.join(self.narrow_offsets)}": bool(self.narrow_offsets),
             "a bf16 dot product that truncates": self.truncating_dot,
+            f"float64 arguments: {', '.join(self.float64_arguments)}": bool(self.float64_arguments),
         }
         return [f"{self.kernel}: {fault}" for fault, there in found.items() if there]
 
@@ -152,12 +161,14 @@ def compile_for(target: Chip, run: Callable[[], object]) -> list[Compiled]:
 
 def _compiled(metadata: dict, files: dict[str, str], target: Chip) -> Compiled:
     assembly = _text(files, ".ptx" if target.vendor == "nvidia" else ".amdgcn")
+    intermediate = _text(files, ".ttgir" if metadata["name"].startswith("hopper") else ".ttir")
     return Compiled(
         kernel=metadata["name"],
         threads=metadata["num_warps"] * target.warp_size,
         shared_bytes=metadata["shared"],
         assembly=hashlib.sha256(assembly.encode()).hexdigest()[:16],
-        narrow_offsets=narrow_offsets(_text(files, ".ttgir" if metadata["name"].startswith("hopper") else ".ttir")),
+        narrow_offsets=narrow_offsets(intermediate),
+        float64_arguments=float64_arguments(intermediate),
         **(_resources_cuda(assembly, files) if target.vendor == "nvidia" else _resources_hip(assembly)),
     )
 
@@ -187,6 +198,12 @@ def _resources_cuda(ptx: str, files: dict[str, str]) -> dict[str, object]:
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said).groups()
     atomics = tuple(sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]+", ptx))))
     return dict(zip(("registers", "spills", "scratch_bytes"), map(int, found), strict=True), atomics=atomics)
+
+
+def float64_arguments(ttir: str) -> tuple[str, ...]:
+    """Return the scalar arguments of a kernel that are float64, from the signature in Triton's intermediate code."""
+    (signature,) = re.findall(r"tt\.func public @.*", ttir)
+    return tuple(re.findall(r"%(\w+): f64\b", signature))
 
 
 def narrow_offsets(ttir: str) -> tuple[str, ...]:
