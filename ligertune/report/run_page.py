@@ -12,13 +12,13 @@ from ligertune.errors import format_bytes, format_count, format_duration, plural
 from ligertune.files.plots import draw_curves
 from ligertune.files.storage import mask_secrets, model_name, read_metrics, write_json, write_text
 from ligertune.planning.feature_spec import MeasureChart, feature_of
+from ligertune.report.evaluation_results import PAGE, evaluation_section
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
-PAGE = "report.html"
 BLUE = "#0969da"
 RED = "#cf222e"
 GREEN = "#1a7f37"
@@ -60,6 +60,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         evaluations=[(f"{line['step']:,}", f"{line['eval_loss']:.4f}") for line in evaluations],
         samples=next((line["samples"] for line in reversed(lines) if "samples" in line), []),
         measured=report.measured,
+        later_evaluations=evaluation_section(plan.output_dir),
         setup=_setup(plan, report),
         origin=_origin(report),
         recipe=plan.recipe_text,

@@ -1,0 +1,38 @@
+"""Options of `ligertune eval`, which are checked before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ligertune.errors import UserError
+
+# sections of a recipe that an evaluation does not read
+_NOT_READ = ("train", "checkpoint", "logging", "parallel", "report", "method", "task")
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `ligertune eval` that say what is evaluated.
+
+    data: paths or hub ids; none: the evaluation data of the recipe. split: of `data`. max_samples: rows of each data
+    set. overrides: of the recipe of the evaluation, as --set.
+    """
+
+    data: tuple[str, ...] = ()
+    split: str = "train"
+    max_samples: int | None = None
+    batch_size: int | None = None
+    overrides: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Raise UserError for options that an evaluation does not read."""
+        for text in self.overrides:
+            section = text.partition(".")[0].partition("=")[0].strip()
+            if section in _NOT_READ:
+                raise UserError(
+                    f"--set {text}: an evaluation takes {section} from the run, or does not read it.",
+                    hint="Leave it out. It reads the sections data, model, kernels and eval.",
+                )
+        if self.split != "train" and not self.data:
+            raise UserError("--split belongs to --data.", hint="Name the data set: --data PATH.")
