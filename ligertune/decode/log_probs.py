@@ -1,7 +1,7 @@
-"""Log-probabilities of labels under a language model, computed at the labelled positions only.
+"""Log-probabilities of tokens under a language model, computed only at the positions that are asked for.
 
 `labels` of a batch are those of training: not shifted, IGNORE_INDEX where nothing is asked for. With our loss kernels
-in the model no logits are stored; without them the logits of labelled rows are read.
+in the model no logits are stored; without them those of the positions are read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ligertune_kernels import TokenLogProbs, linear_log_probs
+from ligertune_kernels import linear_log_probs
 from torch import Tensor, nn
 
 from ligertune.data.templates.label_masking import IGNORE_INDEX
@@ -18,39 +18,57 @@ from ligertune.patching.deferred_logits import loss_only
 from ligertune.patching.fused_loss import KernelLossModel, head_loss, let_head_losses_run
 
 
-class LabelLogProbs:
-    """A HeadLoss that keeps the log-probability (N,) of each label, and whether it is the most probable token (N,)."""
+class TargetLogProbs:
+    """A HeadLoss that keeps the log-probabilities of targets at some positions.
 
-    def __init__(self) -> None:
-        self.log_probs: Tensor | None = None  # (N,), 0 where there is no label
-        self.is_best: Tensor | None = None  # (N,) bool
-        self.has_label: Tensor | None = None  # (N,) bool
+    rows, targets (M,): places among the N positions of a batch, and the tokens that are asked for after them; a place
+    may occur several times. None: the places that have a label, and the labels.
+    """
+
+    def __init__(self, rows: Tensor | None = None, targets: Tensor | None = None) -> None:
+        self._asked = None if rows is None or targets is None else (rows, targets)
+        self.rows: Tensor | None = None  # (M,)
+        self.log_probs: Tensor | None = None  # (M,)
+        self.is_best: Tensor | None = None  # (M,) bool: whether the target is the most probable token
 
     def fused(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """Compute them from hidden states (N, E), without logits. Returns a loss that nobody reads."""
-        kept = {name: value for name, value in options.items() if name != "num_items_in_batch"}
-        found = linear_log_probs(hidden, weight, labels, bias, statistics=True, **kept)
-        return self._keep(found, labels)
+        """Compute them from hidden states (N, E), without logits of other positions. The returned loss is not read."""
+        rows, targets = self._wanted(labels)
+        kept = {name: options[name] for name in ("logit_scale", "softcap") if name in options}
+        found = linear_log_probs(hidden.index_select(0, rows), weight, targets, bias, statistics=True, **kept)
+        assert found.argmax is not None  # of `statistics`
+        return self._keep(rows, found.logprob, found.argmax == targets)
 
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
-        """Compute them from logits (N, V). Returns a loss that nobody reads."""
-        rows = torch.nonzero(labels != IGNORE_INDEX)[:, 0]
-        chosen = logits[rows]
+        """Compute them from logits (N, V). The returned loss is not read."""
+        rows, targets = self._wanted(labels)
+        chosen = logits.index_select(0, rows)
         chosen = chosen.float() if chosen.dtype.itemsize < 4 else chosen
-        log_probs = chosen.new_zeros(len(labels))
-        log_probs[rows] = torch.log_softmax(chosen, -1).gather(-1, labels[rows, None])[:, 0]
-        best = torch.zeros_like(labels)
-        best[rows] = chosen.argmax(-1)
-        return self._keep(TokenLogProbs(log_probs, argmax=best), labels)
+        log_probs = torch.log_softmax(chosen, -1).gather(-1, targets[:, None])[:, 0]
+        return self._keep(rows, log_probs, chosen.argmax(-1) == targets)
 
-    def _keep(self, found: TokenLogProbs, labels: Tensor) -> Tensor:
-        assert found.argmax is not None  # both callers give it
-        self.log_probs = found.logprob
-        self.has_label = labels != IGNORE_INDEX
-        self.is_best = (found.argmax == labels) & self.has_label
-        return found.logprob.sum()
+    def _wanted(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self._asked is not None:
+            return self._asked
+        rows = torch.nonzero(labels != IGNORE_INDEX)[:, 0]
+        return rows, labels[rows]
+
+    def _keep(self, rows: Tensor, log_probs: Tensor, is_best: Tensor) -> Tensor:
+        self.rows = rows
+        self.log_probs = log_probs
+        self.is_best = is_best
+        return log_probs.sum()
+
+    def sums(self, part_of: Tensor, parts: int) -> Tensor:
+        """Return (3, parts) float64: sums of log-probabilities, numbers, and numbers of best tokens.
+
+        part_of (M,): the part that each row belongs to.
+        """
+        assert self.log_probs is not None and self.is_best is not None  # of the forward
+        values = torch.stack([self.log_probs.double(), torch.ones_like(self.log_probs).double(), self.is_best.double()])
+        return values.new_zeros(3, parts).index_add_(1, part_of, values)
 
 
 def prepare_to_score(model: nn.Module, task: str) -> None:
@@ -61,9 +79,8 @@ def prepare_to_score(model: nn.Module, task: str) -> None:
 
 
 @torch.no_grad()
-def label_log_probs(model: nn.Module, batch: dict[str, Any]) -> LabelLogProbs:
-    """Return what the model gives the labels of a collated batch, in the order of its positions."""
-    kept = LabelLogProbs()
+def keep_log_probs(model: nn.Module, batch: dict[str, Any], kept: TargetLogProbs) -> TargetLogProbs:
+    """Run a forward of a collated batch that fills `kept`, and return it."""
     with loss_only(), head_loss(kept):
         model(**batch, use_cache=False)
     return kept
@@ -76,8 +93,7 @@ def document_sums(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """
     labels = batch["labels"]
     lengths = batch.get("document_lengths") or [labels.shape[1]] * labels.shape[0]
-    kept = label_log_probs(model, batch)
-    assert kept.log_probs is not None and kept.has_label is not None and kept.is_best is not None  # of the forward
-    values = torch.stack([kept.log_probs.double(), kept.has_label.double(), kept.is_best.double()])
-    bounds = torch.tensor(lengths, device=values.device).expand(3, -1)
-    return torch.segment_reduce(values, "sum", lengths=bounds, axis=1, unsafe=True)
+    kept = keep_log_probs(model, batch, TargetLogProbs())
+    assert kept.rows is not None  # of the forward
+    ends = torch.tensor(lengths, device=kept.rows.device).cumsum(0)
+    return kept.sums(torch.searchsorted(ends, kept.rows, right=True), len(lengths))

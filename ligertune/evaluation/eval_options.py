@@ -15,7 +15,8 @@ class EvalOptions:
     """The options of `ligertune eval` that say what is evaluated.
 
     data: paths or hub ids; none: the evaluation data of the recipe. split: of `data`. max_samples: rows of each data
-    set. overrides: of the recipe of the evaluation, as --set.
+    set, or documents of each task. tasks: of lm-evaluation-harness, in place of data. overrides: of the recipe of the
+    evaluation, as --set.
     """
 
     data: tuple[str, ...] = ()
@@ -24,6 +25,10 @@ class EvalOptions:
     batch_size: int | None = None
     overrides: tuple[str, ...] = ()
     trust_remote_code: bool = False
+    tasks: tuple[str, ...] = ()
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    chat_template: bool = False
 
     def check(self) -> None:
         """Raise UserError for options that an evaluation does not read."""
@@ -36,3 +41,13 @@ class EvalOptions:
                 )
         if self.split != "train" and not self.data:
             raise UserError("--split belongs to --data.", hint="Name the data set: --data PATH.")
+        if self.tasks and self.data:
+            raise UserError("--tasks and --data both say what is evaluated.", hint="Leave one out.")
+        of_tasks = {
+            "--include-path": self.include_path is not None,
+            "--num-fewshot": self.num_fewshot is not None,
+            "--chat-template": self.chat_template,
+        }
+        for option, is_given in of_tasks.items():
+            if is_given and not self.tasks:
+                raise UserError(f"{option} belongs to --tasks.", hint="Name the tasks: --tasks NAME.")

@@ -43,8 +43,11 @@ class EvalTarget:
         return adapter_base_model(Path(self.model).expanduser()) if self.has_adapter else self.base
 
 
-def find_target(name: str, options: EvalOptions) -> EvalTarget:
-    """Return the model that `name` means: a run, a recipe, a model or an adapter. Raises UserError."""
+def find_target(name: str, options: EvalOptions, *, texts: Path | None = None) -> EvalTarget:
+    """Return the model that `name` means: a run, a recipe, a model or an adapter. Raises UserError.
+
+    texts: a file of texts in place of data, for tasks that bring their own.
+    """
     given = None
     path = Path(name).expanduser()
     if path.suffix in RECIPE_SUFFIXES:
@@ -60,7 +63,7 @@ def find_target(name: str, options: EvalOptions) -> EvalTarget:
     saved = find_saved_model(name, key=KEY)
     check_can_generate(saved, key=KEY)
     trained = _recipe_of_run(saved.run)
-    if trained is None and not options.data:
+    if trained is None and not options.data and texts is None:
         raise UserError(f"{KEY}: {name} is no run, so no data belong to it.", hint="Name a file: --data FILE.")
     if trained is not None and feature_of(trained.task).save is not None:
         raise UserError(
@@ -69,13 +72,29 @@ def find_target(name: str, options: EvalOptions) -> EvalTarget:
         )
     has_adapter = is_adapter(Path(saved.name).expanduser())
     sections = _sections(saved.name, trained, has_adapter=has_adapter, options=options)
-    data, held_out = _data(given or trained, options)
-    sections["data"] = data
+    if texts is None:
+        sections["data"], held_out = _data(given or trained, options)
+    else:
+        _check_writes_text(name, trained)
+        sections |= {"task": _DEFAULT_TASK, "data": _texts(texts)}
+        held_out = False
     base = None
     if trained is not None and not has_adapter and trained.model.init == "pretrained":
         base = trained.model.model_name_or_path
     recipe = recipe_of(sections, options.overrides)
     return EvalTarget(saved.name, saved.run, has_adapter, base, recipe, held_out)
+
+
+def _check_writes_text(name: str, trained: Recipe | None) -> None:
+    if trained is not None and feature_of(trained.task).scores_texts:
+        raise UserError(
+            f"{KEY}: {name} scores texts and writes none, and tasks need a model that writes text.",
+            hint="Evaluate it on data: leave --tasks out.",
+        )
+
+
+def _texts(file: Path) -> dict[str, Any]:
+    return {"datasets": [{"path": str(file), "format": "text"}], "cache": False, "num_proc": 1}
 
 
 def _recipe_of_run(run: Path | None) -> Recipe | None:

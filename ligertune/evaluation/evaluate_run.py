@@ -159,11 +159,12 @@ def _score_both(
         with adapter_off(loaded.model):
             return scored, score_examples(loaded, job, examples, lambda done: progress(share * (1 + done)))
     del loaded  # before the other model is loaded
-    base = _load_base(target, job, trust_remote_code)
+    base = load_base(target, job, trust_remote_code)
     return scored, score_examples(base, job, examples, lambda done: progress(share * (1 + done)))
 
 
-def _load_base(target: EvalTarget, job: Job, trust_remote_code: bool) -> EvaluationModel:
+def load_base(target: EvalTarget, job: Job, trust_remote_code: bool) -> EvaluationModel:
+    """Load the base model of a run that trained all weights, as training began with it."""
     assert target.base is not None  # `_score_both` compares with it
     recorded = trained_base(Path(target.model).expanduser(), target.run)
     if recorded is not None:  # in the dtype of training, and not quantised

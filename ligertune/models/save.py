@@ -252,7 +252,7 @@ def load_saved(
     if is_adapter(folder):
         from ligertune.models.adapters.lora import load_adapter  # imports peft, which takes seconds
 
-        adapted = load_adapter(model, name, SAVED_MODEL)
+        adapted: AnyModule = load_adapter(model, name, SAVED_MODEL)
         model = adapted if keep_wrapper else base_of(adapted)  # with the adapter in its layers
     return model.eval(), loaded
 

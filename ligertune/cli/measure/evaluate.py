@@ -34,6 +34,28 @@ BatchSize = Annotated[
     int | None, typer.Option(min=1, max=2**16, help="Rows per pass. Default: the run's, or 4.", show_default=False)
 ]
 
+MaxSamples = Annotated[
+    int | None,
+    typer.Option(min=1, help="Maximum number of rows of each data set, or documents of a task.", show_default=False),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tasks",
+        metavar="NAME",
+        help="Task of lm-evaluation-harness, or a YAML file of one, in place of data. Several: a,b. Needs lm-eval.",
+        show_default=False,
+    ),
+]
+IncludePath = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="With --tasks: folder with tasks of yours.", show_default=False)
+]
+Fewshot = Annotated[
+    int | None,
+    typer.Option(min=0, help="With --tasks: examples in each prompt. Default: the task's.", show_default=False),
+]
+ChatTemplate = Annotated[bool, typer.Option("--chat-template", help="With --tasks: use the model's chat template.")]
+
 
 def evaluate(
     target: Annotated[
@@ -44,10 +66,12 @@ def evaluate(
     ],
     data: DataSets = None,
     split: Annotated[str, typer.Option(help="With --data: split of a folder or hub data set.")] = "train",
-    max_samples: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of rows of each data set.", show_default=False)
-    ] = None,
+    max_samples: MaxSamples = None,
     predict: Predictions = None,
+    tasks: Tasks = None,
+    include_path: IncludePath = None,
+    num_fewshot: Fewshot = None,
+    chat_template: ChatTemplate = False,
     base: Annotated[bool, typer.Option("--base/--no-base", help="Also evaluate the base model of a run.")] = True,
     batch_size: BatchSize = None,
     set_: Overrides = None,
@@ -70,8 +94,14 @@ def evaluate(
         batch_size=batch_size,
         overrides=tuple(set_ or ()),
         trust_remote_code=trust_remote_code,
+        tasks=tuple(name for given in tasks or () for name in given.split(",") if name),
+        include_path=include_path,
+        num_fewshot=num_fewshot,
+        chat_template=chat_template,
     )
     options.check()
+    if predict is not None and options.tasks:
+        raise UserError("--predict writes rows of data, and --tasks reads none.", hint="Leave one out.")
     if predict is not None and (predict.is_dir() or not predict.absolute().parent.is_dir()):
         raise UserError(f"--predict: {predict} is no file that can be written.", hint="Name a file in a folder.")
     result, run = _measure(target, options, with_base=base)
@@ -95,6 +125,12 @@ def _write(result: EvaluationResult, run: Path | None, predict: Path | None) -> 
 def _measure(name: str, options: EvalOptions, *, with_base: bool) -> tuple[EvaluationResult, Path | None]:
     """Return the result, and output_dir of the run that it belongs to, if there is one."""
     with render.status("reading the data ...") as status:
+        if options.tasks:
+            with importing():
+                from ligertune.evaluation.evaluate_tasks import evaluate_tasks
+
+            result, found = evaluate_tasks(name, options, with_base=with_base, say=status.update)
+            return result, found.run
         with importing():
             from ligertune.evaluation.eval_target import find_target
             from ligertune.evaluation.evaluate_run import evaluate_target
@@ -122,7 +158,9 @@ def show_result(result: EvaluationResult) -> None:
             difference = None if row.difference is None else row.difference.as_dict()
             words = [estimate_words(base), *words, estimate_words(difference, sign=True)]
         rows.append((row.name, *words))
-    counts = f"{plural(result.examples, 'example')}, {plural(result.tokens, 'token')} ({result.labels:,} with a label)"
+    counts = plural(result.examples, "example")
+    if result.tokens:
+        counts += f", {plural(result.tokens, 'token')} ({result.labels:,} with a label)"
     title = f"{', '.join(result.data)}: {counts}, {format_duration(result.seconds)}"
     header = ("", "base model", "model", "difference") if result.base is not None else ("", "model")
     render.columns(title, header, rows)
