@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from ligertune.any_types import AnyModule
-from ligertune.decode.generate import FiniteLogits
+from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.shape import base_of
 
@@ -24,12 +30,16 @@ _LOOK_BACK = 4  # tokens more than a stop text has: it may begin and end within 
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A prompt as token ids, and how its answer ends. sampling: further arguments of `generate`, as items."""
+    """A prompt as token ids, and how its answer ends.
+
+    sampling: further arguments of `generate`, as items. end_tokens: ids that end an answer, besides the model's own.
+    """
 
     ids: tuple[int, ...]
     stop: tuple[str, ...]
     max_new_tokens: int
     sampling: tuple[tuple[str, Any], ...] = (("do_sample", False),)
+    end_tokens: tuple[int, ...] = ()
 
 
 def answer_batches(
@@ -44,7 +54,8 @@ def answer_batches(
     """Return the answer of each request, cut before the first of its stop texts. name: of the model, for errors."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
-        groups[(request.stop, request.max_new_tokens, repr(request.sampling))].append(index)
+        settings = (request.stop, request.max_new_tokens, request.end_tokens, repr(request.sampling))
+        groups[settings].append(index)
     answers = [""] * len(requests)
     device = next(model.parameters()).device
     size = batch_size or (GPU_PROMPTS if device.type == "cuda" else CPU_PROMPTS)
@@ -85,10 +96,18 @@ def _answer_batch(
         pad_token_id=pad,
         stopping_criteria=StoppingCriteriaList(stopping),
         logits_processor=LogitsProcessorList([FiniteLogits(name)]),
+        eos_token_id=_end_tokens(model, first),
         **_settings(first.sampling),
     )
     texts = tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
     return [cut_at(text, first.stop) for text in texts]
+
+
+def _end_tokens(model: AnyModule, request: AnswerRequest) -> list[int] | None:
+    """Return the ids that end an answer: those of the request, and those of the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    known = [] if own is None else [own] if isinstance(own, int) else list(own)
+    return [*dict.fromkeys([*known, *request.end_tokens])] or None
 
 
 def _settings(sampling: tuple[tuple[str, Any], ...]) -> Mapping[str, Any]:
@@ -105,6 +124,21 @@ def cut_at(text: str, stop: Sequence[str]) -> str:
         if one:
             text = text.partition(one)[0]
     return text
+
+
+class FiniteLogits(LogitsProcessor):
+    """Refuse logits that are not numbers: greedy decoding would answer with token 0, and sampling would crash."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any()):
+            raise UserError(
+                f"The model {self._name} computes NaN: its weights are damaged, or too large for their dtype.",
+                exit_code=1,
+            )
+        return scores
 
 
 class StopTexts(StoppingCriteria):

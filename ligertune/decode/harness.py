@@ -17,11 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from ligertune.decode.text_scorer import TextScorer
+from ligertune.any_types import AnyModule
+from ligertune.decode.log_probs import prepare_to_score
+from ligertune.decode.text_scorer import TextBatching, TextScorer
 from ligertune.errors import UserError, message_of, pip_install
+from ligertune.models.compile import run_eagerly
+from ligertune.recipe.section import TASK_FILES
 
-TASK_FILES = (".yaml", ".yml")
 _SEED = 1234  # of few-shot examples, numpy and torch, as in lm_eval
 
 
@@ -67,10 +71,11 @@ def check_harness(options: HarnessOptions, key: str) -> None:
         raise UserError(f"--include-path: there is no folder {options.include_path}.", hint="Name a folder of tasks.")
 
 
-def run_tasks(scorer: TextScorer, options: HarnessOptions, *, name: str, key: str) -> dict[str, TaskMeasure]:
+def run_tasks(scorer: TextScorer, tasks: Any, options: HarnessOptions, *, name: str) -> dict[str, TaskMeasure]:
     """Evaluate the tasks, and return their measures: "task/measure", with the name of a filter other than none.
 
-    name: of the model. key: what messages name. Random states of Python, numpy and torch are kept. Raises UserError.
+    tasks: of `load_tasks`, which can be evaluated again. name: of the model. Random states of Python, numpy and torch
+    are kept. Raises UserError.
     """
     with _quiet(), _kept_random_states():
         from lm_eval import evaluate
@@ -81,7 +86,7 @@ def run_tasks(scorer: TextScorer, options: HarnessOptions, *, name: str, key: st
         # not `simple_evaluate`, which does the same and asks git for a commit
         found = evaluate(
             lm=model,
-            task_dict=_load_tasks(options, key),
+            task_dict=tasks,
             limit=options.limit,
             apply_chat_template=options.chat_template,
             fewshot_as_multiturn=options.chat_template,
@@ -91,11 +96,18 @@ def run_tasks(scorer: TextScorer, options: HarnessOptions, *, name: str, key: st
     return _measures(found["results"], found["samples"])
 
 
-def _load_tasks(options: HarnessOptions, key: str) -> Any:
+def load_tasks(options: HarnessOptions, key: str) -> Any:
     """Return the tasks as lm_eval's evaluator takes them, with the seeds and few-shot examples of its command.
 
-    Raises UserError for unknown ones and for data that cannot be loaded.
+    key: what messages name. Raises UserError if lm_eval is missing, for unknown tasks, and for data that cannot be
+    loaded.
     """
+    check_harness(options, key)
+    with _quiet(), _kept_random_states():
+        return _loaded(options, key)
+
+
+def _loaded(options: HarnessOptions, key: str) -> Any:
     from lm_eval.tasks import TaskManager
 
     # the index of lm_eval's own tasks, thousands of files, is read only where one of them is named
@@ -181,3 +193,35 @@ def _kept_random_states() -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@dataclass(frozen=True)
+class TaskMeasures:
+    """The measures of tasks by "task/measure", which a run computes with each evaluation."""
+
+    tokenizer: PreTrainedTokenizerBase
+    batching: TextBatching
+    tasks: Any  # as `load_tasks` returns them
+    options: HarnessOptions
+    task: str  # of the run, for errors
+
+    def __call__(self, model: AnyModule) -> dict[str, float]:
+        """Return the measures of the model that trains."""
+        prepare_to_score(model, self.task)
+        scorer = TextScorer(model, self.tokenizer, self.batching)
+        with run_eagerly():
+            found = run_tasks(scorer, self.tasks, self.options, name="that trains")
+        return {name: measure.value for name, measure in found.items()}
+
+
+def task_measures(
+    names: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    batching: TextBatching,
+    *,
+    max_samples: int | None,
+    task: str,
+) -> TaskMeasures:
+    """Return the measures of `eval.tasks`, whose data are loaded. Raises UserError."""
+    options = HarnessOptions(names, limit=max_samples)
+    return TaskMeasures(tokenizer, batching, load_tasks(options, "eval.tasks"), options, task)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ligertune.errors import UserError
 
 # sections of a recipe that an evaluation does not read
-_NOT_READ = ("train", "checkpoint", "logging", "parallel", "report", "method", "task")
+_NOT_READ = ("train", "checkpoint", "logging", "parallel", "report", "method", "task", "eval")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class EvalOptions:
 
     data: paths or hub ids; none: the evaluation data of the recipe. split: of `data`. max_samples: rows of each data
     set, or documents of each task. tasks: of lm-evaluation-harness, in place of data. overrides: of the recipe of the
-    evaluation, as --set.
+    evaluation, as --set. metric, max_new_tokens: of answers; None: those of the run.
     """
 
     data: tuple[str, ...] = ()
@@ -29,6 +29,8 @@ class EvalOptions:
     include_path: str | None = None
     num_fewshot: int | None = None
     chat_template: bool = False
+    metric: str | None = None
+    max_new_tokens: int | None = None
 
     def check(self) -> None:
         """Raise UserError for options that an evaluation does not read."""
@@ -37,10 +39,12 @@ class EvalOptions:
             if section in _NOT_READ:
                 raise UserError(
                     f"--set {text}: an evaluation takes {section} from the run, or does not read it.",
-                    hint="Leave it out. It reads the sections data, model, kernels and eval.",
+                    hint="Leave it out. It reads the sections data, model and kernels.",
                 )
         if self.split != "train" and not self.data:
             raise UserError("--split belongs to --data.", hint="Name the data set: --data PATH.")
+        if self.tasks and self.metric is not None:
+            raise UserError("--metric scores answers to data, and --tasks reads none.", hint="Leave one out.")
         if self.tasks and self.data:
             raise UserError("--tasks and --data both say what is evaluated.", hint="Leave one out.")
         of_tasks = {

@@ -27,7 +27,7 @@ class EvalTarget:
 
     model: its folder or hub id. run: output_dir of the run that trained it. base: the model before training: a folder
     or hub id; None: there is none, or it is the model with its adapter switched off. recipe: of the evaluation; its
-    data sets are those to evaluate on, unless `held_out` of them are.
+    data sets are those to evaluate on, unless `held_out` of them are. trained: the recipe of the run, if there is one.
     """
 
     model: str
@@ -36,6 +36,7 @@ class EvalTarget:
     base: str | None
     recipe: Recipe
     held_out: bool
+    trained: Recipe | None
 
     @property
     def base_name(self) -> str | None:
@@ -82,7 +83,7 @@ def find_target(name: str, options: EvalOptions, *, texts: Path | None = None) -
     if trained is not None and not has_adapter and trained.model.init == "pretrained":
         base = trained.model.model_name_or_path
     recipe = recipe_of(sections, options.overrides)
-    return EvalTarget(saved.name, saved.run, has_adapter, base, recipe, held_out)
+    return EvalTarget(saved.name, saved.run, has_adapter, base, recipe, held_out, trained)
 
 
 def _check_writes_text(name: str, trained: Recipe | None) -> None:

@@ -8,19 +8,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ligertune.decode.harness import TASK_FILES, HarnessOptions, TaskMeasure, check_harness, run_tasks
+from ligertune.decode.harness import HarnessOptions, TaskMeasure, load_tasks, run_tasks
 from ligertune.decode.text_scorer import TextScorer, batching_of
 from ligertune.errors import UserError
 from ligertune.evaluation.eval_options import EvalOptions
 from ligertune.evaluation.eval_target import EvalTarget, find_target
-from ligertune.evaluation.evaluate_run import EvaluationResult, MetricRow, load_base
-from ligertune.evaluation.score_examples import EvaluationModel, load_to_score
+from ligertune.evaluation.evaluate_run import EvaluationResult, MetricRow, on_both_models
+from ligertune.evaluation.score_examples import EvaluationModel
 from ligertune.features.example_scores import ScoreEstimate, mean_of
 from ligertune.files.storage import utc_now
-from ligertune.models.adapters.lora import adapter_off
+from ligertune.recipe.section import TASK_FILES
 from ligertune.training.resolve import plan_for
 from ligertune.training.setup import Job
 
@@ -42,25 +43,19 @@ def evaluate_tasks(
         chat_template=options.chat_template,
         batch_size=options.batch_size,
     )
-    check_harness(harness, KEY)
+    tasks = load_tasks(harness, KEY)
     with _file_of_texts() as texts:
         target = find_target(name, options, texts=texts)
         job = plan_for(target.recipe, for_show=True, processes=1)
     if options.chat_template and not job.tokenizer.tokenizer.chat_template:
         raise UserError("--chat-template: the model's tokenizer has no chat template.", hint="Leave it out.")
     compares = with_base and target.base_name is not None
-    say(f"evaluating {target.model}")
-    loaded = load_to_score(target.model, job, trust_remote_code=options.trust_remote_code)
-    found = _run(loaded, job, harness, target.model)
-    base: dict[str, TaskMeasure] = {}
-    if compares and target.has_adapter:
-        say("evaluating the base model")
-        with adapter_off(loaded.model):
-            base = _run(loaded, job, harness, str(target.base_name))
-    elif compares:
-        say("evaluating the base model")
-        del loaded  # before the other model is loaded
-        base = _run(load_base(target, job, options.trust_remote_code), job, harness, str(target.base_name))
+
+    def work(loaded: EvaluationModel, model_name: str) -> dict[str, TaskMeasure]:
+        say(f"evaluating {model_name}")
+        return _run(loaded, job, tasks, harness, model_name)
+
+    found, base = on_both_models(target, job, work, trust_remote_code=options.trust_remote_code, compares=compares)
     result = EvaluationResult(
         model=target.model,
         base=target.base_name if compares else None,
@@ -69,7 +64,7 @@ def evaluate_tasks(
         examples=_documents(found),
         tokens=0,
         labels=0,
-        metrics=task_rows(found, base),
+        metrics=task_rows(found, base or {}),
         seconds=time.perf_counter() - begun,
         notes=(),
         ended=utc_now(),
@@ -86,11 +81,11 @@ def _file_of_texts() -> Iterator[Path]:
         yield path
 
 
-def _run(loaded: EvaluationModel, job: Job, harness: HarnessOptions, name: str) -> dict[str, TaskMeasure]:
+def _run(loaded: EvaluationModel, job: Job, tasks: Any, harness: HarnessOptions, name: str) -> dict[str, TaskMeasure]:
     tokenizer = job.tokenizer.tokenizer
     rows = job.plan.rows
     batching = batching_of(tokenizer, packed=rows.is_padding_free, multiple_of=rows.multiple_of)
-    return run_tasks(TextScorer(loaded.model, tokenizer, batching), harness, name=name, key=KEY)
+    return run_tasks(TextScorer(loaded.model, tokenizer, batching), tasks, harness, name=name)
 
 
 def task_rows(found: dict[str, TaskMeasure], base: dict[str, TaskMeasure]) -> tuple[MetricRow, ...]:

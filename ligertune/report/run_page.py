@@ -57,7 +57,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         charts=_charts(lines, plan.settings),
         memory=_memory(plan, report),
         data=_data(plan, report),
-        evaluations=[(f"{line['step']:,}", f"{line['eval_loss']:.4f}") for line in evaluations],
+        evaluations=_evaluations(evaluations),
         samples=next((line["samples"] for line in reversed(lines) if "samples" in line), []),
         measured=report.measured,
         later_evaluations=evaluation_section(plan.output_dir),
@@ -92,6 +92,20 @@ def batch_words(plan: Plan) -> str:
     processes = plural(batching.row_ranks, "process", "processes")
     parts = f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {processes}"
     return f"{what} {length} ({parts})"
+
+
+def _evaluations(lines: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the table of evaluations: names of the columns, and then a row for each. No rows without evaluations."""
+    if not lines:
+        return []
+    found = dict.fromkeys(name for line in lines for name in line if name.startswith("eval_") and name != "eval_loss")
+    measures = list(found)
+    rows = []
+    for line in lines:
+        values = (line.get(name) for name in measures)
+        words = ("" if value is None else f"{value:.4f}" for value in values)
+        rows.append((f"{line['step']:,}", f"{line['eval_loss']:.4f}", *words))
+    return [("step", "loss", *(name.removeprefix("eval_") for name in measures)), *rows]
 
 
 def _status(report: Report) -> str:

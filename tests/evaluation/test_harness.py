@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import run_here
+from support.command_line import losses, metrics, run_here
 from support.quickstart_runs import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,3 +142,21 @@ def test_without_lm_eval_the_command_says_what_to_install(model_run, monkeypatch
     done = run_here("eval", model_run, "--tasks", "arc_easy", cwd=model_run.parent)
     assert done.code == 2
     assert "pip install 'lm-eval>=0.4.13'" in done.err
+
+
+@pytest.mark.slow
+def test_a_run_evaluates_tasks_with_each_evaluation(tasks, tmp_path):
+    """The last numbers are those of the trained model; the losses are those of a run without tasks."""
+    settings = {"train.max_steps": 2, "eval.eval_strategy": "steps", "eval.eval_steps": 1, "method.type": "lora",
+                "method.lora_dropout": 0.5, "train.learning_rate": 1e-2}  # fmt: skip
+    named = f"[{tasks['multiple_choice']}, {tasks['loglikelihood_rolling']}]"
+    report = train(tmp_path / "asked", **settings, **{"eval.tasks": named, "eval.answer_samples": 4})
+    train(tmp_path / "silent", **settings)
+    lines = [line for line in metrics(tmp_path / "asked" / "run") if "eval_local_multiple_choice/acc" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert losses(tmp_path / "asked" / "run") == losses(tmp_path / "silent" / "run")
+    chosen = f"{tasks['multiple_choice']},{tasks['loglikelihood_rolling']}"
+    found = evaluated(tmp_path / "asked" / "run", "--tasks", chosen, "--max-samples", 4, "--no-base")["metrics"]
+    for name, measured in found.items():
+        assert report.eval_measures[name] == pytest.approx(measured["value"], rel=1e-5), name
+    assert "<th>local_multiple_choice/acc</th>" in (tmp_path / "asked/run/report.html").read_text(encoding="utf-8")

@@ -54,6 +54,18 @@ Fewshot = Annotated[
     int | None,
     typer.Option(min=0, help="With --tasks: examples in each prompt. Default: the task's.", show_default=False),
 ]
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        metavar="exact_match|FILE.py:FUNCTION",
+        help="Answer the prompts of the data, and score the answers. Default: eval.metric of the run.",
+        show_default=False,
+    ),
+]
+NewTokens = Annotated[
+    int | None, typer.Option(min=1, max=2**20, help="With --metric: tokens of the longest answer.", show_default=False)
+]
 ChatTemplate = Annotated[bool, typer.Option("--chat-template", help="With --tasks: use the model's chat template.")]
 
 
@@ -68,6 +80,8 @@ def evaluate(
     split: Annotated[str, typer.Option(help="With --data: split of a folder or hub data set.")] = "train",
     max_samples: MaxSamples = None,
     predict: Predictions = None,
+    metric: Metric = None,
+    max_new_tokens: NewTokens = None,
     tasks: Tasks = None,
     include_path: IncludePath = None,
     num_fewshot: Fewshot = None,
@@ -98,6 +112,8 @@ def evaluate(
         include_path=include_path,
         num_fewshot=num_fewshot,
         chat_template=chat_template,
+        metric=metric,
+        max_new_tokens=max_new_tokens,
     )
     options.check()
     if predict is not None and options.tasks:
@@ -139,8 +155,7 @@ def _measure(name: str, options: EvalOptions, *, with_base: bool) -> tuple[Evalu
         result = evaluate_target(
             found,
             with_base=with_base,
-            max_samples=options.max_samples,
-            trust_remote_code=options.trust_remote_code,
+            options=options,
             progress=lambda share: status.update(f"evaluating: {share:.0%}"),
         )
     return result, found.run
