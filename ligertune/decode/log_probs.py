@@ -6,16 +6,60 @@ in the model no logits are stored; without them those of the positions are read.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from ligertune_kernels import linear_log_probs
+import torch.nn.functional as F
+from ligertune_kernels import backend, linear_log_probs
 from torch import Tensor, nn
 
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.models.shape import base_of
 from ligertune.patching.deferred_logits import loss_only
 from ligertune.patching.fused_loss import KernelLossModel, head_loss, let_head_losses_run
+
+# Rows whose logits `by_torch` makes at a time: 32 MiB in float32 for a vocabulary of 32,000.
+CHUNK_ROWS = 256
+
+
+class LogitForm(NamedTuple):
+    """What a model does to z = W h: softcap * tanh(z * logit_scale / softcap), or z * logit_scale without a cap."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+def by_kernel(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: LogitForm
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities (M,) of targets (M,), and whether each is the most probable token, by our kernel."""
+    found = linear_log_probs(
+        hidden, weight, targets, bias, logit_scale=form.logit_scale, softcap=form.softcap, statistics=True
+    )
+    assert found.argmax is not None  # of `statistics`
+    return found.logprob, found.argmax == targets
+
+
+def by_torch(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: LogitForm
+) -> tuple[Tensor, Tensor]:
+    """Compute `by_kernel` in chunks of logits. On a CPU the reference of the kernel, with its statistics, is slower."""
+    log_probs = []
+    is_best = []
+    for rows, asked in zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True):
+        logits = F.linear(rows, weight, bias) * form.logit_scale
+        if form.softcap is not None:
+            logits = form.softcap * torch.tanh(logits / form.softcap)
+        found, best = _of_logits(logits, asked)
+        log_probs.append(found)
+        is_best.append(best)
+    return torch.cat(log_probs), torch.cat(is_best)
+
+
+def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    log_probs = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+    return log_probs, logits.argmax(-1) == targets
 
 
 class TargetLogProbs:
@@ -36,18 +80,15 @@ class TargetLogProbs:
     ) -> Tensor:
         """Compute them from hidden states (N, E), without logits of other positions. The returned loss is not read."""
         rows, targets = self._wanted(labels)
-        kept = {name: options[name] for name in ("logit_scale", "softcap") if name in options}
-        found = linear_log_probs(hidden.index_select(0, rows), weight, targets, bias, statistics=True, **kept)
-        assert found.argmax is not None  # of `statistics`
-        return self._keep(rows, found.logprob, found.argmax == targets)
+        transform = LogitForm(options.get("logit_scale", 1.0), options.get("softcap"))
+        compute = by_kernel if backend(hidden.device) == "triton" else by_torch
+        log_probs, is_best = compute(hidden.index_select(0, rows), weight, bias, targets, transform)
+        return self._keep(rows, log_probs, is_best)
 
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
         """Compute them from logits (N, V). The returned loss is not read."""
         rows, targets = self._wanted(labels)
-        chosen = logits.index_select(0, rows)
-        chosen = chosen.float() if chosen.dtype.itemsize < 4 else chosen
-        log_probs = torch.log_softmax(chosen, -1).gather(-1, targets[:, None])[:, 0]
-        return self._keep(rows, log_probs, chosen.argmax(-1) == targets)
+        return self._keep(rows, *_of_logits(logits.index_select(0, rows), targets))
 
     def _wanted(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         if self._asked is not None:

@@ -9,9 +9,9 @@ from typing import Any
 from ligertune.errors import UserError
 from ligertune.evaluation.eval_options import EvalOptions
 from ligertune.models.load import stored_dtype
-from ligertune.models.save import adapter_base_model, is_adapter, read_saved_config, saved_spec
+from ligertune.models.save import adapter_base_model, is_adapter, read_prompt, read_saved_config, saved_spec
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.saved_model import check_can_generate, find_saved_model, trained_base
+from ligertune.planning.saved_model import PROMPT_FILE, check_can_generate, find_saved_model, trained_base
 from ligertune.recipe.feature import modality_parts, part_of_task
 from ligertune.recipe.read import load_recipe, recipe_of
 from ligertune.recipe.schema import Recipe
@@ -75,6 +75,8 @@ def find_target(name: str, options: EvalOptions, *, texts: Path | None = None) -
     sections = _sections(saved.name, trained, has_adapter=has_adapter, options=options)
     if texts is None:
         sections["data"], held_out = _data(given or trained, options)
+        if trained is None:
+            sections["data"] |= _saved_prompt(Path(saved.name).expanduser())
     else:
         _check_writes_text(name, trained)
         sections |= {"task": _DEFAULT_TASK, "data": _texts(texts)}
@@ -84,6 +86,16 @@ def find_target(name: str, options: EvalOptions, *, texts: Path | None = None) -
         base = trained.model.model_name_or_path
     recipe = recipe_of(sections, options.overrides)
     return EvalTarget(saved.name, saved.run, has_adapter, base, recipe, held_out, trained)
+
+
+def _saved_prompt(folder: Path) -> dict[str, Any]:
+    """Return the keys of `data` with the prompt that a model of ours was trained with; nothing for another model."""
+    if not (folder / PROMPT_FILE).is_file():
+        return {}
+    prompt = read_prompt(folder)
+    template = {"raw": "auto"}.get(prompt["prompt_template"], prompt["prompt_template"])
+    found = {"prompt_template": template, "system_prompt": prompt["system_prompt"]}
+    return found | {"chat_template_kwargs": prompt.get("chat_template_kwargs", {})}
 
 
 def _check_writes_text(name: str, trained: Recipe | None) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ligertune import patch
 from ligertune.decode.batched_answers import AnswerRequest, answer_batches
-from ligertune.decode.log_probs import prepare_to_score
+from ligertune.decode.log_probs import CHUNK_ROWS, LogitForm, by_kernel, by_torch, prepare_to_score
 from ligertune.decode.text_scorer import TextBatching, TextScorer, rolling_windows
 from ligertune.errors import UserError
 from ligertune.patching.packing_checks import prepare_masks
@@ -75,6 +75,21 @@ def test_log_likelihoods_are_those_of_one_text_at_a_time(packed, patched, plain,
     assert shares[-1] == 1.0 and len(shares) > 1
 
 
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(0.5, 3.0)])
+def test_chunks_of_logits_have_the_numbers_of_the_kernel(form):
+    torch.manual_seed(0)
+    hidden = torch.randn(CHUNK_ROWS + 5, 16, dtype=torch.float64)
+    weight, bias = torch.randn(40, 16, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
+    targets = torch.randint(0, 40, (len(hidden),))
+    logits = torch.nn.functional.linear(hidden, weight, bias) * form.logit_scale
+    logits = logits if form.softcap is None else form.softcap * torch.tanh(logits / form.softcap)
+    expected = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    for compute in (by_kernel, by_torch):
+        log_probs, is_best = compute(hidden, weight, bias, targets, form)
+        torch.testing.assert_close(log_probs.double(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(is_best, logits.argmax(1) == targets)
+
+
 def test_a_model_without_our_loss_gives_the_same_log_likelihoods(folder, plain, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     prepare_to_score(model, "sft")
@@ -116,14 +131,14 @@ def test_answers_in_batches_are_those_of_one_prompt_at_a_time(patched, plain, to
     prompts = [CONTEXT, "One day", "Tim and his mom went to the park. They"]
     stops = ((".", "\n\n"), ())
     requests = [
-        AnswerRequest(tuple(tokenizer.encode(prompt)), stop, 24) for stop in stops for prompt in prompts
+        AnswerRequest(tuple(tokenizer.encode(prompt)), stop, 12) for stop in stops for prompt in prompts
     ]  # fmt: skip
     answers = answer_batches(patched, tokenizer, requests, name="stories260K", batch_size=2)
     assert patched.config._attn_implementation == "per_document"
     for request, answer in zip(requests, answers, strict=True):
         ids = torch.tensor([request.ids])
         with torch.no_grad():
-            made = plain.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)
+            made = plain.generate(ids, do_sample=False, max_new_tokens=12, pad_token_id=0)
         text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         for stop in request.stop:
             text = text.split(stop)[0]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import peft
@@ -11,7 +12,9 @@ from support.command_line import Done, run_here
 from support.quickstart_runs import plan_run, train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-MODEL = "configs/quickstart/stories260K"
+from ligertune.evaluation.eval_options import EvalOptions
+from ligertune.evaluation.eval_target import find_target
+
 STEPS = {"train.max_steps": 2, "train.learning_rate": 1e-2, "data.val_split": 0.3}
 
 
@@ -83,8 +86,9 @@ def test_loss_and_perplexity_of_an_adapter_and_its_base_are_those_of_peft(adapte
 
 
 def test_padded_batches_of_another_size_give_the_packed_numbers(adapter_run):
+    """A recipe means the run that it has trained."""
     padded = ("--set", "data.packing=false", "--set", "data.padding_free=false", "--batch-size", 3)
-    found = evaluated(adapter_run, "run", "--no-base", *padded)
+    found = evaluated(adapter_run, adapter_run / "run" / "resolved_recipe.yaml", "--no-base", *padded)
     packed = evaluated(adapter_run, "run", "--no-base")
     assert found["base"] is None
     assert "base" not in found["metrics"]["loss"]
@@ -125,8 +129,19 @@ def test_a_model_without_a_run_needs_data_and_gives_the_base_numbers_of_a_run(ad
     run = evaluated(adapter_run, "run", *options)
     assert alone["base"] is None
     assert alone["metrics"]["loss"]["value"] == pytest.approx(run["metrics"]["loss"]["base"]["value"], rel=1e-5)
-    saved = evaluated(adapter_run, "run/model", *options)
-    assert saved["metrics"]["loss"]["value"] == run["metrics"]["loss"]["value"]
+
+
+def test_a_model_without_a_run_keeps_the_prompt_that_it_was_trained_with(adapter_run, tmp_path):
+    shutil.copytree(adapter_run / "run" / "model", tmp_path / "moved")
+    saved = json.loads((tmp_path / "moved" / "ligertune.json").read_text())
+    assert saved["prompt_template"] == "alpaca"
+    options = EvalOptions(data=("rows.jsonl",))
+    assert find_target(str(tmp_path / "moved"), options).recipe.data.prompt_template == "alpaca"
+    saved |= {"prompt_template": "chat", "system_prompt": "Be brief."}
+    (tmp_path / "moved" / "ligertune.json").write_text(json.dumps(saved))
+    target = find_target(str(tmp_path / "moved"), options)
+    assert (target.recipe.data.prompt_template, target.recipe.data.system_prompt) == ("chat", "Be brief.")
+    assert target.base_name == target.recipe.model.model_name_or_path
 
 
 def test_targets_and_options_that_cannot_be_evaluated_are_refused(adapter_run, quickstart):
@@ -138,13 +153,6 @@ def test_targets_and_options_that_cannot_be_evaluated_are_refused(adapter_run, q
     )
     assert "--split belongs to --data" in refusal(adapter_run, "run", "--split", "test")
     assert "no file that can be written" in refusal(adapter_run, "run", "--predict", "missing/rows.jsonl")
-
-
-def test_a_recipe_means_the_run_that_it_trained(tmp_path, adapter_run):
-    text = (adapter_run / "run" / "resolved_recipe.yaml").read_text()
-    (tmp_path / "recipe.yaml").write_text(text)
-    found = evaluated(tmp_path, tmp_path / "recipe.yaml", "--no-base", "--max-samples", 3)
-    assert found["metrics"] == evaluated(adapter_run, "run", "--no-base", "--max-samples", 3)["metrics"]
 
 
 def test_rewards_of_pairs_are_those_of_the_last_evaluation_of_the_run(tmp_path, quickstart):
@@ -163,6 +171,38 @@ def test_rewards_of_pairs_are_those_of_the_last_evaluation_of_the_run(tmp_path, 
     margins = [row["reward_chosen"] - row["reward_rejected"] for row in rows]
     assert sum(margins) / len(rows) == pytest.approx(metrics["rewards/margins"]["value"])
     assert "compare with the base model" in refusal(tmp_path, "run", "--no-base")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preference.loss_type": "kto"},
+        {"preference.loss_type": "simpo"},
+        {"preference.loss_type": "orpo"},
+        {"preference.sft_weight": 0.5},
+        {"method.type": "lora", "train.learning_rate": 1e-2},
+    ],
+)
+def test_rewards_of_other_losses_are_those_of_the_run(changes, tmp_path, quickstart):
+    pairs = [json.loads(line) for line in (quickstart / "preferences.jsonl").read_text().splitlines()[:24]]
+    if "kto" in changes.values():
+        rows = [{"prompt": pair["prompt"], "completion": pair[answer], "label": answer == "chosen"}
+                for pair in pairs for answer in ("chosen", "rejected")]  # fmt: skip
+    else:
+        rows = pairs
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"task": "dpo", "data.datasets": [{"path": str(tmp_path / "rows.jsonl")}], "model.dtype": "float32"}
+    report = train(tmp_path, **{**STEPS, **settings, "train.learning_rate": 1e-3, **changes})
+    metrics = evaluated(tmp_path, "run")["metrics"]
+    compared = [name for name in metrics if name.startswith("rewards/")]
+    assert len(compared) >= 2
+    for name in compared:
+        assert metrics[name]["value"] == pytest.approx(report.eval_measures[name], rel=1e-3, abs=1e-5), name
+    if "loss" in metrics:
+        assert metrics["loss"]["value"] == pytest.approx(report.eval_loss, rel=1e-4)
+    else:
+        assert "pair_loss" in metrics or "kto" in changes.values()
 
 
 def test_labels_and_probabilities_of_texts_are_those_of_transformers(tmp_path, quickstart):

@@ -116,6 +116,8 @@ def evaluate(
         max_new_tokens=max_new_tokens,
     )
     options.check()
+    if tasks and not options.tasks:
+        raise UserError("--tasks names no task.", hint="Write names with commas between them.")
     if predict is not None and options.tasks:
         raise UserError("--predict writes rows of data, and --tasks reads none.", hint="Leave one out.")
     if predict is not None and (predict.is_dir() or not predict.absolute().parent.is_dir()):
