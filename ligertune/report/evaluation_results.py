@@ -17,6 +17,7 @@ _BEGIN = "<!-- evaluations -->"
 _END = "<!-- end of evaluations -->"
 _SETUP = "<h2>Setup</h2>"  # pages of earlier versions have no place for evaluations
 _SHOWN = 20  # newest results on a page
+_MOST_ROWS = 200  # of a result: tasks with many subtasks have some hundred
 
 
 def evaluation_section(run: Path) -> Markup:
@@ -31,7 +32,7 @@ def update_page(run: Path) -> None:
     path = run / PAGE
     if not path.is_file():
         return
-    page = path.read_text(encoding="utf-8")
+    page = path.read_text(encoding="utf-8", errors="replace")
     section = mask_secrets(evaluation_section(run))
     before, begin, rest = page.partition(_BEGIN)
     if begin:
@@ -47,7 +48,7 @@ def _result(file: Path) -> dict[str, Any] | None:
     metrics = (found or {}).get("metrics")
     if found is None or not isinstance(metrics, dict):
         return None
-    rows = [(str(name), *_numbers(values)) for name, values in metrics.items() if isinstance(values, dict)]
+    rows = [(str(name), *_numbers(values)) for name, values in metrics.items() if isinstance(values, dict)][:_MOST_ROWS]
     data = found.get("data")
     examples = found.get("examples")
     return {
