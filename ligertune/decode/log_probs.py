@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from ligertune_kernels import backend, linear_log_probs
+from ligertune_kernels import LinearLora, backend, linear_log_probs
 from torch import Tensor, nn
 
 from ligertune.data.templates.label_masking import IGNORE_INDEX
@@ -23,10 +23,21 @@ CHUNK_ROWS = 256
 
 
 class LogitForm(NamedTuple):
-    """What a model does to z = W h: softcap * tanh(z * logit_scale / softcap), or z * logit_scale without a cap."""
+    """What a model does to z = W h: softcap * tanh(z * logit_scale / softcap), or z * logit_scale without a cap.
+
+    lora: low-rank term of z, of an adapter on the output head.
+    """
 
     logit_scale: float = 1.0
     softcap: float | None = None
+    lora: LinearLora | None = None
+
+    def logits(self, z: Tensor, hidden: Tensor) -> Tensor:
+        """Return the logits (M, V) of z (M, V) without the low-rank term, and hidden states (M, E)."""
+        if self.lora is not None:
+            z = z + self.lora.scale * F.linear(F.linear(hidden, self.lora.a), self.lora.b)
+        z = z * self.logit_scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 def by_kernel(
@@ -34,7 +45,14 @@ def by_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (M,) of targets (M,), and whether each is the most probable token, by our kernel."""
     found = linear_log_probs(
-        hidden, weight, targets, bias, logit_scale=form.logit_scale, softcap=form.softcap, statistics=True
+        hidden,
+        weight,
+        targets,
+        bias,
+        lora=form.lora,
+        logit_scale=form.logit_scale,
+        softcap=form.softcap,
+        statistics=True,
     )
     assert found.argmax is not None  # of `statistics`
     return found.logprob, found.argmax == targets
@@ -47,10 +65,7 @@ def by_torch(
     log_probs = []
     is_best = []
     for rows, asked in zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True):
-        logits = F.linear(rows, weight, bias) * form.logit_scale
-        if form.softcap is not None:
-            logits = form.softcap * torch.tanh(logits / form.softcap)
-        found, best = _of_logits(logits, asked)
+        found, best = _of_logits(form.logits(F.linear(rows, weight, bias), rows), asked)
         log_probs.append(found)
         is_best.append(best)
     return torch.cat(log_probs), torch.cat(is_best)
@@ -80,9 +95,9 @@ class TargetLogProbs:
     ) -> Tensor:
         """Compute them from hidden states (N, E), without logits of other positions. The returned loss is not read."""
         rows, targets = self._wanted(labels)
-        transform = LogitForm(options.get("logit_scale", 1.0), options.get("softcap"))
+        form = LogitForm(options.get("logit_scale", 1.0), options.get("softcap"), options.get("lora"))
         compute = by_kernel if backend(hidden.device) == "triton" else by_torch
-        log_probs, is_best = compute(hidden.index_select(0, rows), weight, bias, targets, transform)
+        log_probs, is_best = compute(hidden.index_select(0, rows), weight, bias, targets, form)
         return self._keep(rows, log_probs, is_best)
 
     def dense(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from ligertune_kernels import LinearLora
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ligertune import patch
 from ligertune.decode.batched_answers import AnswerRequest, answer_batches
@@ -75,19 +77,38 @@ def test_log_likelihoods_are_those_of_one_text_at_a_time(packed, patched, plain,
     assert shares[-1] == 1.0 and len(shares) > 1
 
 
-@pytest.mark.parametrize("form", [LogitForm(), LogitForm(0.5, 3.0)])
-def test_chunks_of_logits_have_the_numbers_of_the_kernel(form):
+@pytest.mark.parametrize(("scale", "softcap", "adapted"), [(1.0, None, False), (0.5, 3.0, True)])
+def test_chunks_of_logits_have_the_numbers_of_the_kernel(scale, softcap, adapted):
     torch.manual_seed(0)
     hidden = torch.randn(CHUNK_ROWS + 5, 16, dtype=torch.float64)
     weight, bias = torch.randn(40, 16, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
+    lora = LinearLora(torch.randn(2, 16).double(), torch.randn(40, 2).double(), 0.7) if adapted else None
     targets = torch.randint(0, 40, (len(hidden),))
-    logits = torch.nn.functional.linear(hidden, weight, bias) * form.logit_scale
-    logits = logits if form.softcap is None else form.softcap * torch.tanh(logits / form.softcap)
+    logits = hidden @ weight.T + bias
+    logits = (logits if lora is None else logits + 0.7 * hidden @ lora.a.T @ lora.b.T) * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     for compute in (by_kernel, by_torch):
-        log_probs, is_best = compute(hidden, weight, bias, targets, form)
+        log_probs, is_best = compute(hidden, weight, bias, targets, LogitForm(scale, softcap, lora))
         torch.testing.assert_close(log_probs.double(), expected, rtol=1e-6, atol=1e-6)
         assert torch.equal(is_best, logits.argmax(1) == targets)
+
+
+def test_an_adapter_on_the_output_head_is_part_of_the_log_likelihoods(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head", "q_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.3)
+    adapted.eval()
+    pairs = [TextScorer(adapted, tokenizer, TextBatching(False, 1, 0)).encode_pair(*pair) for pair in PAIRS]
+    expected = [plain_likelihood(adapted, *pair)[0] for pair in pairs]
+    patch(adapted)
+    found = TextScorer(adapted, tokenizer, TextBatching(False, 1, 0)).score(pairs)
+    assert [one[0] for one in found] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_model_without_our_loss_gives_the_same_log_likelihoods(folder, plain, tokenizer):
