@@ -57,12 +57,13 @@ app = typer.Typer(
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 with importing():
-    from ligertune.cli.bench import bench
-    from ligertune.cli.compare import compare
     from ligertune.cli.data import data
     from ligertune.cli.doctor import doctor
     from ligertune.cli.export import export
     from ligertune.cli.generate import chat, generate
+    from ligertune.cli.measure.bench import bench
+    from ligertune.cli.measure.compare import compare
+    from ligertune.cli.measure.evaluate import evaluate
     from ligertune.cli.options import command_parts
     from ligertune.cli.plan import PlanCommand, plan
     from ligertune.cli.recipe import init, recipe_app
@@ -73,11 +74,12 @@ with importing():
 
 # in the order of `ligertune --help`
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    init, *TRAINERS, plan, compare, bench, data, generate, chat, export, doctor
+    init, *TRAINERS, plan, compare, bench, data, evaluate, generate, chat, export, doctor
 )  # fmt: skip
+_NAMES = {evaluate: "eval"}  # a function of this name would hide Python's own
 _KINDS: dict[Callable[..., None], type[TyperCommand]] = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}
 for command in _COMMANDS:
-    app.command(cls=_KINDS.get(command))(command)
+    app.command(_NAMES.get(command), cls=_KINDS.get(command))(command)
 app.add_typer(recipe_app, name="recipe")
 
 

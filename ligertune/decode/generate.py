@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ligertune.any_types import AnyModule
@@ -22,6 +22,7 @@ from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
+from ligertune.decode.batched_answers import FiniteLogits
 from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.model_files import reason_of
 from ligertune.models.compile import run_eagerly
@@ -172,21 +173,6 @@ def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Deco
         raise SAVED_MODEL.error(
             f"{loaded.name} cannot generate with its generation_config.json: {reason_of(error)}"
         ) from error
-
-
-class FiniteLogits(LogitsProcessor):
-    """Refuse logits that are not numbers: greedy decoding would answer with token 0, and sampling would crash."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if bool(scores.isnan().any()):
-            raise UserError(
-                f"The model {self._name} computes NaN: its weights are damaged, or too large for their dtype.",
-                exit_code=1,
-            )
-        return scores
 
 
 class TextPieces(BaseStreamer):

@@ -229,14 +229,21 @@ def read_saved_config(name: str, spec: ModelOptions) -> PreTrainedConfig:
 
 
 def load_saved(
-    name: str, *, trust_remote_code: bool, tokenizer: str | None = None, base: TrainedBase | None = None
+    name: str,
+    *,
+    trust_remote_code: bool,
+    tokenizer: str | None = None,
+    base: TrainedBase | None = None,
+    attention: str = "auto",
+    keep_wrapper: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, onto the GPU if there is one, and its tokenizer. Raises UserError.
 
     tokenizer: the folder of another tokenizer than the model's. base: the model as heads were trained on it; an adapter
-    names its own.
+    names its own. attention: name of the implementation. keep_wrapper: return PEFT's wrapper of an adapted model.
     """
     spec = saved_spec(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
+    spec = spec.model_copy(update={"attn_implementation": attention})
     folder = Path(name).expanduser()
     base = trained_base(folder) if is_adapter(folder) else base
     spec = _as_trained(spec, base)
@@ -254,7 +261,8 @@ def load_saved(
         model = base_as_trained(spec, config, base, initial=initial_of(folder, base))
         model = model.to(device)  # type: ignore[arg-type]  # as in `load.py`
     if is_adapter(folder):
-        model = base_of(load_trained_adapter(model, folder, base))  # with the adapter in its layers
+        adapted: AnyModule = load_trained_adapter(model, folder, base)
+        model = adapted if keep_wrapper else base_of(adapted)  # with the adapter in its layers
     return model.eval(), loaded
 
 

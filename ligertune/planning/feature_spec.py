@@ -127,6 +127,8 @@ class FeatureSpec:
     # Return what to type next: (folder of the written model, how to call ligertune).
     next_step: Callable[[Path, str], str] = _generate
     export_note: str = ""  # what `export --check` does not compare
+    # What `ligertune eval` measures on examples, a features.example_scores.ExampleMeasures; None: that of texts.
+    evaluation: Any = None
 
 
 @cache

@@ -27,7 +27,8 @@ from ligertune.recipe.train_sections import CheckpointSpec
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
 RUN_FILES = (
     "plan.json", "report.json", "metrics.jsonl", "resolved_recipe.yaml", "checkpoints", "model", "best", "profile",
-    "trackers", "curves.png", "report.html", "ranks", *(name for part in feature_parts() for name in part.run_files),
+    "trackers", "curves.png", "report.html", "ranks", "evaluations",
+    *(name for part in feature_parts() for name in part.run_files),
 )  # fmt: skip
 
 MADE_BEFORE_TRAINING = (

@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+EXACT_MATCH = "exact_match"  # a metric of answers
+TASK_FILES = (".yaml", ".yml")  # of lm-evaluation-harness
 UNUSABLE = "unusable"  # pydantic's type of errors whose message is the end of a complaint: "holds a NUL character"
 MIN_TILE = 64  # tokens; smaller tiles leave a GPU idle
 _MAX_NAME = 255  # bytes that Linux allows for the name of a file
@@ -137,6 +139,21 @@ def _template_file(value: str, info: ValidationInfo) -> str:
     return path if os.path.isfile(path) else value
 
 
+def _metric_name(value: str, info: ValidationInfo) -> str:
+    """Return exact_match, or file.py:function with the absolute path of the file."""
+    if value == EXACT_MATCH:
+        return value
+    file, _, function = value.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        raise unusable(f"is {value!r}: write {EXACT_MATCH}, or file.py:function.")
+    return f"{_resolve_path(file, info)}:{function}"
+
+
+def _task_name(value: str, info: ValidationInfo) -> str:
+    """Return the name of a task, or the absolute path of its YAML file."""
+    return _resolve_path(value, info) if value.endswith(TASK_FILES) else value
+
+
 def _template_variables(values: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a chat template, unless one of them is set by ligertune itself."""
     for name in values:
@@ -172,6 +189,8 @@ RoleName = Annotated[
 ]
 RoleList = Annotated[tuple[RoleName, ...], Field(strict=False, min_length=1)]
 NameList = Annotated[tuple[Text, ...], Field(strict=False)]
+MetricName = Annotated[PathText, AfterValidator(_metric_name)]
+TaskNames = Annotated[tuple[Annotated[PathText, AfterValidator(_task_name)], ...], Field(strict=False)]
 # as PEFT reads layers_to_transform and layers_pattern: one value is a list of it
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, int | str) else value)
 LayerNumbers = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**12)], ...], Field(strict=False), OneOrMore]

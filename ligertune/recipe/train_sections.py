@@ -20,6 +20,7 @@ from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
     AutoSwitch,
     Expression,
+    MetricName,
     NameList,
     OutputPath,
     Resume,
@@ -29,6 +30,7 @@ from ligertune.recipe.section import (
     StepsOrShare,
     Switch,
     SwitchOrOffload,
+    TaskNames,
     TiledSwitch,
     When,
     unusable,
@@ -265,6 +267,14 @@ class EvalSpec(Section):
     """Evaluate before the first step, for the report only; auto: if that takes less than about 2 % of the run."""
     sample_prompts: NameList = ()
     """Prompts to answer after each evaluation."""
+    metric: MetricName | None = None
+    """Score of answers to held-out prompts: exact_match, or file.py:function(answer, reference, prompt); null: none."""
+    tasks: TaskNames = ()
+    """Tasks of lm-evaluation-harness for each evaluation: names, or YAML files; they need lm-eval."""
+    answer_samples: PositiveInt | None = 64
+    """With metric or tasks: held-out prompts, or documents of each task, in each evaluation; null: all."""
+    answer_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
+    """With metric: longest answer, in tokens."""
 
 
 class CheckpointSpec(Section):

@@ -12,13 +12,13 @@ from ligertune.errors import format_bytes, format_count, format_duration, plural
 from ligertune.files.plots import draw_curves
 from ligertune.files.storage import mask_secrets, model_name, read_metrics, write_json, write_text
 from ligertune.planning.feature_spec import MeasureChart, feature_of
+from ligertune.report.evaluation_results import PAGE, evaluation_section
 from ligertune.report.make_report import Report
 from ligertune.report.svg_chart import Series, line_chart, render_template
 
 if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
-PAGE = "report.html"
 BLUE = "#0969da"
 RED = "#cf222e"
 GREEN = "#1a7f37"
@@ -57,9 +57,10 @@ def write_page(plan: Plan, report: Report) -> Path:
         charts=_charts(lines, plan.settings),
         memory=_memory(plan, report),
         data=_data(plan, report),
-        evaluations=[(f"{line['step']:,}", f"{line['eval_loss']:.4f}") for line in evaluations],
+        evaluations=_evaluations(evaluations),
         samples=next((line["samples"] for line in reversed(lines) if "samples" in line), []),
         measured=report.measured,
+        later_evaluations=evaluation_section(plan.output_dir),
         setup=_setup(plan, report),
         origin=_origin(report),
         recipe=plan.recipe_text,
@@ -91,6 +92,20 @@ def batch_words(plan: Plan) -> str:
     processes = plural(batching.row_ranks, "process", "processes")
     parts = f"{batching.micro_batch_size} x {batching.accumulation} accumulated x {processes}"
     return f"{what} {length} ({parts})"
+
+
+def _evaluations(lines: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the table of evaluations: names of the columns, and then a row for each. No rows without evaluations."""
+    if not lines:
+        return []
+    found = dict.fromkeys(name for line in lines for name in line if name.startswith("eval_") and name != "eval_loss")
+    measures = list(found)
+    rows = []
+    for line in lines:
+        values = (line.get(name) for name in measures)
+        words = ("" if value is None else f"{value:.4f}" for value in values)
+        rows.append((f"{line['step']:,}", f"{line['eval_loss']:.4f}", *words))
+    return [("step", "loss", *(name.removeprefix("eval_") for name in measures)), *rows]
 
 
 def _status(report: Report) -> str:

@@ -36,7 +36,7 @@ from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
 from ligertune.models.quantised_bases.stored_sizes import check_packed_layers, with_stored_sizes
 from ligertune.models.read_config import read_config, truncate
-from ligertune.models.shape import read_shape
+from ligertune.models.shape import base_of, read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.patching.packing_checks import prepare_masks
 from ligertune.patching.patch import patch
@@ -401,6 +401,15 @@ def _load_and_patch(
     model = build_model(
         spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as, storage=storage
     )
+    return model, patch_loaded(model, options)
+
+
+def patch_loaded(model: AnyModule, options: BuildOptions) -> tuple[KernelLine, ...]:
+    """Put our kernels into a loaded model, and what the feature and the modality change; return one line per kernel.
+
+    model: of transformers, or PEFT's wrapper of one with its adapter.
+    """
+    feature = feature_of(options.task)
     lines: tuple[KernelLine, ...] = ()
     wanted = options.kernels
     if wanted.enabled is not False:
@@ -410,9 +419,10 @@ def _load_and_patch(
         fused = "linear_cross_entropy"
         rows = [row for row in report.rows if not (feature.own_loss and row.kernel == fused)]
         lines = tuple(replace(row, kernel=feature.loss_kernel) if row.kernel == fused else row for row in rows)
-    feature.patch(model)
-    modality_of(model.config).prepare(model, options)
-    return model, lines
+    inner = base_of(model)
+    feature.patch(inner)
+    modality_of(inner.config).prepare(inner, options)
+    return lines
 
 
 def _adapter_notes(options: BuildOptions, model: AnyModule) -> tuple[str, ...]:

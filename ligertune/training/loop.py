@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ligertune.launcher.signals import WRITING, StopRequest
@@ -184,16 +185,32 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
             return
         if state.step:  # schedules do not see the evaluation before the first step, as in transformers
             training.rates.observe(found.loss)
-        measures = {f"eval_{name}": value for name, value in found.measures.items()}
+        wanted = state.step > 0 or plan.settings["eval"]["eval_on_start"] is True  # auto counts no time for answers
+        of_answers = run_measures(training) if wanted else {}
+        measures = {f"eval_{name}": value for name, value in {**found.measures, **of_answers}.items()}
         training.logger.log({"step": state.step, "eval_loss": found.loss, **measures})
         training.callbacks.call("on_evaluate", plan, metrics={"eval_loss": found.loss, **measures})
         if lowest and plan.checkpoint.load_best_model_at_end:
             save_best(accelerator, model, plan.output_dir, step=state.step, loss=found.loss)
-        wanted = state.step > 0 or plan.settings["eval"]["eval_on_start"] is True  # auto counts no time for answers
         if training.answer and wanted and accelerator.is_main_process:
             with accelerator.autocast():
                 samples = training.answer(accelerator.unwrap_model(model))
             training.logger.log({"step": state.step, "samples": samples})
+
+
+def run_measures(training: Training) -> dict[str, float]:
+    """Return the measures of `eval.metric` and `eval.tasks` by the main rank. All ranks call it."""
+    accelerator = training.accelerator
+    wanted = training.plan.evaluation
+    if wanted.metric is None and not wanted.tasks:
+        return {}
+    found: dict[str, float] = {}
+    if accelerator.is_main_process:
+        model = accelerator.unwrap_model(training.model)
+        with accelerator.autocast():
+            for measure in training.run_measures:
+                found |= measure(model)
+    return dict(broadcast_object_list([found])[0])
 
 
 def save_if_finite(training: Training, state: TrainState) -> None:

@@ -22,7 +22,10 @@ from ligertune.data.examples import Examples
 from ligertune.data.modalities.modality import ModalityReader
 from ligertune.data.prepare import PreparedData
 from ligertune.data.stream import StreamedExamples
+from ligertune.decode.answer_metric import answer_measure
 from ligertune.decode.generate import SampleAnswers
+from ligertune.decode.harness import task_measures
+from ligertune.decode.text_scorer import batching_of
 from ligertune.errors import UserError
 from ligertune.features.task import Task
 from ligertune.files.storage import MetricsFile, newest_checkpoint
@@ -65,6 +68,8 @@ from ligertune.training.parallel.distributed import (
     wrap_layers_that_are_there,
 )
 from ligertune.training.step import StepFunction, TrainStep
+
+RunMeasure = Callable[[Any], dict[str, float]]  # the trained model -> measures by name
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class Training:
     notes: tuple[str, ...]
     expert_load: ExpertLoad | None = None
     answer: SampleAnswers | None = None  # answers eval.sample_prompts
+    run_measures: tuple[RunMeasure, ...] = ()  # of eval.metric and eval.tasks; on the main rank only
     callbacks: Callbacks = field(default_factory=Callbacks)
     metrics: EvaluationMetrics | None = None
 
@@ -306,6 +312,7 @@ def setup(
         notes=resumed.notes,
         expert_load=wrapped.expert_load,
         answer=_sample_answers(job),
+        run_measures=_run_measures(job) if accelerator.is_main_process else (),
         callbacks=custom.callbacks,
         metrics=custom.metrics,
     )
@@ -449,3 +456,35 @@ def _sample_answers(job: Job) -> SampleAnswers | None:
     if not prompts or job.plan.shares_weights:
         return None
     return SampleAnswers(prompts, job.tokenizer.tokenizer, job.prompt, pad_token_id=job.tokenizer.pad_token_id)
+
+
+def _run_measures(job: Job) -> tuple[RunMeasure, ...]:
+    """Return what `eval.metric` and `eval.tasks` measure with each evaluation. Raises UserError."""
+    wanted = job.plan.evaluation
+    tokenizer = job.tokenizer.tokenizer
+    rows = job.plan.rows
+    found: list[RunMeasure] = []
+    if (wanted.metric or wanted.tasks) and job.plan.shares_weights:
+        raise UserError(
+            f"eval.{'metric' if wanted.metric else 'tasks'} needs a whole model on one process, and "
+            f"{job.plan.strategy} shards it.",
+            hint="Leave it out, and run `ligertune eval` on the trained model.",
+        )
+    if wanted.metric is not None and job.data.eval is not None:
+        found.append(
+            answer_measure(
+                wanted.metric,
+                job.data.eval,
+                tokenizer,
+                max_samples=wanted.answer_samples,
+                max_new_tokens=wanted.answer_tokens,
+            )
+        )
+    if wanted.tasks:
+        batching = batching_of(tokenizer, packed=rows.is_padding_free, multiple_of=rows.multiple_of)
+        found.append(
+            task_measures(
+                wanted.tasks, tokenizer, batching, max_samples=wanted.answer_samples, task=job.plan.build.task
+            )
+        )
+    return tuple(found)

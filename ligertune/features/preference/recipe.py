@@ -97,6 +97,8 @@ RULES = (
         ("preference.reference: adapter",
          "{1}: adapter needs the weights without it. Write preference.reference: precompute."),
     ),
+    Rule("eval.metric, task: dpo",
+         "{0} compares with the answer of a row, and {1} is dpo, whose rows have two or a label. Leave {0} out."),
     Rule("train.neftune_noise_alpha: not null, task: dpo", NO_NOISE),
     *each(
         NO_CUDA_GRAPHS,

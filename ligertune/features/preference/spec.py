@@ -8,6 +8,7 @@ from typing import Any
 from ligertune.any_types import AnyModule
 from ligertune.features.output_head import open_loss
 from ligertune.features.preference.kto_task import KtoTask
+from ligertune.features.preference.pair_measures import PAIR_MEASURES
 from ligertune.features.preference.preference_task import PreferenceTask
 from ligertune.features.preference.recipe import PreferenceSpec, reference_of
 from ligertune.features.preference.reference import choose_reference
@@ -76,5 +77,6 @@ SPECS = {
             MeasureChart("Reward margin", "chosen minus rejected", "rewards/margins"),
         ),
         plan_rows=_plan_rows,
+        evaluation=PAIR_MEASURES,
     )
 }

@@ -60,8 +60,11 @@ RULES = (
     Rule("classification.labels: not null",
          "{0} has a name twice. Give each label another name.",
          also=_names_a_label_twice),
-    Rule("eval.sample_prompts, task: classification|reward",
-         "{0} are answered by a model that writes text, and {1} is {v[1]}. Leave {0} out."),
+    *(
+        Rule(f"{key}, task: classification|reward",
+             "{0} needs a model that writes text, and {1} is {v[1]}. Leave {0} out.")
+        for key in ("eval.sample_prompts", "eval.metric", "eval.tasks")
+    ),
     Rule("data.streaming, task: classification|reward",
          "{0} reads the data during training, and {1}: {v[1]} needs all of it before. Write data.streaming: false."),
     *each(

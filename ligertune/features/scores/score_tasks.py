@@ -133,6 +133,27 @@ class F1Measures(Measures):
         return {**found, "f1": float(f1[1])} if self._num_labels == 2 else found
 
 
+def target_tensor(targets: Sequence[tuple[float, ...]], *, num_labels: int, problem_type: str) -> Tensor:
+    """Return ids (D,) int64, or (D, labels) float32: 1 for the labels of each text, or its numbers."""
+    if problem_type == SINGLE:
+        return torch.tensor([int(target[0]) for target in targets])
+    if problem_type == REGRESSION:
+        return torch.tensor(targets, dtype=torch.float32)
+    made = torch.zeros(len(targets), num_labels)
+    for row, ids in enumerate(targets):
+        made[row, [int(label) for label in ids]] = 1.0
+    return made
+
+
+def classification_losses(scores: Tensor, targets: Tensor, problem_type: str) -> Tensor:
+    """Return the loss of each text (D,). scores: (D, labels); targets: of `target_tensor`."""
+    if problem_type == SINGLE:
+        return F.cross_entropy(scores, targets, reduction="none")
+    if problem_type == MULTI:
+        return F.binary_cross_entropy_with_logits(scores, targets, reduction="none").mean(1)
+    return (scores - targets).square().mean(1)
+
+
 class ClassificationTask(ScoreTask):
     """Predict the label, the labels or the numbers of each text."""
 
@@ -147,23 +168,11 @@ class ClassificationTask(ScoreTask):
         self.measures = self._f1 or Measures(("mean_absolute_error",), device)
 
     def target_tensor(self, targets: Sequence[tuple[float, ...]]) -> Tensor:
-        """Return ids (D,) int64, or (D, labels) float32: 1 for the labels of each text, or its numbers."""
-        if self._problem_type == SINGLE:
-            return torch.tensor([int(target[0]) for target in targets])
-        if self._problem_type == REGRESSION:
-            return torch.tensor(targets, dtype=torch.float32)
-        made = torch.zeros(len(targets), self._num_labels)
-        for row, ids in enumerate(targets):
-            made[row, [int(label) for label in ids]] = 1.0
-        return made
+        """Return the labels of D texts as the function `target_tensor` does."""
+        return target_tensor(targets, num_labels=self._num_labels, problem_type=self._problem_type)
 
     def loss_of_scores(self, scores: Tensor, targets: Tensor, counts: Tensor, divisor: int) -> Tensor:
-        if self._problem_type == SINGLE:
-            losses = F.cross_entropy(scores, targets, reduction="none")
-        elif self._problem_type == MULTI:
-            losses = F.binary_cross_entropy_with_logits(scores, targets, reduction="none").mean(1)
-        else:
-            losses = (scores - targets).square().mean(1)
+        losses = classification_losses(scores, targets, self._problem_type)
         self._measure(scores.detach(), targets, counts)
         return losses.masked_fill(~counts, 0.0).sum() / divisor
 
@@ -190,6 +199,14 @@ class ClassificationTask(ScoreTask):
 REWARD_MEASURES = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 
 
+def pair_losses_of(rewards: Tensor, margins: Tensor, options: RewardSpec) -> Tensor:
+    """Return the loss of each pair (P,). rewards: (P, 2) of the chosen and the rejected answer; margins: (P,)."""
+    losses = -logsigmoid(rewards[:, 0] - rewards[:, 1] - margins)
+    if options.center_rewards_coefficient is not None:
+        losses = losses + options.center_rewards_coefficient * rewards.sum(1) ** 2
+    return losses
+
+
 class RewardTask(ScoreTask):
     """Give the chosen answer of each pair the higher reward."""
 
@@ -207,9 +224,7 @@ class RewardTask(ScoreTask):
     def loss_of_scores(self, scores: Tensor, targets: Tensor, counts: Tensor, divisor: int) -> Tensor:
         rewards = scores.view(-1, 2)
         difference = rewards[:, 0] - rewards[:, 1]
-        losses = -logsigmoid(difference - targets)
-        if self.options.center_rewards_coefficient is not None:
-            losses = losses + self.options.center_rewards_coefficient * rewards.sum(1) ** 2
+        losses = pair_losses_of(rewards, targets, self.options)
         self._measure(rewards.detach(), difference.detach(), counts)
         return losses.masked_fill(~counts, 0.0).sum() / divisor
 

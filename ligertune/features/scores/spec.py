@@ -13,6 +13,7 @@ from ligertune.data.prepare import PreparedData
 from ligertune.features.scores.document_scores import check_scores, patch_scores
 from ligertune.features.scores.labels import LabelSet
 from ligertune.features.scores.recipe import ClassificationSpec, RewardSpec
+from ligertune.features.scores.score_measures import CLASSIFICATION_MEASURES, REWARD_MEASURES_OF_PAIRS
 from ligertune.features.scores.score_tasks import ClassificationTask, RewardTask
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin
 from ligertune.models.score_head import gives_scores, make_scored
@@ -93,6 +94,7 @@ CLASSIFICATION = FeatureSpec(
     loss_unit=lambda settings: "mean over texts",
     charts=(ACCURACY, MeasureChart("F1", "mean over labels", "f1_macro")),
     next_step=_next_step,
+    evaluation=CLASSIFICATION_MEASURES,
 )
 REWARD = replace(
     CLASSIFICATION,
@@ -103,5 +105,6 @@ REWARD = replace(
     title=lambda settings, words: f"reward model, {words}",
     loss_unit=lambda settings: "mean over pairs",
     charts=(ACCURACY, MeasureChart("Margin", "reward of chosen minus rejected", "margin")),
+    evaluation=REWARD_MEASURES_OF_PAIRS,
 )
 SPECS = {"classification": CLASSIFICATION, "reward": REWARD}

@@ -87,6 +87,17 @@ RULES = (
          "{0} is {v[0]}, but there is no evaluation data. Give {1} or {2}."),
     Rule("eval.eval_on_start: true, no data.val_split, no data.eval_datasets",
          "{0} is true, but there is no evaluation data. Give {1} or {2}."),
+    *(
+        Rule(f"{key}, no data.val_split, no data.eval_datasets",
+             "{0} is measured with each evaluation, but there is no evaluation data. Give {1} or {2}.")
+        for key in ("eval.metric", "eval.tasks")
+    ),
+    *(
+        Rule(f"{key}, parallel.strategy: fsdp|deepspeed_zero3",
+             "{0} needs a whole model on one process, and {1} is {v[1]}, which shards it. Leave {0} out, and run "
+             "`ligertune eval` on the trained model.")
+        for key in ("eval.metric", "eval.tasks")
+    ),
     Rule("eval.early_stopping_threshold, eval.early_stopping_patience: null",
          "{0} belongs to early stopping, and {1} is not given. Give it, or leave {0} out."),
     *(

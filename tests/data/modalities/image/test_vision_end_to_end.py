@@ -152,3 +152,17 @@ def test_generate_refuses_images_for_a_text_model_and_missing_images(quickstart,
     ):
         with pytest.raises(UserError, match=message):
             generate_answer(load_model(str(model), raw=False), "What?", Decoding(1), seed=0, images=[image])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", QUICK)
+def test_eval_of_a_run_has_the_loss_of_its_last_evaluation(family, trained, tmp_path):
+    _, report, folder = trained(family, **{"data.val_split": 0.3})
+    done = run_here("eval", folder, "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    loss = json.loads(done.out)["metrics"]["loss"]
+    assert loss["value"] == pytest.approx(report.eval_loss, rel=1e-5)
+    assert loss["base"]["value"] > loss["value"]
+    refused = run_here("eval", folder, "--metric", "exact_match", cwd=tmp_path)
+    assert refused.code == 2
+    assert "prompts with images are not generated" in " ".join(refused.err.split())

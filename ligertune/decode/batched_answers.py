@@ -1,0 +1,173 @@
+"""Greedy or sampled answers to many prompts, in batches of similar length that are padded on the left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from ligertune.any_types import AnyModule
+from ligertune.errors import UserError
+from ligertune.models.compile import run_eagerly
+from ligertune.models.shape import base_of
+
+GPU_PROMPTS = 64  # of a batch; their keys and values take memory
+CPU_PROMPTS = 16
+_LOOK_BACK = 4  # tokens more than a stop text has: it may begin and end within one
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """A prompt as token ids, and how its answer ends.
+
+    sampling: further arguments of `generate`, as items. end_tokens: ids that end an answer, besides the model's own.
+    """
+
+    ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    max_new_tokens: int
+    sampling: tuple[tuple[str, Any], ...] = (("do_sample", False),)
+    end_tokens: tuple[int, ...] = ()
+
+
+def answer_batches(
+    model: AnyModule,
+    tokenizer: PreTrainedTokenizerBase,
+    requests: Sequence[AnswerRequest],
+    *,
+    name: str,
+    batch_size: int | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[str]:
+    """Return the answer of each request, cut before the first of its stop texts. name: of the model, for errors."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for index, request in enumerate(requests):
+        settings = (request.stop, request.max_new_tokens, request.end_tokens, repr(request.sampling))
+        groups[settings].append(index)
+    answers = [""] * len(requests)
+    device = next(model.parameters()).device
+    size = batch_size or (GPU_PROMPTS if device.type == "cuda" else CPU_PROMPTS)
+    done = 0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), _attention_of_padded_rows(model), run_eagerly():
+        for group in groups.values():
+            group.sort(key=lambda index: -len(requests[index].ids))
+            for start in range(0, len(group), size):
+                chosen = group[start : start + size]
+                found = _answer_batch(model, tokenizer, [requests[index] for index in chosen], name)
+                for index, answer in zip(chosen, found, strict=True):
+                    answers[index] = answer
+                done += len(chosen)
+                progress(done / len(requests))
+    model.train(was_training)
+    return answers
+
+
+def _answer_batch(
+    model: AnyModule, tokenizer: PreTrainedTokenizerBase, requests: Sequence[AnswerRequest], name: str
+) -> list[str]:
+    first = requests[0]
+    longest = max(len(request.ids) for request in requests)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = torch.full((len(requests), longest), pad or 0)
+    mask = torch.zeros_like(ids)
+    for row, request in enumerate(requests):
+        ids[row, longest - len(request.ids) :] = torch.tensor(request.ids)
+        mask[row, longest - len(request.ids) :] = 1
+    device = next(model.parameters()).device
+    stopping = [StopTexts(tokenizer, first.stop, prompt_length=longest)] if first.stop else []
+    made = model.generate(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=first.max_new_tokens,
+        pad_token_id=pad,
+        stopping_criteria=StoppingCriteriaList(stopping),
+        logits_processor=LogitsProcessorList([FiniteLogits(name)]),
+        eos_token_id=_end_tokens(model, first),
+        **_settings(first.sampling),
+    )
+    texts = tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
+    return [cut_at(text, first.stop) for text in texts]
+
+
+def _end_tokens(model: AnyModule, request: AnswerRequest) -> list[int] | None:
+    """Return the ids that end an answer: those of the request, and those of the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    known = [] if own is None else [own] if isinstance(own, int) else list(own)
+    return [*dict.fromkeys([*known, *request.end_tokens])] or None
+
+
+def _settings(sampling: tuple[tuple[str, Any], ...]) -> Mapping[str, Any]:
+    """Return keywords of `generate`. Greedy decoding has no temperature, with which transformers warns."""
+    found = dict(sampling)
+    if not found.get("do_sample"):
+        found = {key: value for key, value in found.items() if key not in ("temperature", "top_p", "top_k")}
+    return {"do_sample": False, **found}
+
+
+def cut_at(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first of the stop texts."""
+    for one in stop:
+        if one:
+            text = text.partition(one)[0]
+    return text
+
+
+class FiniteLogits(LogitsProcessor):
+    """Refuse logits that are not numbers: greedy decoding would answer with token 0, and sampling would crash."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any()):
+            raise UserError(
+                f"The model {self._name} computes NaN: its weights are damaged, or too large for their dtype.",
+                exit_code=1,
+            )
+        return scores
+
+
+class StopTexts(StoppingCriteria):
+    """Ends each row whose new text holds one of the stop texts. The other rows go on."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, prompt_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._stop = [text for text in stop if text]
+        self._prompt_length = prompt_length
+        lengths = (len(tokenizer.encode(text, add_special_tokens=False)) for text in self._stop)
+        self._look_back = max(lengths, default=0) + _LOOK_BACK
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        new = input_ids[:, self._prompt_length :][:, -self._look_back :]
+        texts = self._tokenizer.batch_decode(new)
+        ends = [any(stop in text for stop in self._stop) for text in texts]
+        return torch.tensor(ends, device=input_ids.device)
+
+
+@contextlib.contextmanager
+def _attention_of_padded_rows(model: AnyModule) -> Iterator[None]:
+    """Let a model attend with a mask: attention of packed documents has none for rows that are padded on the left."""
+    inner: AnyModule = base_of(model)
+    before = inner.config._attn_implementation
+    if before in ("sdpa", "eager"):
+        yield
+        return
+    inner.set_attn_implementation("sdpa" if inner._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)

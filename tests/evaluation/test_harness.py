@@ -1,0 +1,162 @@
+"""Tasks of lm-evaluation-harness on a run: the numbers of `lm_eval --model hf`."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.command_line import losses, metrics, run_here
+from support.quickstart_runs import train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+OUTPUTS = {
+    "multiple_choice": {
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "loglikelihood_rolling": {
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "generate_until": {
+        "doc_to_text": "{{question}}\n",
+        "doc_to_target": "{{greedy}}",
+        "generation_kwargs": {"until": [".", "\n\n"], "max_gen_toks": 24},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model_run(tmp_path_factory) -> Path:
+    """The folder of a short run of all weights."""
+    folder = tmp_path_factory.mktemp("tasks")
+    train(folder, **{"train.max_steps": 2, "train.learning_rate": 1e-2})
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tasks(model_run, tmp_path_factory, quickstart) -> dict[str, Path]:
+    """YAML files of a task of each kind. Every second answer of `generate_until` is what the model writes."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path_factory.mktemp("yaml")
+    rows = [json.loads(line) for line in (quickstart / "dolly_short.jsonl").read_text(encoding="utf-8").splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(model_run / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_run / "model")
+    documents = []
+    for number in range(8):
+        question = rows[number]["instruction"]
+        ids = tokenizer(f"{question}\n", return_tensors="pt").input_ids
+        with torch.no_grad():
+            made = model.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0, ids.shape[1] :]
+        answer = tokenizer.decode(made, skip_special_tokens=True).split("\n\n")[0].split(".")[0]
+        document = {"question": question, "choices": [row["output"][:40] for row in rows[4 * number :][:4]]}
+        document |= {"answer": number % 4, "text": " ".join(row["output"] for row in rows[9 * number :][:9])}
+        documents.append(document | {"greedy": answer if number % 2 else "another"})
+    data = folder / "documents.jsonl"
+    data.write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
+    found = {}
+    for kind, settings in OUTPUTS.items():
+        task = {"task": f"local_{kind}", "dataset_path": "json", "test_split": "test", "output_type": kind, **settings}
+        task["dataset_kwargs"] = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+        found[kind] = folder / f"{kind}.yaml"
+        found[kind].write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    return found
+
+
+def evaluated(run: Path, *arguments: object) -> dict:
+    done = run_here("eval", run, *arguments, "--json", cwd=run.parent)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def of_lm_eval(model: Path, task: Path) -> dict[str, tuple[float, object]]:
+    """Return the measures of `lm_eval --model hf` and their standard errors."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    plain = HFLM(pretrained=str(model), dtype="float32", device="cpu", batch_size=3)
+    found = lm_eval.simple_evaluate(plain, tasks=[str(task)], task_manager=TaskManager(include_defaults=False))
+    (values,) = found["results"].values()
+    names = [name.removesuffix(",none") for name in values if name.endswith(",none") and "_stderr" not in name]
+    return {name: (float(values[f"{name},none"]), values[f"{name}_stderr,none"]) for name in names}
+
+
+def check_task(kind: str, run: Path, tasks: dict[str, Path]) -> None:
+    found = evaluated(run, "--tasks", tasks[kind], "--no-base")
+    expected = of_lm_eval(run / "model", tasks[kind])
+    assert found["examples"] == 8
+    assert len(expected) == len(found["metrics"]) > 0
+    for name, (value, stderr) in expected.items():
+        measured = found["metrics"][f"local_{kind}/{name}"]
+        assert measured["value"] == pytest.approx(value, rel=1e-6), name
+        assert measured["stderr"] == (pytest.approx(stderr, rel=1e-6) if isinstance(stderr, float) else None)
+
+
+def test_a_multiple_choice_task_has_the_numbers_of_lm_eval(model_run, tasks):
+    check_task("multiple_choice", model_run, tasks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loglikelihood_rolling", "generate_until"])
+def test_other_tasks_have_the_numbers_of_lm_eval(kind, model_run, tasks):
+    check_task(kind, model_run, tasks)
+
+
+@pytest.mark.slow
+def test_answers_match_and_the_base_model_is_next_to_the_run(model_run, tasks):
+    chosen = ",".join(str(tasks[kind]) for kind in ("generate_until", "loglikelihood_rolling"))
+    before = torch.random.get_rng_state()
+    metrics = evaluated(model_run, "--tasks", chosen)["metrics"]
+    assert torch.equal(before, torch.random.get_rng_state())
+    matches = metrics["local_generate_until/exact_match"]
+    assert (matches["value"], matches["base"]["value"]) == (0.5, 0.0)
+    assert matches["difference"]["stderr"] == pytest.approx(0.5 / 7**0.5)  # of eight differences, four of them 1
+    bits = metrics["local_loglikelihood_rolling/bits_per_byte"]
+    assert bits["base"]["value"] != bits["value"]
+    assert bits["difference"]["value"] == pytest.approx(bits["value"] - bits["base"]["value"])
+
+
+def test_tasks_that_cannot_be_evaluated_are_refused(model_run, tasks):
+    def refusal(*arguments: object) -> str:
+        done = run_here("eval", model_run, *arguments, cwd=model_run.parent)
+        assert done.code == 2 and "Traceback" not in done.err
+        return " ".join(done.err.split())
+
+    assert "there is no file missing.yaml" in refusal("--tasks", "missing.yaml")
+    assert "--tasks and --data both say" in refusal("--tasks", tasks["generate_until"], "--data", "x.jsonl")
+    assert "--num-fewshot belongs to --tasks" in refusal("--num-fewshot", 2)
+    broken = tasks["generate_until"].with_name("broken.yaml")
+    broken.write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: gone.jsonl}}\n")
+    assert "--tasks: " in refusal("--tasks", broken)
+
+
+@pytest.mark.skipif("lm_eval" in os.environ.get("PYTHONPATH", ""), reason="lm_eval is installed")
+def test_without_lm_eval_the_command_says_what_to_install(model_run, monkeypatch):
+    monkeypatch.setattr("ligertune.decode.harness.find_spec", lambda name: None)
+    done = run_here("eval", model_run, "--tasks", "arc_easy", cwd=model_run.parent)
+    assert done.code == 2
+    assert "pip install 'lm-eval>=0.4.13'" in done.err
+
+
+@pytest.mark.slow
+def test_a_run_evaluates_tasks_with_each_evaluation(tasks, tmp_path):
+    """The last numbers are those of the trained model; the losses are those of a run without tasks."""
+    settings = {"train.max_steps": 2, "eval.eval_strategy": "steps", "eval.eval_steps": 1, "method.type": "lora",
+                "method.lora_dropout": 0.5, "train.learning_rate": 1e-2}  # fmt: skip
+    named = f"[{tasks['multiple_choice']}, {tasks['loglikelihood_rolling']}]"
+    report = train(tmp_path / "asked", **settings, **{"eval.tasks": named, "eval.answer_samples": 4})
+    train(tmp_path / "silent", **settings)
+    lines = [line for line in metrics(tmp_path / "asked" / "run") if "eval_local_multiple_choice/acc" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert losses(tmp_path / "asked" / "run") == losses(tmp_path / "silent" / "run")
+    chosen = f"{tasks['multiple_choice']},{tasks['loglikelihood_rolling']}"
+    found = evaluated(tmp_path / "asked" / "run", "--tasks", chosen, "--max-samples", 4, "--no-base")["metrics"]
+    for name, measured in found.items():
+        assert report.eval_measures[name] == pytest.approx(measured["value"], rel=1e-5), name
+    assert "<th>local_multiple_choice/acc</th>" in (tmp_path / "asked/run/report.html").read_text(encoding="utf-8")
