@@ -12,6 +12,7 @@ from functools import partial
 OPTIONAL = {
     "bitsandbytes": ">=0.45",
     "deepspeed": ">=0.16",
+    "gguf": ">=0.19",
     "matplotlib": ">=3.8",
     "pillow": ">=10.0",
     "torchao": ">=0.14",

@@ -52,7 +52,7 @@ LAYERS = (
     ("launcher",),
     ("data", "attention", "patching", "models", "activations"),
     ("features", "decode"),
-    ("training",),
+    ("training", "gguf_export"),
     ("run", "trainer", "report"),
     ("bench", "compare", "doctor"),
     ("cli", "__init__", "__main__"),

@@ -123,7 +123,7 @@ def plan_export(
     needs neither merging nor converting stays in its folder unless `out` names another. check: `out` may hold an
     earlier export, which is then compared as it is. dtype: name of that of the weights.
     """
-    source = _find_source(name, checkpoint)
+    source = find_source(name, checkpoint)
     folder = Path(source.name)
     has_adapter = _has_adapter(source)
     if adapter and not has_adapter:
@@ -171,7 +171,8 @@ def _run_of_checkpoint(source: SavedModel) -> tuple[Path, RunOptions]:
     return source.run, options
 
 
-def _find_source(name: str, checkpoint: str | None) -> SavedModel:
+def find_source(name: str, checkpoint: str | None) -> SavedModel:
+    """Return the folder to export: of a run, a model or an adapter, or the checkpoint of a run. Raises UserError."""
     run = Path(name).expanduser()
     if checkpoint is None or not run.is_dir():
         source = find_saved_model(name, key="RUN")
