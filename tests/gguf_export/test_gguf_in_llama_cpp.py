@@ -32,6 +32,7 @@ def log_probabilities(model, ids):
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_has_the_probabilities_of_transformers(name, tmp_path):
     model = make_case(name)
+    model.set_attn_implementation("eager")  # torch's own has no soft cap in transformers 5.17
     folder = save(model, tmp_path)
     write_gguf(folder, folder / "x.gguf", "f32")
     server = LlamaCpp(folder / "x.gguf", context=256)
