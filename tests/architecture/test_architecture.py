@@ -51,7 +51,7 @@ LAYERS = (
     ("planning",),
     ("launcher",),
     ("data", "attention", "patching", "models", "activations"),
-    ("features", "decode"),
+    ("features", "decode", "serving"),
     ("training", "gguf_export"),
     ("run", "trainer", "report"),
     ("bench", "compare", "doctor"),
