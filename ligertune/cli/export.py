@@ -97,7 +97,7 @@ def export(
         )  # fmt: skip
     done: dict[str, Any] = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     _write(plan, dry_run=dry_run)
-    render.text(f"model card: {plan.write_card(push)}")
+    done["commands"] = _write_card(plan, push, dry_run=dry_run)
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)
     if push is not None or dry_run:
@@ -133,19 +133,32 @@ def _export_gguf(
             from ligertune.gguf_export.export_gguf import plan_gguf
         planned = plan_gguf(run, out, kind, checkpoint=checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
     _write(planned.plan, dry_run=False)
-    if planned.plan.how != "in place":
-        render.text(f"model card: {planned.plan.write_card(None)}")
     with render.waiting(f"writing {planned.file.name} ..."):
         written = planned.write()
     for note in written.notes:
         render.note(note)
     render.text(f"{kind} from {planned.plan.folder}: {written.file}")
     render.text(f"Modelfile: {written.modelfile}")
+    render.text(f"model card: {planned.write_card(written)}")
+    commands = _show_commands(planned.plan.serve(written.names()))
     if json:
         render.json_report(
             {"file": str(written.file), "modelfile": str(written.modelfile), "folder": str(planned.plan.folder),
-             "kind": kind, "notes": list(written.notes)}
+             "kind": kind, "notes": list(written.notes), "commands": commands}
         )  # fmt: skip
+
+
+def _write_card(plan: ExportPlan, push: str | None, *, dry_run: bool) -> dict[str, str]:
+    """Write the model card, and print and return the commands that serve the folder."""
+    render.text(f"model card: {plan.write_card(push)}")
+    return _show_commands([] if dry_run else plan.serve())
+
+
+def _show_commands(commands: list[tuple[str, str]]) -> dict[str, str]:
+    """Print the command of each server, and return them by its name."""
+    for server, command in commands:
+        render.text(f"{server}: {command}")
+    return dict(commands)
 
 
 def _write(plan: ExportPlan, *, dry_run: bool) -> None:

@@ -27,7 +27,9 @@ from ligertune.gguf_export.gguf_vocabulary import vocabulary
 from ligertune.gguf_export.ollama_modelfile import PLAIN_TEMPLATE, go_template, modelfile, turn_texts
 from ligertune.models.save import SAVED_MODEL, read_prompt, read_saved_config, read_saved_tokenizer, saved_spec
 from ligertune.planning.preflight import check_out_folder, make_out_folder, write_new
+from ligertune.serving.server_commands import GgufNames
 from ligertune.training.checkpoint.export_run import ExportPlan, find_source, plan_export
+from ligertune.training.checkpoint.model_card import write_card
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -65,6 +67,11 @@ class GgufExport:
         """Write the file from the exported folder, and a Modelfile next to it. Raises UserError."""
         with writing(f"The GGUF file {self.file}", trains=False):
             return write_gguf(self.plan.folder, self.file, self.kind, trust_remote_code=self.plan.trust_remote_code)
+
+    def write_card(self, written: WrittenGguf) -> Path:
+        """Write the model card next to the file unless there is one. Raises UserError."""
+        folder = self.file.parent
+        return write_card(folder, self.plan.source, is_adapter=False, repository=None, gguf=written.names(folder))
 
 
 def plan_gguf(
@@ -220,6 +227,11 @@ class WrittenGguf:
     file: Path
     modelfile: Path
     notes: tuple[str, ...]
+
+    def names(self, folder: Path | None = None) -> GgufNames:
+        """Return the paths of the files, or their paths in a folder."""
+        paths = [path if folder is None else path.relative_to(folder) for path in (self.file, self.modelfile)]
+        return GgufNames(str(paths[0]), str(paths[1]))
 
 
 def write_gguf(folder: Path, file: Path, kind: str, *, trust_remote_code: bool = False) -> WrittenGguf:

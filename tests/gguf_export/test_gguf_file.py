@@ -66,7 +66,7 @@ def test_the_quickstarts_model_read_back(tmp_path, quickstart):
     assert "output.weight" not in tensors and len(tensors) == 2 + 5 * 9  # the output is tied to the embedding
     text = (tmp_path / "out" / "Modelfile").read_text(encoding="utf-8")
     assert "FROM ./stories260K-f32.gguf\n" in text and 'PARAMETER stop "</s>"' in text and "### assistant:" in text
-    assert sorted(os.listdir(tmp_path / "out")) == ["Modelfile", "stories260K-f32.gguf"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["Modelfile", "README.md", "stories260K-f32.gguf"]
 
 
 def test_rotary_pairs_of_llama_become_neighbours(tmp_path):
