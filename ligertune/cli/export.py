@@ -76,7 +76,7 @@ def export(
     --check loads the export, or an earlier one, in transformers and PEFT, and ends with exit code 1 if logits differ.
 
     The model card, README.md, is written unless there is one. A model without an adapter is uploaded from its folder,
-    and --gguf reads it there; an adapter is merged first, or an earlier export in the folder is used.
+    and --gguf reads it there; of an adapter, --gguf also writes the merged model.
     """
     if gguf is not None:
         _refuse_with_gguf(adapter, push, public, check, prompt, dry_run, base_format)

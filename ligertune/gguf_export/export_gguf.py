@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial as partial_function
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +20,14 @@ import numpy as np
 
 from ligertune.data.templates.bounded_jinja import render_chat_template, template_name
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
-from ligertune.errors import UserError, format_bytes, pip_install
+from ligertune.errors import UserError, format_bytes, message_of, pip_install
 from ligertune.files.model_files import ADAPTER_CONFIG, read_json
-from ligertune.files.storage import writing
+from ligertune.files.storage import cannot_write, writing
 from ligertune.gguf_export.gguf_families import Metadata, gguf_family, hyperparameters
 from ligertune.gguf_export.gguf_tensors import KINDS, GgufTensors, plan_tensors, read_tensor
 from ligertune.gguf_export.gguf_vocabulary import vocabulary
 from ligertune.gguf_export.ollama_modelfile import PLAIN_TEMPLATE, go_template, modelfile, turn_texts
+from ligertune.launcher.signals import before_leaving
 from ligertune.models.save import SAVED_MODEL, read_prompt, read_saved_config, read_saved_tokenizer, saved_spec
 from ligertune.planning.preflight import check_out_folder, make_out_folder, write_new
 from ligertune.serving.server_commands import GgufNames
@@ -99,17 +102,11 @@ def plan_gguf(
         place = out or (source.run or folder) / "exported"
         check_out_folder(place, "--out", may_hold=None)
     else:
+        place = out or (source.run or folder) / "exported"
+        _refuse_earlier(place, kind)
         plan = plan_export(
-            name,
-            out,
-            adapter=False,
-            checkpoint=checkpoint,
-            check=True,
-            trust_remote_code=trust_remote_code,
-            dtype=dtype,
+            name, place, adapter=False, checkpoint=checkpoint, trust_remote_code=trust_remote_code, dtype=dtype
         )
-        place = plan.folder
-        _refuse_stale(plan)
     title = _plain((source.run or folder).resolve().name)
     file = place / f"{title}-{kind}.gguf"
     if os.path.lexists(file):
@@ -132,15 +129,13 @@ def check_kind(kind: str) -> None:
         raise UserError("--gguf needs the package gguf, which is not installed.", hint=f"Run: {pip_install('gguf')}")
 
 
-def _refuse_stale(plan: ExportPlan) -> None:
-    """Raise UserError if an earlier export is older than the weights that it was made of."""
-    if plan.how != "there already":
-        return
-    written = (plan.folder / "config.json").stat().st_mtime
-    if any(file.stat().st_mtime > written for file in Path(plan.source.name).glob("*.safetensors")):
+def _refuse_earlier(folder: Path, kind: str) -> None:
+    """Raise UserError for a folder with a model, which may be that of another checkpoint or of an earlier run."""
+    if (folder / "config.json").is_file():
+        convert = shlex.join(("ligertune", "export", str(folder), "--out", str(folder), "--gguf", kind))
         raise UserError(
-            f"--gguf: {plan.folder} holds an export that is older than {plan.source.name}.",
-            hint="Remove it, or name another folder with --out.",
+            f"--gguf: {folder} holds a model already.",
+            hint=f"Convert that one with `{convert}`, or name a new folder with --out.",
         )
 
 
@@ -250,11 +245,15 @@ def write_gguf(folder: Path, file: Path, kind: str, *, trust_remote_code: bool =
     for key, value in content.metadata.items():
         _add(writer, key, value)
     partial = file.with_name(f".{file.name}.partial")
+    remove_partial = partial_function(partial.unlink, missing_ok=True)
     try:
-        _write_tensors(writer, planned, content.config, partial)
+        with before_leaving(remove_partial):
+            _write_tensors(writer, planned, content.config, partial)
         os.replace(partial, file)
-    except BaseException:  # Ctrl-C, too
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        remove_partial()
+        if isinstance(error, OSError) and error.errno is None:  # numpy says how much was written, and not why
+            raise cannot_write(f"The GGUF file {file}", message_of(error), trains=False) from error
         raise
     modelfile, notes = write_modelfile(folder, file, content)
     return WrittenGguf(file, modelfile, (*content.notes, *planned.notes, *notes))

@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import re
+import resource
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -301,20 +304,32 @@ def adapter(tmp_path_factory, quickstart):
     return folder, model.merge_and_unload().state_dict()
 
 
-def test_an_adapter_is_merged_once_and_its_folder_used_again(adapter, tmp_path):
+def test_an_adapter_is_merged_and_its_folder_can_be_converted_again(adapter, tmp_path):
     folder, merged = adapter
-    first = run_here("export", folder, "--out", tmp_path / "out", "--gguf", "f32", cwd=tmp_path)
+    first = run_here("export", folder, "--out", "out", "--gguf", "f32", cwd=tmp_path)
     assert first.code == 0, first.err
-    file = tmp_path / "out" / "adapter-f32.gguf"
-    down = read(file)[1]["blk.2.ffn_down.weight"][1]
+    down = read(tmp_path / "out" / "adapter-f32.gguf")[1]["blk.2.ffn_down.weight"][1]
     assert down == pytest.approx(merged["model.layers.2.mlp.down_proj.weight"].numpy(), abs=1e-6)
-    again = run_here("export", folder, "--out", tmp_path / "out", "--gguf", "f32", cwd=tmp_path)
-    assert again.code == 2 and "exists already" in again.err
-    weights = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
-    other = run_here("export", folder, "--out", tmp_path / "out", "--gguf", "bf16", cwd=tmp_path)
+    # a model in the folder may be that of another checkpoint, so that it is converted by its own name only
+    again = run_here("export", folder, "--out", "out", "--gguf", "bf16", cwd=tmp_path)
+    words = " ".join(again.err.split())
+    assert again.code == 2 and "out holds a model already" in words
+    command = re.search(r"`ligertune (.+?)`", words)[1]
+    other = run_here(*command.split(), cwd=tmp_path)
     assert other.code == 0, other.err
-    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == weights
-    assert {"adapter-bf16.gguf", "Modelfile", "Modelfile-adapter-bf16"} <= set(os.listdir(tmp_path / "out"))
-    os.utime(tmp_path / "out" / "config.json", (1, 1))
-    stale = run_here("export", folder, "--out", tmp_path / "out", "--gguf", "f16", cwd=tmp_path)
-    assert stale.code == 2 and "is older than" in stale.err
+    assert {"out-bf16.gguf", "adapter-f32.gguf", "Modelfile", "Modelfile-out-bf16"} <= set(os.listdir(tmp_path / "out"))
+
+
+def test_a_full_disk_leaves_no_file(quickstart, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))  # bytes of a file; Python ignores the signal
+    try:
+        with pytest.raises(UserError, match=r"x\.gguf could not be written.*Make room"):
+            write_gguf(quickstart / "stories260K", tmp_path / "x.gguf", "f32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+        with pytest.raises(UserError, match=r"x\.gguf needs 1\.0 MiB, and 1\.0 KiB are free"):
+            write_gguf(quickstart / "stories260K", tmp_path / "x.gguf", "f32")

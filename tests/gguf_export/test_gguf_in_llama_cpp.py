@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from support.command_line import run_here
 from support.llama_cpp import LlamaCpp
 from support.models.gguf_models import CASES, make_case, save
 from support.models.tiny_models import make
+from support.quickstart_runs import SHORT, saves, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ligertune.decode.generate import format_prompt
+from ligertune.decode.generate import Decoding, encode_prompt, format_prompt, generate_answer, load_model
 from ligertune.gguf_export.export_gguf import write_gguf
 
 pytest.importorskip("gguf")
@@ -123,3 +125,21 @@ def test_the_prompt_of_alpaca_is_the_chat_template_of_a_run_that_was_trained_on_
     write_gguf(folder, folder / "x.gguf", "f16")
     prompt = LlamaCpp(folder / "x.gguf").chat_prompt([{"role": "user", "content": "Say hi."}])
     assert prompt == format_prompt(trained[1], "Say hi.", {"prompt_template": "alpaca", "system_prompt": None})[0]
+
+
+def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_path):
+    changes = {**SHORT, **saves(1), "method.type": "lora", "train.max_steps": 3, "train.learning_rate": 0.05}
+    train(tmp_path, **changes)
+    run = tmp_path / "run"
+    merged = run_here("export", run, "--gguf", "f32", "--json", cwd=tmp_path)
+    step = run_here("export", run, "--checkpoint", "step-1", "--out", "one", "--gguf", "f32", "--json", cwd=tmp_path)
+    assert (merged.code, step.code) == (0, 0), merged.err + step.err
+    texts = []
+    for done, model in ((merged, run), (step, tmp_path / "one")):
+        loaded = load_model(str(model if model != run else run / "model"), raw=False)
+        ids = encode_prompt(loaded.tokenizer, "Say hi.", loaded.template)[1]
+        expected = generate_answer(loaded, "Say hi.", Decoding(64), seed=0).text
+        found = LlamaCpp(json.loads(done.out)["file"]).greedy(ids, 64)
+        assert loaded.tokenizer.decode(found, skip_special_tokens=True) == expected
+        texts.append(expected)
+    assert texts[0] != texts[1]
