@@ -139,7 +139,7 @@ def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_p
         loaded = load_model(str(model if model != run else run / "model"), raw=False)
         ids = encode_prompt(loaded.tokenizer, "Say hi.", loaded.template)[1]
         expected = generate_answer(loaded, "Say hi.", Decoding(64), seed=0).text
-        found = LlamaCpp(json.loads(done.out)["file"]).greedy(ids, 64)
+        found = LlamaCpp(tmp_path / json.loads(done.out)["file"]).greedy(ids, 64)
         assert loaded.tokenizer.decode(found, skip_special_tokens=True) == expected
         texts.append(expected)
     assert texts[0] != texts[1]
