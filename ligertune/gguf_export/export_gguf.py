@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ligertune.data.templates.bounded_jinja import render_chat_template, template_name
+from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.errors import UserError, format_bytes, message_of, pip_install
 from ligertune.files.model_files import ADAPTER_CONFIG, read_json
@@ -26,7 +26,7 @@ from ligertune.files.storage import cannot_write, writing
 from ligertune.gguf_export.gguf_families import Metadata, gguf_family, hyperparameters
 from ligertune.gguf_export.gguf_tensors import KINDS, GgufTensors, plan_tensors, read_tensor
 from ligertune.gguf_export.gguf_vocabulary import vocabulary
-from ligertune.gguf_export.ollama_modelfile import PLAIN_TEMPLATE, go_template, modelfile, turn_texts
+from ligertune.gguf_export.ollama_modelfile import PLAIN_TEMPLATE, conversation, go_template, modelfile, turn_texts
 from ligertune.launcher.signals import before_leaving
 from ligertune.models.save import SAVED_MODEL, read_prompt, read_saved_config, read_saved_tokenizer, saved_spec
 from ligertune.planning.preflight import check_out_folder, make_out_folder, write_new
@@ -171,7 +171,8 @@ def read_content(folder: Path, kind: str, title: str, *, trust_remote_code: bool
         config.quantization_config = None
         rows = max(rows, len(tokenizer))
     family = gguf_family(config)
-    words = vocabulary(tokenizer, rows, stop_ids_of(folder))
+    after_special = _begins_with_special(folder, tokenizer)
+    words = vocabulary(tokenizer, rows, stop_ids_of(folder), after_special=after_special)
     keys = gguf.Keys.General
     metadata: Metadata = {
         keys.TYPE: "model",
@@ -339,18 +340,32 @@ def _ollama_template(folder: Path, content: GgufContent) -> str | None:
     """Return the Go template of the prompt format of training, or None if there is none."""
     import gguf
 
-    prompt = read_prompt(folder)
+    if read_prompt(folder)["prompt_template"] == "raw":
+        return PLAIN_TEMPLATE
     source = chat_template_of(folder, content.tokenizer)
-    if prompt["prompt_template"] == "raw" or not source:
+    if not source:
         return PLAIN_TEMPLATE
     if "strftime_now" in source:  # the date of today would stay in the template
         return None
-    variables = {**content.tokenizer.special_tokens_map, **prompt.get("chat_template_kwargs", {})}
-    name = template_name(content.tokenizer)
-
-    def render(messages: Sequence[dict[str, str]]) -> str:
-        return render_chat_template(source, messages, name=name, add_generation_prompt=True, **variables)[0]
-
-    texts = turn_texts(render)
+    texts = turn_texts(partial_function(_render, folder, content.tokenizer, source))
     adds_bos = content.metadata[gguf.Keys.Tokenizer.ADD_BOS]
     return None if texts is None else go_template(texts, bos=str(content.tokenizer.bos_token) if adds_bos else "")
+
+
+def _render(folder: Path, tokenizer: PreTrainedTokenizerBase, source: str, messages: Sequence[dict[str, str]]) -> str:
+    """Return the prompt of a conversation, with the variables of training."""
+    variables = {**tokenizer.special_tokens_map, **read_prompt(folder).get("chat_template_kwargs", {})}
+    name = template_name(tokenizer)
+    return render_chat_template(source, messages, name=name, add_generation_prompt=True, **variables)[0]
+
+
+def _begins_with_special(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether prompts of training begin with a special token: those of a chat template write BOS themselves."""
+    source = chat_template_of(folder, tokenizer)
+    if read_prompt(folder)["prompt_template"] != "chat" or not source:
+        return False
+    try:
+        text = _render(folder, tokenizer, source, conversation(1))
+    except TemplateRefusalError:
+        return False
+    return text.startswith(tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special))

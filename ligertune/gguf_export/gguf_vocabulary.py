@@ -41,10 +41,13 @@ class GgufVocabulary:
     notes: tuple[str, ...]
 
 
-def vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, stop_ids: list[int]) -> GgufVocabulary:
+def vocabulary(
+    tokenizer: PreTrainedTokenizerBase, rows: int, stop_ids: list[int], *, after_special: bool = False
+) -> GgufVocabulary:
     """Return the tokenizer's keys. Raises UserError for tokenizers that llama.cpp does not compute.
 
     rows: of the embedding; ids without a token get an unused one. stop_ids: of the generation configuration.
+    after_special: prompts of training begin with a special token, such as BOS in a chat template.
     """
     parts = _parts_of(tokenizer)
     if len(tokenizer) > rows:
@@ -53,7 +56,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, stop_ids: list[int
             hint="Use the tokenizer the model was trained with.",
         )
     is_sentencepiece = bool(parts["model"].get("byte_fallback"))
-    own = _sentencepiece(parts) if is_sentencepiece else _byte_level(parts)
+    own = _sentencepiece(parts, after_special) if is_sentencepiece else _byte_level(parts)
     tokens, types = _tokens(parts, rows, is_sentencepiece=is_sentencepiece)
     metadata = own | _special_tokens(tokenizer, stop_ids)
     import gguf
@@ -64,7 +67,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, stop_ids: list[int
         metadata[keys.SCORES] = [float(-ranks.get(token, 0)) for token in tokens]
     metadata[keys.LIST] = tokens
     metadata[keys.TOKEN_TYPE] = types
-    return GgufVocabulary(metadata, tuple(_notes(parts)))
+    return GgufVocabulary(metadata, tuple(_notes(parts, after_special)))
 
 
 def _refused(what: str) -> UserError:
@@ -128,30 +131,36 @@ def _splitter(step: dict[str, Any]) -> list[str]:
 # ---- BPE of SentencePiece
 
 
-def _sentencepiece(parts: dict[str, Any]) -> Metadata:
+def _sentencepiece(parts: dict[str, Any], after_special: bool) -> Metadata:
+    """Return the keys of the model "llama".
+
+    Such tokenizers put a space before a text. llama.cpp does so at the start and after each special token, or nowhere.
+    One whose Metaspace does so at the start only gets the choice that is right for the prompts of training.
+    """
     import gguf
 
     keys = gguf.Keys.Tokenizer
     steps = [*_steps(parts["normalizer"], "normalizers"), *_steps(parts["pre_tokenizer"], "pretokenizers")]
-    effects = [_space_effect(step) for step in steps]
-    if "replaces" not in " ".join(effects):
+    effects = set().union(*(_space_effects(step) for step in steps))
+    if "replaces" not in effects:
         raise _refused("the tokenizer keeps spaces")
     if not _all_merges_are_listed(parts):
         raise _refused("the tokenizer has pieces without their merges")
-    return {keys.MODEL: "llama", keys.PRE: "default", keys.ADD_PREFIX: "adds" in " ".join(effects)}
+    adds = "always" in effects or ("first" in effects and not after_special)
+    return {keys.MODEL: "llama", keys.PRE: "default", keys.ADD_PREFIX: adds}
 
 
-def _space_effect(step: dict[str, Any]) -> str:
-    """Return what a step does with spaces: "adds" one at the start, "replaces" them. Raises UserError for others."""
+def _space_effects(step: dict[str, Any]) -> set[str]:
+    """Return what a step does: it "replaces" spaces, and adds one "always", "first" or "never". Raises UserError."""
     kind = step["type"]
     if kind == "Prepend" and step["prepend"] == SPACE:
-        return "adds"
+        return {"always"}
     if kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE:
-        return "replaces"
+        return {"replaces"}
     if kind == "Metaspace" and step["replacement"] == SPACE and not step.get("split", True):
-        return "replaces" if step["prepend_scheme"] == "never" else "replaces and adds"
+        return {"replaces", str(step["prepend_scheme"])}
     if kind == "Split" and step["pattern"] == {"String": " "}:  # Gemma's: its normalizer leaves no space
-        return "splits"
+        return set()
     raise _refused(f"the tokenizer changes or splits texts in a way of its own ({kind})")
 
 
@@ -226,16 +235,20 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> 
     return found
 
 
-def _notes(parts: dict[str, Any]) -> list[str]:
+def _notes(parts: dict[str, Any], after_special: bool) -> list[str]:
     found = []
     if any(step["type"] == "NFC" for step in _steps(parts["normalizer"], "normalizers")):
         found.append("llama.cpp does not compose characters (NFC): texts in decomposed Unicode get other tokens there.")
     strips = [token["content"] for token in parts["added_tokens"] if token["lstrip"] or token["rstrip"]]
     if strips:
         found.append(f"llama.cpp keeps spaces next to {', '.join(strips)}, which the tokenizer drops.")
-    first = [one for one in _steps(parts["pre_tokenizer"], "pretokenizers") if one.get("prepend_scheme") == "first"]
-    if first:
+    schemes = [one.get("prepend_scheme", "never") for one in _steps(parts["pre_tokenizer"], "pretokenizers")]
+    if "first" in schemes and after_special:
+        found.append("llama.cpp puts no space before a text that follows no special token, and the tokenizer does.")
+    elif "first" in schemes:
         found.append(
             "llama.cpp puts a space before the text after each special token, the tokenizer at the start only."
         )
+    if {"first", "always"} & set(schemes) and not ("first" in schemes and after_special):
+        found.append("llama.cpp puts a space before a text that begins with one, and the tokenizer does not.")
     return found

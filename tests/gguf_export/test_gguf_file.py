@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.command_line import run_here
 from support.models.gguf_models import QWEN, SENTENCEPIECE, byte_level, make_case, save
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ligertune.errors import UserError
 from ligertune.gguf_export.export_gguf import write_gguf
@@ -170,6 +170,33 @@ def test_byte_level_merges_and_the_name_of_the_splitter(tmp_path):
     assert {name: keys[f"tokenizer.ggml.{name}"] for name in expected} == expected
     assert keys["tokenizer.ggml.tokens"][256:261] == ["he", "hel", "\u0120h", "<|im_end|>", "<tool>"]
     assert keys["tokenizer.ggml.token_type"][258:262] == [1, 3, 3, 5]
+
+
+def metaspace(scheme):
+    """Return the quickstart's tokenizer with Metaspace, as transformers' class of Llama makes it."""
+    tokenizer = AutoTokenizer.from_pretrained(SENTENCEPIECE)
+    tokenizer.backend_tokenizer.normalizer = None
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("scheme", "chat", "raw"), [("always", True, True), ("first", False, True), ("never", False, False)]
+)
+def test_a_space_is_put_before_texts_as_in_training(scheme, chat, raw):
+    tokenizer = metaspace(scheme)
+    for after_special, adds in ((True, chat), (False, raw)):
+        found = vocabulary(tokenizer, 512, [], after_special=after_special)
+        assert found.metadata["tokenizer.ggml.add_space_prefix"] == adds
+        assert bool(found.notes) == (scheme != "never")
+
+
+def test_chat_prompts_begin_with_bos_and_those_of_alpaca_do_not(tmp_path):
+    folder = save(make_case("llama"), tmp_path)
+    metaspace("first").save_pretrained(folder)
+    for template, adds in (("chat", False), ("alpaca", True), ("raw", True)):
+        (folder / "ligertune.json").write_text(json.dumps({"prompt_template": template, "system_prompt": None}))
+        assert written(folder, name=f"{template}.gguf")[0]["tokenizer.ggml.add_space_prefix"] == adds
 
 
 def test_tokenizers_that_llama_cpp_does_not_have_are_refused():

@@ -9,6 +9,7 @@ from support.llama_cpp import LlamaCpp
 from support.models.gguf_models import CASES, make_case, save
 from support.models.tiny_models import make
 from support.quickstart_runs import SHORT, saves, train
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ligertune.decode.generate import Decoding, encode_prompt, format_prompt, generate_answer, load_model
@@ -109,6 +110,23 @@ def test_llama_cpp_finds_the_tokens_of_the_tokenizer(name, corpus, quickstart, t
     special = [f"{tokenizer.eos_token}\n{text}{tokenizer.eos_token}" for text in ("Hi", "  there ")]
     special = [text for text in special if name != "phi-3-mini"]  # it drops spaces after special tokens
     assert [server.tokens(text, special=True) for text in special] == [tokenizer(text)["input_ids"] for text in special]
+
+
+@pytest.mark.parametrize("template", ["chat", "alpaca"])
+def test_a_space_at_the_start_only_is_that_of_the_prompt_of_training(template, trained, tmp_path):
+    """Llama's class in transformers puts a space before the first text only, and llama.cpp everywhere or nowhere."""
+    folder = save(trained[0], tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.normalizer = None
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.save_pretrained(folder)
+    prompt = {"prompt_template": template, "system_prompt": None}
+    (folder / "ligertune.json").write_text(json.dumps(prompt))
+    write_gguf(folder, folder / "x.gguf", "f16")
+    text, ids = encode_prompt(tokenizer, "Say hi.", prompt)
+    server = LlamaCpp(folder / "x.gguf")
+    assert server.chat_prompt([{"role": "user", "content": "Say hi."}]) == text.removeprefix("<s>")
+    assert server.tokens(text.removeprefix("<s>"), special=True) == ids
 
 
 def test_the_chat_template_makes_the_prompt_of_training(quickstart, tmp_path, trained):
