@@ -81,21 +81,31 @@ def test_requests_have_the_prompt_of_training():
     assert "Send the text as a completion" in serving_note(files, "raw")
 
 
-def test_export_prints_the_commands_and_the_card_has_them(quickstart, tmp_path):
+@pytest.fixture(scope="module")
+def adapter(quickstart, tmp_path_factory):
+    """An adapter of PEFT without a card."""
+    folder = tmp_path_factory.mktemp("commands") / "adapter"
     base = quickstart / "stories260K"
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
     model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(tmp_path / "adapter")
-    (tmp_path / "adapter" / "README.md").unlink()  # PEFT's
-    done = run_here("export", "adapter", "--out", "copy", "--adapter", "--json", cwd=tmp_path)
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    return folder
+
+
+def test_export_prints_the_commands_and_the_card_has_them(adapter, quickstart, tmp_path):
+    done = run_here("export", adapter, "--out", "copy", "--adapter", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
-    lora = f"vllm serve {base} --dtype auto --enable-lora --max-lora-rank 8 --lora-modules copy=copy"
+    options = "--dtype auto --enable-lora --max-lora-rank 8 --lora-modules copy=copy"
+    lora = f"vllm serve {quickstart / 'stories260K'} {options}"
     assert json.loads(done.out)["commands"]["vLLM"] == lora and f"vLLM: {lora}" in done.err
     card = (tmp_path / "copy" / "README.md").read_text(encoding="utf-8")
-    assert (
-        "vllm serve stories260K --dtype auto --enable-lora --max-lora-rank 8 --lora-modules copy=copy  # vLLM" in card
-    )
-    merged = run_here("export", "adapter", "--out", "merged", "--gguf", "bf16", "--json", cwd=tmp_path)
+    assert f"vllm serve stories260K {options}  # vLLM" in card
+
+
+def test_the_card_of_a_merged_model_has_the_commands_of_its_gguf_file(adapter, tmp_path):
+    pytest.importorskip("gguf")
+    merged = run_here("export", adapter, "--out", "merged", "--gguf", "bf16", "--json", cwd=tmp_path)
     assert merged.code == 0, merged.err
     assert list(json.loads(merged.out)["commands"]) == ["vLLM", "SGLang", "llama.cpp", "Ollama"]
     card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
@@ -105,6 +115,7 @@ def test_export_prints_the_commands_and_the_card_has_them(quickstart, tmp_path):
 
 
 def test_a_card_of_a_gguf_file_alone_loads_nothing(quickstart, tmp_path):
+    pytest.importorskip("gguf")
     done = run_here("export", quickstart / "stories260K", "--out", "out", "--gguf", "f16", cwd=tmp_path)
     assert done.code == 0 and f"vLLM: vllm serve {quickstart / 'stories260K'} " in done.out
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
