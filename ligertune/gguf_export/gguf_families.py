@@ -32,7 +32,7 @@ SCALED_BY_WIDTH = {"GEMMA2": 46, "GEMMA3": 62}
 class GgufFamily:
     """How llama.cpp computes a class of transformers.
 
-    architecture: a name of gguf.MODEL_ARCH. activation: of the MLP. permutes_heads: rotary pairs are neighbours there,
+    architecture: a name of gguf.MODEL_ARCH. activation: of the MLP. rotates_parts: heads may be rotated in part. permutes_heads: rotary pairs are neighbours there,
     and halves in transformers, so that the rows of q and k change places. norm_offset: is added to norm weights.
     window: what happens to sliding-window attention. "context": the context is cut to the window; "alternates": some
     layers have it; "none": it is refused.
@@ -41,6 +41,7 @@ class GgufFamily:
     architecture: str
     activation: str = "silu"
     permutes_heads: bool = False
+    rotates_parts: bool = False
     norm_offset: float = 0.0
     window: Literal["context", "alternates", "none"] = "none"
 
@@ -50,6 +51,9 @@ FAMILIES = {
     "MistralForCausalLM": GgufFamily("LLAMA", permutes_heads=True, window="context"),
     "Qwen2ForCausalLM": GgufFamily("QWEN2"),
     "Qwen3ForCausalLM": GgufFamily("QWEN3"),
+    "Phi3ForCausalLM": GgufFamily("PHI3", rotates_parts=True, window="context"),
+    "GraniteForCausalLM": GgufFamily("GRANITE", permutes_heads=True),
+    "Olmo2ForCausalLM": GgufFamily("OLMO2"),
     "GemmaForCausalLM": GgufFamily("GEMMA", activation="gelu_pytorch_tanh", norm_offset=1.0),
     "Gemma2ForCausalLM": GgufFamily("GEMMA2", activation="gelu_pytorch_tanh", norm_offset=1.0, window="alternates"),
     "Gemma3ForCausalLM": GgufFamily("GEMMA3", activation="gelu_pytorch_tanh", norm_offset=1.0, window="alternates"),
@@ -131,13 +135,18 @@ def hyperparameters(config: PreTrainedConfig, family: GgufFamily) -> Metadata:
         keys.Attention.KEY_LENGTH: head_dim_of(config),
         keys.Attention.VALUE_LENGTH: head_dim_of(config),
         keys.Attention.LAYERNORM_RMS_EPS: float(config.rms_norm_eps),
-        keys.Rope.DIMENSION_COUNT: head_dim_of(config),
+        keys.Rope.DIMENSION_COUNT: int(head_dim_of(config) * _rotated_part(config, family)),
     }
     if family.window == "alternates":
         found[keys.Attention.SLIDING_WINDOW] = config.sliding_window
     if family.architecture == "GEMMA2":
         found[keys.LLM.ATTN_LOGIT_SOFTCAPPING] = float(config.attn_logit_softcapping)
         found[keys.LLM.FINAL_LOGIT_SOFTCAPPING] = float(config.final_logit_softcapping)
+    if family.architecture == "GRANITE":
+        found[keys.Attention.SCALE] = float(config.attention_multiplier)
+        found[keys.LLM.EMBEDDING_SCALE] = float(config.embedding_multiplier)
+        found[keys.LLM.RESIDUAL_SCALE] = float(config.residual_multiplier)
+        found[keys.LLM.LOGIT_SCALE] = float(config.logits_scaling)
     found |= _rotary(config, family)
     name = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[family.architecture]]
     return {key.format(arch=name): value for key, value in found.items()}
@@ -164,8 +173,6 @@ def _rotary(config: PreTrainedConfig, family: GgufFamily) -> Metadata:
             raise _differs("scaled rotary embeddings in layers with a sliding window", "plain ones")
         found[keys.FREQ_BASE_SWA] = float(sliding["rope_theta"])
     kind = full.get("rope_type", "default")
-    if full.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _differs("rotary embeddings on a part of each head", "them on whole heads")
     if kind == "llama3" and family.architecture != "LLAMA":
         raise _differs("llama3 scaling of rotary embeddings", "none for this architecture")
     if kind in ("default", "llama3"):  # llama3: `rotary_factors` is a tensor of the file
@@ -175,6 +182,14 @@ def _rotary(config: PreTrainedConfig, family: GgufFamily) -> Metadata:
     found[keys.SCALING_TYPE] = kind
     found[keys.SCALING_FACTOR] = float(full["factor"])
     return found | (_yarn(full) if kind == "yarn" else {})
+
+
+def _rotated_part(config: PreTrainedConfig, family: GgufFamily) -> float:
+    """Return the part of each head that is rotated, from 0 to 1."""
+    part = float(_rope_parameters(config)[0].get("partial_rotary_factor") or 1.0)
+    if part != 1.0 and not family.rotates_parts:
+        raise _differs("rotary embeddings on a part of each head", "them on whole heads")
+    return part
 
 
 def _yarn(parameters: dict[str, Any]) -> Metadata:
