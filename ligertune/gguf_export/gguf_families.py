@@ -32,25 +32,29 @@ SCALED_BY_WIDTH = {"GEMMA2": 46, "GEMMA3": 62}
 class GgufFamily:
     """How llama.cpp computes a class of transformers.
 
-    architecture: a name of gguf.MODEL_ARCH. activation: of the MLP. rotates_parts: heads may be rotated in part. permutes_heads: rotary pairs are neighbours there,
-    and halves in transformers, so that the rows of q and k change places. norm_offset: is added to norm weights.
-    window: what happens to sliding-window attention. "context": the context is cut to the window; "alternates": some
-    layers have it; "none": it is refused.
+    architecture: a name of gguf.MODEL_ARCH. activation: of the MLP. permutes_heads: rotary pairs are neighbours there,
+    and halves in transformers, so that the rows of q and k change places. rotates_parts: heads may be rotated in part.
+    has_biases: linear layers may have them. norm_offset: is added to norm weights. window: what happens to
+    sliding-window attention. "context": the context is cut to the window; "alternates": some layers have it; "none": it
+    is refused.
     """
 
     architecture: str
     activation: str = "silu"
     permutes_heads: bool = False
     rotates_parts: bool = False
+    has_biases: bool = False
     norm_offset: float = 0.0
     window: Literal["context", "alternates", "none"] = "none"
 
 
 FAMILIES = {
-    "LlamaForCausalLM": GgufFamily("LLAMA", permutes_heads=True),
+    "LlamaForCausalLM": GgufFamily("LLAMA", permutes_heads=True, has_biases=True),
     "MistralForCausalLM": GgufFamily("LLAMA", permutes_heads=True, window="context"),
-    "Qwen2ForCausalLM": GgufFamily("QWEN2"),
+    "MixtralForCausalLM": GgufFamily("LLAMA", permutes_heads=True, window="context"),
+    "Qwen2ForCausalLM": GgufFamily("QWEN2", has_biases=True),
     "Qwen3ForCausalLM": GgufFamily("QWEN3"),
+    "Qwen3MoeForCausalLM": GgufFamily("QWEN3MOE"),
     "Phi3ForCausalLM": GgufFamily("PHI3", rotates_parts=True, window="context"),
     "GraniteForCausalLM": GgufFamily("GRANITE", permutes_heads=True),
     "Olmo2ForCausalLM": GgufFamily("OLMO2"),
@@ -77,6 +81,10 @@ def gguf_family(config: PreTrainedConfig) -> GgufFamily:
         raise _differs(f"the activation {activation}", f"{family.activation}")
     _check_window(config, family)
     _check_scale(config, family)
+    if family.architecture == "QWEN3MOE" and not config.norm_topk_prob:
+        raise _differs("weights of experts whose sum is not 1 (norm_topk_prob: false)", "their sum as 1")
+    if family.architecture == "QWEN3MOE" and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        raise _differs("layers without experts", "experts in each layer")
     return family
 
 
@@ -119,6 +127,11 @@ def head_dim_of(config: PreTrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def n_experts(config: PreTrainedConfig) -> int:
+    """Return the number of experts of a layer; 0 without any."""
+    return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)
+
+
 def hyperparameters(config: PreTrainedConfig, family: GgufFamily) -> Metadata:
     """Return the keys of a model's configuration. Raises UserError for rotary embeddings that llama.cpp lacks."""
     import gguf
@@ -147,6 +160,11 @@ def hyperparameters(config: PreTrainedConfig, family: GgufFamily) -> Metadata:
         found[keys.LLM.EMBEDDING_SCALE] = float(config.embedding_multiplier)
         found[keys.LLM.RESIDUAL_SCALE] = float(config.residual_multiplier)
         found[keys.LLM.LOGIT_SCALE] = float(config.logits_scaling)
+    if n_experts(config):
+        found[keys.LLM.EXPERT_COUNT] = n_experts(config)
+        found[keys.LLM.EXPERT_USED_COUNT] = config.num_experts_per_tok
+    if family.architecture == "QWEN3MOE":
+        found[keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = config.moe_intermediate_size
     found |= _rotary(config, family)
     name = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[family.architecture]]
     return {key.format(arch=name): value for key, value in found.items()}

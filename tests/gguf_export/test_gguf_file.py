@@ -95,6 +95,25 @@ def test_norms_of_gemma_hold_one_plus_the_weight(tmp_path):
     assert keys["gemma3.attention.sliding_window"] == 8
 
 
+def test_experts_of_a_layer_are_one_tensor_in_their_order(tmp_path):
+    folder = save(make_case("mixtral"), tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_local_experts": 11}))  # 10 comes after 9
+    experts = {f"model.layers.{layer}.block_sparse_moe.experts.{number}.{name}.weight": torch.full(shape, float(number))
+               for layer in range(2) for number in range(11)
+               for name, shape in (("w1", (96, 64)), ("w2", (64, 96)), ("w3", (96, 64)))}  # fmt: skip
+    change_weights(folder, experts)
+    keys, tensors = written(folder, "f16")
+    assert (keys["llama.expert_count"], keys["llama.expert_used_count"]) == (11, 2)
+    for name, shape in (("gate", (11, 96, 64)), ("up", (11, 96, 64)), ("down", (11, 64, 96))):
+        kind, values = tensors[f"blk.1.ffn_{name}_exps.weight"]
+        assert kind == "F16" and values.shape == shape and (values[:, 0, 0] == np.arange(11)).all()
+    assert tensors["blk.0.ffn_gate_inp.weight"][0] == "F32"
+    change_weights(folder, {"model.layers.1.block_sparse_moe.experts.10.w2.weight": None})
+    with pytest.raises(UserError, match="the layer does not have 11 experts of one size"):
+        written(folder, name="other.gguf")
+
+
 def test_factors_of_llama3_divide_long_wavelengths(tmp_path):
     factors = written(save(make_case("llama, rope llama3"), tmp_path))[1]["rope_freqs.weight"][1]
     expected = []
@@ -238,6 +257,13 @@ DIFFERENT = [
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "of type dynamic"),
     ("qwen3", {"rope_parameters": LLAMA3}, "llama3 scaling"),
     ("qwen3", ONE_WINDOW, "layers with sliding windows"),
+    ("qwen3 moe", {"norm_topk_prob": False}, "weights of experts whose sum is not 1"),
+    ("qwen3 moe", {"mlp_only_layers": [0]}, "layers without experts"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "a part of",
+    ),
     ("gemma2", {"query_pre_attn_scalar": 99}, "query_pre_attn_scalar 99, and llama.cpp computes 16"),
     ("gemma3", {"final_logit_softcapping": 9.0}, "a soft cap of logits"),
     ("gemma3", {"layer_types": ["full_attention"] * 6}, "an own order of sliding windows"),
@@ -264,6 +290,14 @@ def test_the_context_of_mistral_is_its_window(tmp_path):
 BAD = {
     "missing": ({"model.layers.1.mlp.up_proj.weight": None}, "lack 1 tensor, such as blk.1.ffn_up"),
     "unknown": ({"model.layers.0.extra.weight": torch.ones(2)}, "model.layers.0.extra.weight has no place"),
+    "rows of q": (
+        {"model.layers.0.self_attn.q_proj.weight": torch.ones(60, 64)},
+        "has 60 rows, and config.json says 64",
+    ),
+    "rows of the embedding": (
+        {"model.embed_tokens.weight": torch.ones(500, 64)},
+        "has 500 rows, and config.json says 512",
+    ),
     "NaN": ({"model.norm.weight": torch.full((64,), math.nan)}, "model.norm.weight holds NaN"),
     "too large": ({"lm_head.weight": torch.full((512, 64), 1e5)}, "lm_head.weight has numbers above 65,504"),
     "float8": ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, "stored as F8_E4M3"),
@@ -284,6 +318,13 @@ def test_bad_weights_are_refused_and_leave_no_file(changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
         written(folder, "f16")
     assert not list(folder.glob("*.gguf")) + list(folder.glob(".*.partial"))
+
+
+def test_a_bias_that_llama_cpp_does_not_read_is_refused(tmp_path):
+    folder = save(make_case("qwen3"), tmp_path)
+    change_weights(folder, {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj\.bias has no place"):
+        written(folder)
 
 
 def test_tensors_behind_the_model_are_left_out_with_a_note(tmp_path):

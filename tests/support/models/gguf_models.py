@@ -37,6 +37,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2, rope yarn": ("qwen2", _rope("yarn", **_YARN)),
     "qwen3": ("qwen3", {}),
+    "mixtral": ("mixtral", {"sliding_window": None}),
+    "qwen3 moe": ("qwen3_moe", {}),
     "phi3": ("phi3", {}),
     "phi3 in part": ("phi3_partial", {"tie_word_embeddings": True}),
     "granite": ("granite", {}),
@@ -50,8 +52,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 def make_case(name: str, rows: int = 512) -> PreTrainedModel:
     """Return a random float32 model of a case in evaluation mode. rows: of its embedding."""
     family, changes = CASES[name]
-    if family == "gemma3":
-        config: transformers.PreTrainedConfig = transformers.Gemma3TextConfig(
+    if family == "qwen3_moe":
+        config: transformers.PreTrainedConfig = transformers.Qwen3MoeConfig(
+            **{**BASE, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+               "norm_topk_prob": True, "vocab_size": rows}
+        )  # fmt: skip
+    elif family == "gemma3":
+        config = transformers.Gemma3TextConfig(
             **{**BASE, "num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8,
                "rope_parameters": _GEMMA3_ROPE, "vocab_size": rows}
         )  # fmt: skip
