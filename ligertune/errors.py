@@ -13,6 +13,7 @@ OPTIONAL = {
     "bitsandbytes": ">=0.45",
     "deepspeed": ">=0.16",
     "lm-eval": ">=0.4.13",
+    "gguf": ">=0.19",
     "matplotlib": ">=3.8",
     "pillow": ">=10.0",
     "torchao": ">=0.14",

@@ -60,7 +60,7 @@ with importing():
     from ligertune.cli.data import data
     from ligertune.cli.doctor import doctor
     from ligertune.cli.export import export
-    from ligertune.cli.generate import chat, generate
+    from ligertune.cli.generate import chat, generate, serve
     from ligertune.cli.measure.bench import bench
     from ligertune.cli.measure.compare import compare
     from ligertune.cli.measure.evaluate import evaluate
@@ -74,7 +74,7 @@ with importing():
 
 # in the order of `ligertune --help`
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    init, *TRAINERS, plan, compare, bench, data, evaluate, generate, chat, export, doctor
+    init, *TRAINERS, plan, compare, bench, data, evaluate, generate, chat, serve, export, doctor
 )  # fmt: skip
 _NAMES = {evaluate: "eval"}  # a function of this name would hide Python's own
 _KINDS: dict[Callable[..., None], type[TyperCommand]] = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}

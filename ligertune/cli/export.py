@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ligertune.training.checkpoint.export_run import ExportPlan
 
 
+ExportedRun = Annotated[
+    str, typer.Argument(help="Folder of a run, a model, an adapter or a checkpoint.", show_default=False)
+]
 Repository = Annotated[
     str | None,
     typer.Option("--push", metavar="USER/NAME", help="Upload to this repository on the hub.", show_default=False),
@@ -30,11 +33,19 @@ BaseFormatName = Annotated[
     ),
 ]
 
+GgufKind = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf",
+        metavar="f16|bf16|f32|q8_0",
+        help="Also write a GGUF file for llama.cpp and Ollama, and a Modelfile.",
+        show_default=False,
+    ),
+]
+
 
 def export(
-    run: Annotated[
-        str, typer.Argument(help="Folder of a run, a model, an adapter or a checkpoint.", show_default=False)
-    ],
+    run: ExportedRun,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write. Default: RUN/exported.", show_default=False)
     ] = None,
@@ -54,18 +65,22 @@ def export(
         bool, typer.Option("--dry-run", help="Write the model card only, and list what --push would upload.")
     ] = False,
     base_format: BaseFormatName = None,
+    gguf: GgufKind = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Write a run's model in Hugging Face format: merge its adapter, or convert a checkpoint; upload it if asked.
+    """Write a run's model in Hugging Face format, or as GGUF: merge its adapter, convert a checkpoint, upload it.
 
     Example: ligertune export runs/llama-lora --out merged
 
-    --check loads the export (or an earlier one in that folder) in plain transformers and PEFT, and ends with exit code
-    1 if its logits are not those of the trained model within rounding.
+    --check loads the export, or an earlier one, in transformers and PEFT, and ends with exit code 1 if logits differ.
 
-    The model card, README.md, is written unless there is one. A model without an adapter is uploaded from its folder.
+    The model card, README.md, is written unless there is one. A model without an adapter is uploaded from its folder,
+    and --gguf reads it there; of an adapter, --gguf also writes the merged model.
     """
+    if gguf is not None:
+        _refuse_with_gguf(adapter, push, public, check, prompt, dry_run, base_format)
+        return _export_gguf(run, out, gguf, checkpoint, dtype=dtype, trust_remote_code=trust_remote_code, json=json)
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
     _refuse_with_format(base_format, adapter=adapter, check=check, dtype=dtype)
     if not (adapter or dry_run or checkpoint):
@@ -82,13 +97,68 @@ def export(
         )  # fmt: skip
     done: dict[str, Any] = {"folder": str(plan.folder), "kind": plan.kind, "source": plan.source.name}
     _write(plan, dry_run=dry_run)
-    render.text(f"model card: {plan.write_card(push)}")
+    done["commands"] = _write_card(plan, push, dry_run=dry_run)
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)
     if push is not None or dry_run:
         done |= _upload(plan, push=push, public=public, dry_run=dry_run)
     if json:
         render.json_report(done)
+
+
+def _refuse_with_gguf(*others: object) -> None:
+    if any(others):
+        raise UserError(
+            "--gguf cannot be combined with --adapter, --push, --public, --check, --prompt, --dry-run or --format.",
+            hint="Run export once more for them.",
+        )
+
+
+def _export_gguf(
+    run: str,
+    out: Path | None,
+    kind: str,
+    checkpoint: str | None,
+    *,
+    dtype: str | None,
+    trust_remote_code: bool,
+    json: bool,
+) -> None:
+    """Write the model as one GGUF file; an adapter or a checkpoint as a folder first."""
+    if not checkpoint:
+        _check_base_model(run)
+    render.people_on_stderr(json)
+    with render.status("reading the run ..."):
+        with importing():
+            from ligertune.gguf_export.export_gguf import plan_gguf
+        planned = plan_gguf(run, out, kind, checkpoint=checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
+    _write(planned.plan, dry_run=False)
+    with render.waiting(f"writing {planned.file.name} ..."):
+        written = planned.write()
+    for note in written.notes:
+        render.note(note)
+    render.text(f"{kind} from {planned.plan.folder}: {written.file}")
+    render.text(f"Modelfile: {written.modelfile}")
+    render.text(f"model card: {planned.write_card(written)}")
+    commands = _show_commands(planned.plan.serve(written.names()))
+    if json:
+        render.json_report(
+            {"file": str(written.file), "modelfile": str(written.modelfile), "folder": str(planned.plan.folder),
+             "kind": kind, "notes": list(written.notes), "commands": commands}
+        )  # fmt: skip
+
+
+def _write_card(plan: ExportPlan, push: str | None, *, dry_run: bool) -> dict[str, str]:
+    """Write the model card, and print and return the commands that serve the folder."""
+    render.text(f"model card: {plan.write_card(push)}")
+    return _show_commands([] if dry_run else plan.serve())
+
+
+def _show_commands(commands: list[tuple[str, str]]) -> dict[str, str]:
+    """Print the command of each server, and return them by its name."""
+    for server, command in commands:
+        render.text(f"{server}: {command}")
+    return dict(commands)
 
 
 def _write(plan: ExportPlan, *, dry_run: bool) -> None:

@@ -1,4 +1,4 @@
-"""`ligertune generate` and `ligertune chat`: answer prompts, or talk with a model. Both print text as it is made."""
+"""`ligertune generate`, `chat` and `serve`: answer prompts, talk with a model, or let a client do so."""
 
 from __future__ import annotations
 
@@ -163,6 +163,44 @@ def chat(
                     conversation.ask(message)
         except UserError as problem:  # the message is refused, and the conversation goes on
             render.error(problem)
+
+
+def serve(
+    model: Model,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. The default is reached from this machine only.")] = (
+        "127.0.0.1"
+    ),
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Answer requests of OpenAI's clients, one at a time, in the prompt template that the model was trained with.
+
+    To try a run in a client; for many users export it, and serve it with vLLM. Options hold where a request says
+    nothing. --json prints the address and the model's name at the start. Ctrl-C ends it.
+
+    Example: ligertune serve runs/quickstart --port 8000
+    """
+    render.people_on_stderr(json)
+    with importing():
+        from ligertune.serving.openai_server import ServedRun, is_loopback, listen
+    server = listen(host, port)  # before the model is loaded, which takes minutes
+    loaded = _load(model, raw=False, trust_remote_code=trust_remote_code)
+    from ligertune.decode.generate import Decoding
+
+    if loaded.reader is not None:
+        raise UserError(f"MODEL: {loaded.name} reads images, which are not served.", hint="Use ligertune generate.")
+    name = Path(model).resolve().name if Path(model).exists() else model
+    server.served = ServedRun(name, loaded, Decoding(max_new_tokens, temperature, top_p), render.note)
+    if not is_loopback(host):
+        render.note(f"{host} is reached from other machines, and nothing asks for a password.")
+    render.text(f"serving {name} at {server.address}; Ctrl-C ends it")
+    if json:
+        render.json_report({"address": server.address, "model": name})
+    server.serve_forever()
 
 
 @contextlib.contextmanager

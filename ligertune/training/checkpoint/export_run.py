@@ -41,14 +41,16 @@ from ligertune.models.save import (
     read_whole_model,
     write_model,
 )
+from ligertune.models.score_head import is_scored_class
 from ligertune.models.trainable import apply_method
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import BuildOptions, MethodOptions, ModelOptions, RunOptions
 from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import SavedModel, find_saved_model, saved_options, trained_base
+from ligertune.serving.server_commands import GgufNames, server_commands
 from ligertune.training.checkpoint.checkpoint_record import damage_of
 from ligertune.training.checkpoint.load_checkpoint import explain_unusable
-from ligertune.training.checkpoint.model_card import CARD, write_card
+from ligertune.training.checkpoint.model_card import CARD, served_files, write_card
 from ligertune.training.checkpoint.weight_files import TRAINED_FILE, load_trained
 
 if TYPE_CHECKING:
@@ -107,9 +109,27 @@ class ExportPlan:
             return ""
         return f"adapter_config.json names the folder {base} as base model, which users of the upload do not have."
 
-    def write_card(self, repository: str | None) -> Path:
-        """Write README.md unless there is one. Raises UserError."""
-        return write_card(self.folder, self.source, is_adapter=self.kind == "adapter", repository=repository)
+    def write_card(self, repository: str | None, gguf: GgufNames | None = None) -> Path:
+        """Write README.md unless there is one. gguf: files of the folder. Raises UserError."""
+        return write_card(self.folder, self.source, is_adapter=self.kind == "adapter", repository=repository, gguf=gguf)
+
+    def serve(self, gguf: GgufNames | None = None) -> list[tuple[str, str]]:
+        """Return (server, command) of each server that loads the written folder, and of the files `gguf`."""
+        is_adapter = self.kind == "adapter"
+        config = read_object(self.folder / "config.json") or {}
+        if is_scored_class((config.get("architectures") or [""])[0]):
+            return []
+        return server_commands(
+            served_files(
+                self.folder,
+                self.source,
+                is_adapter=is_adapter,
+                address=str(self.folder),
+                name=(self.source.run or self.folder).resolve().name,
+                base=adapter_base_model(self.folder) if is_adapter else "",
+                gguf=gguf,
+            )
+        )
 
 
 def plan_export(
@@ -129,7 +149,7 @@ def plan_export(
     needs neither merging nor converting stays in its folder unless `out` names another. check: `out` may hold an
     earlier export, which is then compared as it is. dtype: name of that of the weights.
     """
-    source = _find_source(name, checkpoint)
+    source = find_source(name, checkpoint)
     folder = Path(source.name)
     has_adapter = _has_adapter(source)
     if adapter and not has_adapter:
@@ -177,7 +197,8 @@ def _run_of_checkpoint(source: SavedModel) -> tuple[Path, RunOptions]:
     return source.run, options
 
 
-def _find_source(name: str, checkpoint: str | None) -> SavedModel:
+def find_source(name: str, checkpoint: str | None) -> SavedModel:
+    """Return the folder to export: of a run, a model or an adapter, or the checkpoint of a run. Raises UserError."""
     run = Path(name).expanduser()
     if checkpoint is None or not run.is_dir():
         source = find_saved_model(name, key="RUN")

@@ -21,6 +21,7 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import MethodOptions, RunOptions
 from ligertune.planning.preflight import looks_local
 from ligertune.planning.saved_model import PROMPT_FILE, SavedModel, saved_options, trained_base
+from ligertune.serving.server_commands import GgufNames, ServedFiles, adapter_facts, server_commands, serving_note
 
 CARD = "README.md"
 PROMPT_FORMATS = {
@@ -32,13 +33,18 @@ PROMPT_FORMATS = {
 Rows = list[tuple[str, str]]
 
 
-def write_card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str | None) -> Path:
-    """Write README.md into `folder` unless there is one. repository: the hub id under which users will load it."""
+def write_card(
+    folder: Path, source: SavedModel, *, is_adapter: bool, repository: str | None, gguf: GgufNames | None = None
+) -> Path:
+    """Write README.md into `folder` unless there is one. repository: the hub id under which users will load it.
+
+    gguf: names of the files of GGUF in the folder.
+    """
     path = folder / CARD
     if path.exists():
         return path
     try:
-        text = _card(folder, source, is_adapter=is_adapter, repository=repository)
+        text = _card(folder, source, is_adapter=is_adapter, repository=repository, gguf=gguf)
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{source.run or folder}: its model card cannot be written: plan.json, report.json or ligertune.json is "
@@ -58,7 +64,7 @@ PIPELINES = {
 }
 
 
-def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str | None) -> str:
+def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str | None, gguf: GgufNames | None) -> str:
     plan, report = (_read(source.run, file) for file in ("plan.json", "report.json"))
     options = None if source.run is None else saved_options(source.run)
     base, is_on_hub = _base_model(source, options)
@@ -78,6 +84,7 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
     prompt = _prompt(source, plan, options)
     tables = [("Base model", _base_rows(base, trained, plan, is_adapter=is_adapter))]
     tables += [] if options is None else [("Training", _training(plan, options)), ("Results", _results(report))]
+    served = served_files(folder, source, is_adapter=is_adapter, address=name, base=base, name=title, gguf=gguf)
     versions = [(package, version) for package, version in report.get("versions", {}).items()]
     card = _template().render(
         metadata=metadata.to_yaml().strip(),
@@ -89,6 +96,9 @@ def _card(folder: Path, source: SavedModel, *, is_adapter: bool, repository: str
         is_adapter=is_adapter,
         name=name,
         base_arguments=_base_arguments(trained),
+        has_weights=gguf is None or served.has_weights,
+        commands=[] if auto_class == SCORE_AUTO_CLASS.__name__ else server_commands(served),
+        serving_note=serving_note(served, prompt["prompt_template"]),
         prompt_format=PROMPT_FORMATS[prompt["prompt_template"]],
         system_prompt=prompt["system_prompt"],
     )
@@ -102,6 +112,30 @@ def _template() -> jinja2.Template:
         keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     return environment.get_template("model_card.md.j2")
+
+
+def served_files(
+    folder: Path,
+    source: SavedModel,
+    *,
+    is_adapter: bool,
+    address: str,
+    name: str,
+    base: str,
+    gguf: GgufNames | None = None,
+) -> ServedFiles:
+    """Return what servers load. address: where users find the folder. base: the base model as they name it."""
+    place = folder if (folder / ADAPTER_CONFIG).is_file() else Path(source.name)  # of a dry run
+    config = read_object(folder / "config.json") or read_object(Path(source.name) / "config.json") or {}
+    return ServedFiles(
+        address=address,
+        name=name,
+        reads_images="ForConditionalGeneration" in (config.get("architectures") or [""])[0],
+        adapter=adapter_facts(place, trained_base(Path(source.name), source.run)) if is_adapter else None,
+        base=base,
+        has_weights=gguf is None or (folder / "config.json").is_file(),
+        gguf=gguf,
+    )
 
 
 def _task_tag(options: RunOptions) -> str:
