@@ -78,7 +78,7 @@ def test_the_examples_of_the_python_page_train(name, monkeypatch, capsys):
 def run_cell(source: str, variables: dict, folder: Path) -> str:
     """Run a cell of a notebook as Jupyter does; return what it printed. Lines with `!` are commands of the shell."""
     printed = []
-    for part in re.split(r"^(!.*)$", source, flags=re.MULTILINE):
+    for part in re.split(r"^(!(?:.*\\\n)*.*)$", source, flags=re.MULTILINE):
         if part.startswith("!"):
             line = re.sub(r"{(\w+)}", lambda match: shlex.quote(str(variables[match[1]])), part[1:])
             line = re.sub(r"\bligertune (?=\w)", lambda _: f"{shlex.quote(sys.executable)} -m ligertune ", line)
