@@ -9,11 +9,12 @@ from support.llama_cpp import LlamaCpp
 from support.models.gguf_models import CASES, make_case, save
 from support.models.tiny_models import make
 from support.quickstart_runs import SHORT, saves, train
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ligertune.decode.generate import Decoding, encode_prompt, format_prompt, generate_answer, load_model
 from ligertune.gguf_export.export_gguf import write_gguf
+from ligertune.gguf_export.gguf_vocabulary import SPLITTERS
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -95,6 +96,11 @@ ODD = [
 ]
 
 
+def odd_texts(corpus):
+    vectors = (corpus / "tokenizers" / "reference_vectors" / "qwen2.inp").read_text(encoding="utf-8")
+    return [*ODD, *filter(None, vectors.split("\n__ggml_vocab_test__\n"))]
+
+
 @pytest.mark.parametrize("name", ["stories260K", "gpt2", "qwen2.5", "mistral-7b-v0.1", "phi-3-mini"])
 def test_llama_cpp_finds_the_tokens_of_the_tokenizer(name, corpus, quickstart, tmp_path):
     source = quickstart / name if name == "stories260K" else corpus / "tokenizers" / name
@@ -103,13 +109,43 @@ def test_llama_cpp_finds_the_tokens_of_the_tokenizer(name, corpus, quickstart, t
     folder = save(make("llama", vocab_size=rows, hidden_size=32, num_hidden_layers=1), tmp_path, source)
     write_gguf(folder, folder / "x.gguf", "f16")
     server = LlamaCpp(folder / "x.gguf", context=64)
-    vectors = (corpus / "tokenizers" / "reference_vectors" / "qwen2.inp").read_text(encoding="utf-8")
-    texts = [*ODD, *filter(None, vectors.split("\n__ggml_vocab_test__\n"))]
+    texts = odd_texts(corpus)
     plain = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts}
     assert {text: server.tokens(text) for text in texts} == plain
     special = [f"{tokenizer.eos_token}\n{text}{tokenizer.eos_token}" for text in ("Hi", "  there ")]
     special = [text for text in special if name != "phi-3-mini"]  # it drops spaces after special tokens
     assert [server.tokens(text, special=True) for text in special] == [tokenizer(text)["input_ids"] for text in special]
+
+
+@pytest.mark.parametrize("splitter", SPLITTERS.items(), ids=SPLITTERS.values())
+def test_each_named_splitter_splits_as_the_expression_does(splitter, corpus, quickstart, tmp_path):
+    """A tokenizer that is trained with the expression, on texts of several scripts."""
+    (steps, ignore_merges), name = splitter
+    texts = odd_texts(corpus)
+    pieces = {
+        "digits": pre_tokenizers.Digits(individual_digits=True),
+        "ByteLevel": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    }
+    parts = [pieces.get(step) or pre_tokenizers.Split(Regex(step), "isolated") for step in steps]
+    if "ByteLevel" not in steps:
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        [*texts * 3, (quickstart / "dolly_short.jsonl").read_text(encoding="utf-8")[:50_000]], trainer
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    folder = save(make("llama", vocab_size=len(wrapped), hidden_size=32, num_hidden_layers=1), tmp_path)
+    wrapped.save_pretrained(folder)
+    write_gguf(folder, folder / "x.gguf", "f16")
+    server = LlamaCpp(folder / "x.gguf", context=64)
+    assert {text: server.tokens(text) for text in texts} == {text: wrapped(text)["input_ids"] for text in texts}, name
 
 
 @pytest.mark.parametrize("template", ["chat", "alpaca"])
