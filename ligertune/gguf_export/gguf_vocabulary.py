@@ -19,16 +19,36 @@ from ligertune.gguf_export.gguf_families import INSTEAD, Metadata
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Parts of published expressions. Endings such as 's; a word after a letter's sign; words that begin with capitals.
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_WORDS = rf"{_ENDING}|{_BEFORE}\p{{L}}+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+"
+_REST = rf"{_SIGNS}[\r\n]*|{_SPACES}"
+_REST_OR_SLASH = rf"{_SIGNS}[\r\n/]*|{_SPACES}"
 _GPT2 = "ByteLevel"  # the expression that is built into tokenizers' ByteLevel
 # (splitting steps, ignore_merges) -> llama.cpp's name
 SPLITTERS = {
     ((_GPT2,), False): "gpt-2",
     (("digits", _GPT2), False): "smollm",
     ((rf"{_WORDS}|\p{{N}}|{_REST}",), False): "qwen2",
+    (
+        (rf"{_ENDING}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",),
+        False,
+    ): "qwen35",
     ((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), True): "llama-bpe",
     ((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), False): "smaug-bpe",
+    ((rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_OR_SLASH}",), True): "tekken",
+    (
+        (
+            rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDING}?"
+            rf"|\p{{N}}{{1,3}}|{_REST_OR_SLASH}",
+        ),
+        False,
+    ): "gpt-4o",
 }
 SPACE = "\u2581"  # SentencePiece's sign for a space
 
