@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ligertune.decode.generate import Decoding, encode_prompt, format_prompt, generate_answer, load_model
 from ligertune.gguf_export.export_gguf import write_gguf
+from ligertune.gguf_export.gguf_families import FAMILIES
 from ligertune.gguf_export.gguf_vocabulary import SPLITTERS
 
 pytest.importorskip("gguf")
@@ -190,7 +191,7 @@ def test_the_prompt_of_alpaca_is_the_chat_template_of_a_run_that_was_trained_on_
     assert prompt == format_prompt(trained[1], "Say hi.", {"prompt_template": "alpaca", "system_prompt": None})[0]
 
 
-def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_path):
+def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_path, monkeypatch):
     changes = {**SHORT, **saves(1), "method.type": "lora", "train.max_steps": 3, "train.learning_rate": 0.05}
     train(tmp_path, **changes)
     run = tmp_path / "run"
@@ -206,3 +207,7 @@ def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_p
         assert loaded.tokenizer.decode(found, skip_special_tokens=True) == expected
         texts.append(expected)
     assert texts[0] != texts[1]
+    monkeypatch.delitem(FAMILIES, "LlamaForCausalLM")  # another family is refused before anything is merged
+    refused = run_here("export", run, "--checkpoint", "step-1", "--out", "two", "--gguf", "f32", cwd=tmp_path)
+    assert refused.code == 2 and "LlamaForCausalLM is not written as GGUF" in refused.err
+    assert not (tmp_path / "two").exists()
