@@ -140,7 +140,7 @@ def _export_gguf(
     render.text(f"{kind} from {planned.plan.folder}: {written.file}")
     render.text(f"Modelfile: {written.modelfile}")
     render.text(f"model card: {planned.write_card(written)}")
-    commands = _show_commands(planned.plan.serve(written.names()))
+    commands = _show_commands(*planned.plan.serve(written.names()))
     if json:
         render.json_report(
             {"file": str(written.file), "modelfile": str(written.modelfile), "folder": str(planned.plan.folder),
@@ -151,13 +151,15 @@ def _export_gguf(
 def _write_card(plan: ExportPlan, push: str | None, *, dry_run: bool) -> dict[str, str]:
     """Write the model card, and print and return the commands that serve the folder."""
     render.text(f"model card: {plan.write_card(push)}")
-    return _show_commands([] if dry_run else plan.serve())
+    return {} if dry_run else _show_commands(*plan.serve())
 
 
-def _show_commands(commands: list[tuple[str, str]]) -> dict[str, str]:
-    """Print the command of each server, and return them by its name."""
+def _show_commands(commands: list[tuple[str, str]], words: str) -> dict[str, str]:
+    """Print the command of each server and a note, and return the commands by the server's name."""
     for server, command in commands:
         render.text(f"{server}: {command}")
+    if words:
+        render.note(words)
     return dict(commands)
 
 

@@ -28,8 +28,10 @@ from ligertune.gguf_export.gguf_tensors import KINDS, GgufTensors, plan_tensors,
 from ligertune.gguf_export.gguf_vocabulary import vocabulary
 from ligertune.gguf_export.ollama_modelfile import PLAIN_TEMPLATE, conversation, go_template, modelfile, turn_texts
 from ligertune.launcher.signals import before_leaving
+from ligertune.models.read_config import read_config
 from ligertune.models.save import SAVED_MODEL, read_prompt, read_saved_config, read_saved_tokenizer, saved_spec
 from ligertune.planning.preflight import check_out_folder, make_out_folder, write_new
+from ligertune.planning.saved_model import saved_options
 from ligertune.serving.server_commands import GgufNames
 from ligertune.training.checkpoint.export_run import ExportPlan, find_source, plan_export
 from ligertune.training.checkpoint.model_card import write_card
@@ -57,14 +59,17 @@ class GgufExport:
 
     def check(self) -> None:
         """Check family and tokenizer before an adapter is merged. Raises UserError."""
-        if not self.plan.source.is_checkpoint:
-            read_content(
-                Path(self.plan.source.name),
-                self.kind,
-                self.file.stem,
-                trust_remote_code=self.plan.trust_remote_code,
-                is_final=self.plan.how == "in place",
-            )
+        source = self.plan.source
+        trust = self.plan.trust_remote_code
+        if not source.is_checkpoint:
+            is_final = self.plan.how == "in place"
+            read_content(Path(source.name), self.kind, "", trust_remote_code=trust, is_final=is_final)
+            return
+        options = saved_options(source.run) if source.run is not None else None
+        if options is not None:  # a checkpoint has no config.json: that of its base model
+            config = read_config(options.build.model.model_copy(update={"trust_remote_code": trust}), SAVED_MODEL)
+            config.quantization_config = None
+            gguf_family(config)
 
     def write(self) -> WrittenGguf:
         """Write the file from the exported folder, and a Modelfile next to it. Raises UserError."""

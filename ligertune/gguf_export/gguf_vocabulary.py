@@ -19,16 +19,36 @@ from ligertune.gguf_export.gguf_families import INSTEAD, Metadata
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = "ByteLevel"  # the expression that is built into tokenizers' ByteLevel
+# Parts of the published expressions
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"  # a sign or a space in front of a word
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_ENDING}|{_BEFORE}\p{{L}}+"
+_REST = rf"{_SIGNS}[\r\n]*|{_SPACES}"
+_REST_WITH_SLASH = rf"{_SIGNS}[\r\n/]*|{_SPACES}"
+
+# The expressions
+QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+QWEN35 = rf"{_ENDING}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_WITH_SLASH}"
+GPT4O_WORDS = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDING}?"
+GPT4O = rf"{GPT4O_WORDS}|\p{{N}}{{1,3}}|{_REST_WITH_SLASH}"
+GPT2 = "ByteLevel"  # is built into tokenizers' ByteLevel
+
 # (splitting steps, ignore_merges) -> llama.cpp's name
 SPLITTERS = {
-    ((_GPT2,), False): "gpt-2",
-    (("digits", _GPT2), False): "smollm",
-    ((rf"{_WORDS}|\p{{N}}|{_REST}",), False): "qwen2",
-    ((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), True): "llama-bpe",
-    ((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), False): "smaug-bpe",
+    ((GPT2,), False): "gpt-2",
+    (("digits", GPT2), False): "smollm",
+    ((QWEN2,), False): "qwen2",
+    ((QWEN35,), False): "qwen35",
+    ((LLAMA3,), True): "llama-bpe",
+    ((LLAMA3,), False): "smaug-bpe",
+    ((TEKKEN,), True): "tekken",
+    ((GPT4O,), False): "gpt-4o",
 }
 SPACE = "\u2581"  # SentencePiece's sign for a space
 
@@ -120,7 +140,7 @@ def _byte_level(parts: dict[str, Any]) -> Metadata:
 def _splitter(step: dict[str, Any]) -> list[str]:
     """Return how a step splits: an expression, "digits", or nothing. Raises UserError for others."""
     if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
-        return [_GPT2] if step["use_regex"] else []
+        return [GPT2] if step["use_regex"] else []
     if step["type"] == "Digits" and step["individual_digits"]:
         return ["digits"]
     if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:

@@ -23,6 +23,15 @@ from ligertune.gguf_export.gguf_vocabulary import SPLITTERS, vocabulary
 gguf = pytest.importorskip("gguf")
 
 
+# as published in tokenizer.json
+LLAMA_3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def read(file):
     """Return ({key: value}, {name: (type, values float32)}) of a file."""
     reader = gguf.GGUFReader(file)
@@ -219,7 +228,8 @@ def test_chat_prompts_begin_with_bos_and_those_of_alpaca_do_not(tmp_path):
 
 
 def test_tokenizers_that_llama_cpp_does_not_have_are_refused():
-    assert (((QWEN,), False)) in SPLITTERS
+    assert SPLITTERS[(QWEN,), False] == "qwen2"
+    assert SPLITTERS[(LLAMA_3,), True] == "llama-bpe" and SPLITTERS[(TEKKEN,), True] == "tekken"
     with pytest.raises(UserError, match=r"splits texts by an expression .*convert_hf_to_gguf.py"):
         vocabulary(byte_level(QWEN.replace("{L}+", "{L}")), 300, [])
     with pytest.raises(UserError, match=r"has 260 tokens, and the model's embedding 259 rows"):

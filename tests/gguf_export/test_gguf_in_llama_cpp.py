@@ -1,6 +1,7 @@
 """GGUF files in llama.cpp (package xllamacpp, on the CPU): its tokens and probabilities are ours."""
 
 import json
+import unicodedata
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from support.llama_cpp import LlamaCpp
 from support.models.gguf_models import CASES, make_case, save
 from support.models.tiny_models import make
 from support.quickstart_runs import SHORT, saves, train
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ligertune.decode.generate import Decoding, encode_prompt, format_prompt, generate_answer, load_model
 from ligertune.gguf_export.export_gguf import write_gguf
+from ligertune.gguf_export.gguf_families import FAMILIES
+from ligertune.gguf_export.gguf_vocabulary import SPLITTERS
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -91,8 +94,20 @@ ODD = [
     *("\t\t\tx\n\n\n  y", " leading", "trailing ", "\x00\x01", "\r\n\r\n", "1234567 3.14", "don't DON'T I'LL we'Ve"),
     # a family of emoji, a ligature, wide digits; a byte order mark, a space without width
     *("\U0001f469\u200d\U0001f467 \ufb01 \u00bd \uff11\uff12", "\ufeffbom", "a\u200bb", "na\u00efve caf\u00e9"),
+    # capitals and marks of other scripts inside of words, a title-case letter
+    *(
+        "\u041c\u043e\u0441\u043a\u0432\u0430\u0413\u043e\u0440\u043e\u0434",
+        "\u00c9COLE \u00e9cole\u00c9cole",
+        "\u0391\u03bb\u03c6\u03b1\u0392\u03b7\u03c4\u03b1 \u01c5x",
+    ),
+    *("e\u0301a\u0301 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35", "camelCaseWords HTTPServer it'S /usr//bin/\n"),
     *("\u4e2d\u6587 and English", "\u0928\u092e\u0938\u094d\u0924\u0947", "if (x==1){\n    return y;\n}\n"),
 ]
+
+
+def odd_texts(corpus):
+    vectors = (corpus / "tokenizers" / "reference_vectors" / "qwen2.inp").read_text(encoding="utf-8")
+    return [*ODD, *filter(None, vectors.split("\n__ggml_vocab_test__\n"))]
 
 
 @pytest.mark.parametrize("name", ["stories260K", "gpt2", "qwen2.5", "mistral-7b-v0.1", "phi-3-mini"])
@@ -103,13 +118,44 @@ def test_llama_cpp_finds_the_tokens_of_the_tokenizer(name, corpus, quickstart, t
     folder = save(make("llama", vocab_size=rows, hidden_size=32, num_hidden_layers=1), tmp_path, source)
     write_gguf(folder, folder / "x.gguf", "f16")
     server = LlamaCpp(folder / "x.gguf", context=64)
-    vectors = (corpus / "tokenizers" / "reference_vectors" / "qwen2.inp").read_text(encoding="utf-8")
-    texts = [*ODD, *filter(None, vectors.split("\n__ggml_vocab_test__\n"))]
+    # Qwen's composes characters, and llama.cpp does not
+    texts = [text for text in odd_texts(corpus) if name != "qwen2.5" or unicodedata.is_normalized("NFC", text)]
     plain = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts}
     assert {text: server.tokens(text) for text in texts} == plain
     special = [f"{tokenizer.eos_token}\n{text}{tokenizer.eos_token}" for text in ("Hi", "  there ")]
     special = [text for text in special if name != "phi-3-mini"]  # it drops spaces after special tokens
     assert [server.tokens(text, special=True) for text in special] == [tokenizer(text)["input_ids"] for text in special]
+
+
+@pytest.mark.parametrize("splitter", SPLITTERS.items(), ids=SPLITTERS.values())
+def test_each_named_splitter_splits_as_the_expression_does(splitter, corpus, quickstart, tmp_path):
+    """A tokenizer that is trained with the expression, on texts of several scripts."""
+    (steps, ignore_merges), name = splitter
+    texts = odd_texts(corpus)
+    pieces = {
+        "digits": pre_tokenizers.Digits(individual_digits=True),
+        "ByteLevel": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    }
+    parts = [pieces.get(step) or pre_tokenizers.Split(Regex(step), "isolated") for step in steps]
+    if "ByteLevel" not in steps:
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        [*texts * 3, (quickstart / "dolly_short.jsonl").read_text(encoding="utf-8")[:50_000]], trainer
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    folder = save(make("llama", vocab_size=len(wrapped), hidden_size=32, num_hidden_layers=1), tmp_path)
+    wrapped.save_pretrained(folder)
+    write_gguf(folder, folder / "x.gguf", "f16")
+    server = LlamaCpp(folder / "x.gguf", context=64)
+    assert {text: server.tokens(text) for text in texts} == {text: wrapped(text)["input_ids"] for text in texts}, name
 
 
 @pytest.mark.parametrize("template", ["chat", "alpaca"])
@@ -145,7 +191,7 @@ def test_the_prompt_of_alpaca_is_the_chat_template_of_a_run_that_was_trained_on_
     assert prompt == format_prompt(trained[1], "Say hi.", {"prompt_template": "alpaca", "system_prompt": None})[0]
 
 
-def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_path):
+def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_path, monkeypatch):
     changes = {**SHORT, **saves(1), "method.type": "lora", "train.max_steps": 3, "train.learning_rate": 0.05}
     train(tmp_path, **changes)
     run = tmp_path / "run"
@@ -161,3 +207,7 @@ def test_a_lora_run_and_its_checkpoint_say_in_llama_cpp_what_generate_says(tmp_p
         assert loaded.tokenizer.decode(found, skip_special_tokens=True) == expected
         texts.append(expected)
     assert texts[0] != texts[1]
+    monkeypatch.delitem(FAMILIES, "LlamaForCausalLM")  # another family is refused before anything is merged
+    refused = run_here("export", run, "--checkpoint", "step-1", "--out", "two", "--gguf", "f32", cwd=tmp_path)
+    assert refused.code == 2 and "LlamaForCausalLM is not written as GGUF" in refused.err
+    assert not (tmp_path / "two").exists()

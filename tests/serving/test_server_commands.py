@@ -1,6 +1,7 @@
 """The commands of servers: options by what the files are, printed by `export` and written on the model card."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -120,3 +121,14 @@ def test_a_card_of_a_gguf_file_alone_loads_nothing(quickstart, tmp_path):
     assert done.code == 0 and f"vLLM: vllm serve {quickstart / 'stories260K'} " in done.out
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "from_pretrained" not in card and "vllm" not in card and "llama-server -m stories260K-f16.gguf" in card
+
+
+def test_an_adapter_with_dora_is_to_be_merged_says_export(adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
+    done = run_here("export", "adapter", "--out", "copy", "--adapter", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["commands"] == {} and "Merge the adapter before you serve it" in done.err
+    card = (tmp_path / "copy" / "README.md").read_text(encoding="utf-8")
+    assert "Merge the adapter before you serve it: servers do not load DoRA." in card and "vllm" not in card

@@ -47,7 +47,7 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import BuildOptions, MethodOptions, ModelOptions, RunOptions
 from ligertune.planning.preflight import check_out_folder, make_out_folder
 from ligertune.planning.saved_model import SavedModel, find_saved_model, saved_options, trained_base
-from ligertune.serving.server_commands import GgufNames, server_commands
+from ligertune.serving.server_commands import GgufNames, server_commands, serving_note
 from ligertune.training.checkpoint.checkpoint_record import damage_of
 from ligertune.training.checkpoint.load_checkpoint import explain_unusable
 from ligertune.training.checkpoint.model_card import CARD, served_files, write_card
@@ -113,23 +113,22 @@ class ExportPlan:
         """Write README.md unless there is one. gguf: files of the folder. Raises UserError."""
         return write_card(self.folder, self.source, is_adapter=self.kind == "adapter", repository=repository, gguf=gguf)
 
-    def serve(self, gguf: GgufNames | None = None) -> list[tuple[str, str]]:
-        """Return (server, command) of each server that loads the written folder, and of the files `gguf`."""
+    def serve(self, gguf: GgufNames | None = None) -> tuple[list[tuple[str, str]], str]:
+        """Return (server, command) of each server that loads the written folder, and a note. gguf: files of it."""
         is_adapter = self.kind == "adapter"
         config = read_object(self.folder / "config.json") or {}
         if is_scored_class((config.get("architectures") or [""])[0]):
-            return []
-        return server_commands(
-            served_files(
-                self.folder,
-                self.source,
-                is_adapter=is_adapter,
-                address=str(self.folder),
-                name=(self.source.run or self.folder).resolve().name,
-                base=adapter_base_model(self.folder) if is_adapter else "",
-                gguf=gguf,
-            )
+            return [], ""
+        files = served_files(
+            self.folder,
+            self.source,
+            is_adapter=is_adapter,
+            address=str(self.folder),
+            name=(self.source.run or self.folder).resolve().name,
+            base=adapter_base_model(self.folder) if is_adapter else "",
+            gguf=gguf,
         )
+        return server_commands(files), serving_note(files, read_prompt(self.folder)["prompt_template"])
 
 
 def plan_export(
