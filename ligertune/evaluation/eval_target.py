@@ -8,6 +8,7 @@ from typing import Any
 
 from ligertune.errors import UserError
 from ligertune.evaluation.eval_options import EvalOptions
+from ligertune.hardware import this_machine
 from ligertune.models.load import stored_dtype
 from ligertune.models.save import adapter_base_model, is_adapter, read_prompt, read_saved_config, saved_spec
 from ligertune.planning.feature_spec import feature_of
@@ -158,13 +159,16 @@ def _of_task(trained: Recipe, written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded_dtype(name: str, options: EvalOptions) -> str:
-    """Return the dtype in which `load_saved` loads a model: that of training, or of its files."""
+    """Return the dtype in which a model is evaluated: that of training, or of its files; on a CPU not float16."""
     folder = Path(name).expanduser()
     base = trained_base(folder) if is_adapter(folder) else None
+    found: str
     if base is not None:
-        return base.dtype
-    config = read_saved_config(name, saved_spec(name, trust_remote_code=options.trust_remote_code))
-    return str(stored_dtype(config)).removeprefix("torch.")
+        found = base.dtype
+    else:
+        config = read_saved_config(name, saved_spec(name, trust_remote_code=options.trust_remote_code))
+        found = str(stored_dtype(config)).removeprefix("torch.")
+    return "float32" if found == "float16" and this_machine().vendor == "cpu" else found
 
 
 def _data(recipe: Recipe | None, options: EvalOptions) -> tuple[dict[str, Any], bool]:

@@ -22,6 +22,7 @@ from ligertune.files.storage import (
 from ligertune.recipe.feature import TrainedFolder, feature_parts
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.schema import Recipe
+from ligertune.recipe.section import EXACT_MATCH, TASK_FILES
 from ligertune.recipe.train_sections import CheckpointSpec
 
 # Files that a run writes into output_dir. --overwrite removes these and nothing else.
@@ -119,8 +120,10 @@ def check_packages(recipe: Recipe) -> None:
         wanted["parallel.strategy"] = (recipe.parallel.strategy, "deepspeed")
     for tracker in recipe.logging.report_to:
         wanted[f"logging.report_to[{tracker}]"] = (tracker, None if tracker == "jsonl" else tracker)
+    if recipe.eval.tasks:
+        wanted["eval.tasks"] = (", ".join(recipe.eval.tasks), "lm-eval")
     for key, (value, package) in wanted.items():
-        if package is not None and find_spec(package) is None:
+        if package is not None and find_spec(package.replace("-", "_")) is None:
             raise UserError(
                 f"{key.partition('[')[0]}: {value} needs the package {package}, which is not installed.",
                 hint=f"Install it: {pip_install(package)}",
@@ -135,6 +138,7 @@ def check_paths(recipe: Recipe) -> None:
     for folder in (folder for part in feature_parts() for folder in part.folders):
         if (path := attrgetter(folder.key)(recipe)) is not None:
             check_trained_folder(folder, path)
+    _check_files_of_evaluations(recipe)
     for key, datasets in (("datasets", recipe.data.datasets), ("eval_datasets", recipe.data.eval_datasets)):
         for i, path in enumerate(dataset.path for dataset in datasets):
             if looks_local(path) and not any(c in path for c in "*?[") and not Path(path).exists():
@@ -143,6 +147,16 @@ def check_paths(recipe: Recipe) -> None:
                     hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: "
                     "tatsu-lab/alpaca.",
                 )
+
+
+def _check_files_of_evaluations(recipe: Recipe) -> None:
+    """Raise UserError for a file of `eval.metric` or `eval.tasks` that does not exist."""
+    named = [("eval.tasks", task) for task in recipe.eval.tasks if task.endswith(TASK_FILES)]
+    if recipe.eval.metric not in (None, EXACT_MATCH):
+        named.append(("eval.metric", str(recipe.eval.metric).rpartition(":")[0]))
+    for key, file in named:
+        if not Path(file).is_file():
+            raise UserError(f"{key}: there is no file {file}.", hint="Give its path, relative to the recipe.")
 
 
 def check_sources(recipe: Recipe) -> None:

@@ -1,6 +1,7 @@
 """Metrics of generated answers: during a run by eval.metric, and of the trained model by `ligertune eval --metric`."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,19 @@ def test_python_code_that_a_run_names_runs_only_if_the_command_line_names_it(sco
         ({"eval.metric": "exact_match", "data.val_split": 0}, "no evaluation data"),
         ({"eval.metric": "exact_match", "parallel.strategy": "fsdp"}, "needs a whole model"),
         ({"eval.tasks": "[arc_easy]", "task": "reward"}, "a model that writes text"),
+        ({"eval.metric": "gone.py:score"}, r"eval\.metric: there is no file gone\.py"),
+        ({"eval.tasks": "[gone.yaml]"}, r"eval\.tasks: there is no file gone\.yaml"),
     ],
 )
 def test_recipes_whose_answers_cannot_be_scored_are_refused(changes, words, tmp_path):
     with pytest.raises(UserError, match=words):
         plan_run(tmp_path, **changes)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
+def test_a_run_with_tasks_needs_lm_eval_before_anything_is_loaded(tmp_path):
+    with pytest.raises(UserError, match=r"eval\.tasks: arc_easy needs the package lm-eval.*pip install 'lm-eval>="):
+        plan_run(tmp_path, **{"eval.tasks": "[arc_easy]"})
 
 
 def test_options_of_answers_need_a_metric(scored_run):

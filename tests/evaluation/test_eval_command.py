@@ -97,7 +97,9 @@ def test_padded_batches_of_another_size_give_the_packed_numbers(adapter_run):
     assert found["labels"] == packed["labels"] > 0
 
 
-def test_another_file_is_evaluated_and_predictions_are_written_for_each_row(adapter_run, quickstart):
+def test_another_file_is_evaluated_with_predictions_for_each_row_and_the_result_stays_in_the_run(
+    adapter_run, quickstart
+):
     lines = (quickstart / "dolly_short.jsonl").read_text(encoding="utf-8").splitlines()[100:105]
     (adapter_run / "test.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     found = evaluated(adapter_run, "run", "--data", "test.jsonl", "--max-samples", 4, "--predict", "rows.jsonl")
@@ -108,10 +110,7 @@ def test_another_file_is_evaluated_and_predictions_are_written_for_each_row(adap
     assert total / found["labels"] == pytest.approx(found["metrics"]["loss"]["value"])
     assert all(row["base_loss"] != row["loss"] for row in rows)
     assert [Path(row["source"]).name for row in rows] == [f"test.jsonl:{line}" for line in range(1, 5)]
-
-
-def test_a_result_is_stored_in_the_run_and_shown_on_its_page(adapter_run):
-    found = evaluated(adapter_run, "run", "--max-samples", 3)
+    # the result is stored in the run, and shown on its page
     newest = max((adapter_run / "run" / "evaluations").glob("*.json"))
     assert json.loads(newest.read_text())["metrics"] == found["metrics"]
     page = (adapter_run / "run" / "report.html").read_text(encoding="utf-8")
@@ -230,6 +229,7 @@ def test_labels_and_probabilities_of_texts_are_those_of_transformers(tmp_path, q
         assert held_out[name]["value"] == pytest.approx(value, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_rewards_of_a_score_head_are_those_of_the_run(tmp_path, quickstart):
     dataset = {"path": str(quickstart / "preferences.jsonl"), "max_samples": 24}
     report = train(tmp_path, **STEPS, **{"task": "reward", "data.datasets": [dataset], "model.dtype": "float32"})
@@ -239,3 +239,16 @@ def test_rewards_of_a_score_head_are_those_of_the_run(tmp_path, quickstart):
         assert metrics[name]["value"] == pytest.approx(report.eval_measures[name], rel=1e-3, abs=1e-5), name
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert sum(row["margin"] for row in rows) / len(rows) == pytest.approx(metrics["margin"]["value"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_in_half_precision_is_evaluated(dtype, tmp_path, quickstart):
+    """On a CPU float16 is computed as float32."""
+    stored = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", dtype=getattr(torch, dtype))
+    stored.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(quickstart / "stories260K").save_pretrained(tmp_path / "model")
+    options = ("--data", quickstart / "dolly_short.jsonl", "--max-samples", 6)
+    found, exact = (evaluated(tmp_path, model, *options) for model in ("model", quickstart / "stories260K"))
+    loss = exact["metrics"]["loss"]["value"]
+    assert found["metrics"]["loss"]["value"] == pytest.approx(loss, rel=1e-4 if dtype == "float16" else 3e-3)
