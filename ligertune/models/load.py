@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from ligertune.planning.options import ModelOptions
 
 
-Residuals = Callable[[PreTrainedModel, PreTrainedModel], None]
 DEQUANTISED = ("fp8", "mxfp4")  # formats of files that are dequantised unless an adapter trains on them
 
 
@@ -276,7 +275,7 @@ def whole_model(
     *,
     trained_in: str | None = None,
     stored_as: StoredAs | None = None,
-    residuals: Residuals | None = None,
+    residuals: Callable[[PreTrainedModel, PreTrainedModel], None] | None = None,
     origin: ModelOrigin = RECIPE_MODEL,
 ) -> PreTrainedModel:
     """Load the model unsharded, with the weights that a run has trained on, for export.

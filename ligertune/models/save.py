@@ -34,15 +34,7 @@ from ligertune.files.storage import new_folder, write_text
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.block_scaled.block_format import block_format
 from ligertune.models.carried_tensors import add_carried
-from ligertune.models.load import (
-    Residuals,
-    auto_class,
-    build_model,
-    carried_by,
-    quiet_reports,
-    stored_dtype,
-    whole_model,
-)
+from ligertune.models.load import auto_class, build_model, carried_by, quiet_reports, stored_dtype, whole_model
 from ligertune.models.load_tokenizer import read_tokenizer
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import HEADS, SEQ_CLS, embedding_rows, gives_scores, make_scored
@@ -306,14 +298,17 @@ def base_as_trained(
     """
     if base is None:
         return whole_model(spec, config, origin=SAVED_MODEL)
-    residuals: Residuals | None = None
-    if initial is not None:
-        from ligertune.models.adapters.four_bit_residual import store_residuals  # imports peft, which takes seconds
-
-        residuals = partial(store_residuals, initial=initial)
+    residuals = None if initial is None else partial(_store_residuals, initial)
     return whole_model(
         spec, config, trained_in=base.dtype, stored_as=base.stored_as, residuals=residuals, origin=SAVED_MODEL
     )
+
+
+def _store_residuals(initial: Mapping[str, InitialLora], model: PreTrainedModel, original: PreTrainedModel) -> None:
+    from ligertune.models.adapters.four_bit_residual import store_residuals  # imports peft, which takes seconds
+
+    with loading(SAVED_MODEL, "the initial adapter does not fit the base model"):
+        store_residuals(model, original, initial)
 
 
 def initial_of(folder: Path, base: TrainedBase | None) -> dict[str, InitialLora] | None:
@@ -323,7 +318,8 @@ def initial_of(folder: Path, base: TrainedBase | None) -> dict[str, InitialLora]
     from ligertune.models.adapters.four_bit_residual import initial_of_adapter  # imports peft, which takes seconds
 
     check_adapter(folder, SAVED_MODEL)
-    return initial_of_adapter(folder, SAVED_MODEL)
+    with loading(SAVED_MODEL, f"{folder} holds no adapter of this model"):
+        return initial_of_adapter(folder, SAVED_MODEL)
 
 
 def load_trained_adapter(model: PreTrainedModel, folder: Path, base: TrainedBase | None) -> PeftModel:

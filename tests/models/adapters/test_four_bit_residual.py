@@ -1,6 +1,6 @@
 """PiSSA and OLoRA under QLoRA: PEFT's factors of the 16-bit weights, and bitsandbytes' quantisation of the rest."""
 
-import copy
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.command_line import losses
 from support.models import tiny_models
 from support.models.hostile_folders import change_json
@@ -222,13 +223,27 @@ def test_generate_export_and_checkpoint_have_the_weights_of_training(run, tmp_pa
         check_export(plan).raise_if_different()
 
 
-def test_an_adapter_without_its_second_half_is_refused(run, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("rank", "has rank 7, and one that holds its initial values has an even rank"),
+        ("names", "holds no adapter of this model: it lacks "),
+        ("shapes", "the initial adapter does not fit the base model"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_sentence(damage, words, run, tmp_path):
     folder = tmp_path / "model"
-    folder.mkdir()
-    for file in (run / "fused" / "run" / "model").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    base = copy.deepcopy(trained_base(folder))
+    shutil.copytree(run / "fused" / "run" / "model", folder)
+    base = trained_base(folder)
     assert base.residual_of == "pissa"
-    change_json(folder / "adapter_config.json", {"r": 7})
-    with pytest.raises(UserError, match="has rank 7, and one that holds its initial values has an even rank"):
+    weights = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in weights if name.endswith("lora_B.weight"))
+    if damage == "rank":
+        change_json(folder / "adapter_config.json", {"r": 7})
+    elif damage == "names":
+        del weights[name]
+    else:
+        weights[name] = weights[name][:3].clone()
+    save_file(weights, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=words):
         merge_saved_adapter(folder, base, trust_remote_code=False)
