@@ -26,13 +26,17 @@ MAX_POINTS = 2000  # of a series; a page stays small after a long run
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: (step, value) pairs. dots: draw a dot at each point."""
+    """A line of a chart: (step, value) pairs.
+
+    colour: a CSS colour, or a variable of the page's style. dots: draw a dot at each point. dash: lengths of dashes and
+    gaps, "5 3"; empty: a solid line.
+    """
 
     label: str
     colour: str
     points: Sequence[tuple[int, float]]
     dots: bool = False
-    dashed: bool = False
+    dash: str = ""
 
 
 def render_template(package: str, name: str, **values: Any) -> str:
@@ -113,7 +117,7 @@ def _thinned(series: Series) -> Series:
     points = [point for point in series.points if math.isfinite(point[1])]
     stride = -(-len(points) // MAX_POINTS) or 1
     kept = [*points[:-1:stride], *points[-1:]]
-    return Series(series.label, series.colour, kept, series.dots or len(kept) == 1, series.dashed)
+    return Series(series.label, series.colour, kept, series.dots or len(kept) == 1, series.dash)
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
