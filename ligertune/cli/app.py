@@ -63,6 +63,7 @@ with importing():
     from ligertune.cli.doctor import doctor
     from ligertune.cli.export import export
     from ligertune.cli.generate import chat, generate
+    from ligertune.cli.measure.report import report
     from ligertune.cli.options import command_parts
     from ligertune.cli.plan import PlanCommand, plan
     from ligertune.cli.recipe import init, recipe_app
@@ -73,7 +74,7 @@ with importing():
 
 # in the order of `ligertune --help`
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    init, *TRAINERS, plan, compare, bench, data, generate, chat, export, doctor
+    init, *TRAINERS, report, plan, compare, bench, data, generate, chat, export, doctor
 )  # fmt: skip
 _KINDS: dict[Callable[..., None], type[TyperCommand]] = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}
 for command in _COMMANDS:
