@@ -105,7 +105,7 @@ def test_no_two_of_many_runs_have_the_same_colour_and_dash(trained, tmp_path):
     drawn = lines_of(charts_of(page)["Throughput"])
     assert len(drawn) == len(set(drawn)) == MAX_RUNS
     assert all(len({line[part] for line in drawn[:4]}) == 4 for part in (0, 1))
-    legend = re.findall(r'<line x1=1 [^>]*var\(--(\w+)\)" stroke-width=2.6(?: stroke-dasharray="([^"]*)")?', page)
+    legend = re.findall(r'<line x1="1" [^>]*var\(--(\w+)\)" stroke-width="2.6"(?: stroke-dasharray="([^"]*)")?', page)
     assert legend == drawn and "All settings are equal." in page
     assert "all runs, before training" in page and "not finished" in page
     refused = run_here("report", *folders, tmp_path / "one-more", cwd=tmp_path)
