@@ -64,6 +64,7 @@ with importing():
     from ligertune.cli.measure.bench import bench
     from ligertune.cli.measure.compare import compare
     from ligertune.cli.measure.evaluate import evaluate
+    from ligertune.cli.measure.report import report
     from ligertune.cli.options import command_parts
     from ligertune.cli.plan import PlanCommand, plan
     from ligertune.cli.recipe import init, recipe_app
@@ -74,7 +75,7 @@ with importing():
 
 # in the order of `ligertune --help`
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    init, *TRAINERS, plan, compare, bench, data, evaluate, generate, chat, serve, export, doctor
+    init, *TRAINERS, report, plan, compare, bench, data, evaluate, generate, chat, serve, export, doctor
 )  # fmt: skip
 _NAMES = {evaluate: "eval"}  # a function of this name would hide Python's own
 _KINDS: dict[Callable[..., None], type[TyperCommand]] = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}

@@ -205,7 +205,7 @@ def loss_series(point: Point) -> tuple[list[Series], list[Series]]:
     sides = sorted((side for side in point.sides if side.first_run), key=lambda side: side is not reference)
     losses = [
         Series(side.label, COLOURS[side.name], [(step.step, step.loss) for step in side.first_run],
-               dashed=side is not reference)
+               dash="" if side is reference else "5 3")
         for side in sides
     ]  # fmt: skip
     expected = {step.step: step.loss for step in reference.first_run} if reference else {}
@@ -245,8 +245,8 @@ def _draw_losses(result: Comparison, path: Path) -> Path:
     for point, (above, below) in zip(points, panels.T, strict=True):
         for axes, series in zip((above, below), loss_series(point), strict=True):
             for one in series:
-                axes.plot(*zip(*one.points, strict=True), "--" if one.dashed else "-", color=one.colour,
-                          label=one.label, linewidth=1.6 if one.dashed else 2.4)  # fmt: skip
+                axes.plot(*zip(*one.points, strict=True), "--" if one.dash else "-", color=one.colour,
+                          label=one.label, linewidth=1.6 if one.dash else 2.4)  # fmt: skip
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         above.set_title(point.label, fontsize=10)

@@ -343,7 +343,9 @@ class LoggingSpec(Section):
     logging_steps: PositiveInt = 10
     """Steps between lines of metrics.jsonl."""
     report_to: Annotated[
-        tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...], ReadName, Field(strict=False)
+        tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml"], ...],
+        ReadName,
+        Field(strict=False),
     ] = ("jsonl",)
     """Experiment trackers to log to; metrics.jsonl is always written."""
     run_name: Text | None = None

@@ -266,7 +266,7 @@ class EvalSpec(Section):
     eval_on_start: AutoSwitch = "auto"
     """Evaluate before the first step, for the report only; auto: if that takes less than about 2 % of the run."""
     sample_prompts: NameList = ()
-    """Prompts to answer after each evaluation."""
+    """Prompts to answer before training and after each evaluation; eval_on_start: false leaves out the former."""
     metric: MetricName | None = None
     """Score of answers to held-out prompts: exact_match, or file.py:function(answer, reference, prompt); null: none."""
     tasks: TaskNames = ()

@@ -19,19 +19,22 @@ from ligertune.report.svg_chart import Series, line_chart, render_template
 if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
-BLUE = "#0969da"
-RED = "#cf222e"
-GREEN = "#1a7f37"
-VIOLET = "#8250df"
+PAGE = "report.html"
+# variables of page_style.css.j2, which has a light and a dark value of each
+BLUE = "var(--blue)"
+RED = "var(--red)"
+GREEN = "var(--green)"
+VIOLET = "var(--violet)"
+AMBER = "var(--amber)"
 # MemoryPeak.parts() -> words and colour
 MEMORY_KINDS = {
-    "weights": ("weights", "#0969da"),
-    "optimizer": ("optimizer states", "#54aeff"),
-    "frozen_model": ("frozen model", "#cf222e"),
-    "gradients": ("gradients", "#8250df"),
-    "activations": ("activations", "#1a7f37"),
-    "loss": ("loss", "#bf8700"),
-    "working": ("temporary", "#8c959f"),
+    "weights": ("weights", BLUE),
+    "optimizer": ("optimizer states", "var(--sky)"),
+    "frozen_model": ("frozen model", RED),
+    "gradients": ("gradients", VIOLET),
+    "activations": ("activations", GREEN),
+    "loss": ("loss", AMBER),
+    "working": ("temporary", "var(--grey)"),
 }
 Rows = list[tuple[str, str]]
 
@@ -58,7 +61,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         memory=_memory(plan, report),
         data=_data(plan, report),
         evaluations=_evaluations(evaluations),
-        samples=next((line["samples"] for line in reversed(lines) if "samples" in line), []),
+        samples=sample_answers(lines),
         measured=report.measured,
         later_evaluations=evaluation_section(plan.output_dir),
         setup=_setup(plan, report),
@@ -104,8 +107,22 @@ def _evaluations(lines: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     for line in lines:
         values = (line.get(name) for name in measures)
         words = ("" if value is None else f"{value:.4f}" for value in values)
-        rows.append((f"{line['step']:,}", f"{line['eval_loss']:.4f}", *words))
+        step = f"{line['step']:,}" if line["step"] else "before training"
+        rows.append((step, f"{line['eval_loss']:.4f}", *words))
     return [("step", "loss", *(name.removeprefix("eval_") for name in measures)), *rows]
+
+
+def sample_answers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each prompt of `eval.sample_prompts` with (when, answer) before training and in the last evaluation."""
+    answered = [line for line in lines if "samples" in line]
+    before = [line for line in answered if line["step"] == 0][:1]
+    after = [line for line in answered if line["step"] > 0][-1:]
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in (*before, *after):
+        when = f"after step {line['step']:,}" if line["step"] else "before training"
+        for sample in line["samples"]:
+            found.setdefault(sample["prompt"], []).append((when, sample["answer"]))
+    return [{"prompt": prompt, "answers": answers} for prompt, answers in found.items()]
 
 
 def _status(report: Report) -> str:
@@ -155,7 +172,7 @@ def _charts(lines: list[dict[str, Any]], settings: dict[str, Any]) -> list[tuple
         "Loss": line_chart("Loss", loss_unit(settings), losses),
         **{chart.title: measured(chart) for chart in feature_of(settings["task"]).charts},
         "Learning rate": _single("Learning rate", "learning rate", VIOLET, points("learning_rate")),
-        "Gradient norm": _single("Gradient norm", "L2 norm before clipping", "#9a6700", points("grad_norm")),
+        "Gradient norm": _single("Gradient norm", "L2 norm before clipping", AMBER, points("grad_norm")),
         "Throughput": _single("Throughput", "tokens/s without padding", GREEN, points("tokens_per_second")),
     }
     return [(title, chart) for title, chart in charts.items() if chart is not None]

@@ -26,13 +26,17 @@ MAX_POINTS = 2000  # of a series; a page stays small after a long run
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: (step, value) pairs. dots: draw a dot at each point."""
+    """A line of a chart: (step, value) pairs.
+
+    colour: a CSS colour, or a variable of the page's style. dots: draw a dot at each point. dash: lengths of dashes and
+    gaps, "5 3"; empty: a solid line.
+    """
 
     label: str
     colour: str
     points: Sequence[tuple[int, float]]
     dots: bool = False
-    dashed: bool = False
+    dash: str = ""
 
 
 def render_template(package: str, name: str, **values: Any) -> str:
@@ -56,8 +60,13 @@ def _printable_value(value: Any) -> Any:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero: bool = False) -> Markup | None:
-    """Return a chart of values against optimizer steps; None without a finite value. from_zero: y starts at 0."""
+def line_chart(
+    title: str, y_label: str, series: Sequence[Series], *, from_zero: bool = False, legend: bool = True
+) -> Markup | None:
+    """Return a chart of values against optimizer steps; None without a finite value.
+
+    from_zero: y starts at 0. legend: names the series below the chart, if there are several.
+    """
     series = [one for one in map(_thinned, series) if one.points]
     if not series:
         return None
@@ -87,7 +96,7 @@ def line_chart(title: str, y_label: str, series: Sequence[Series], *, from_zero:
             plot={"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM},
             x_ticks=[(place(x, bottom)[0], f"{x:,.0f}") for x in x_ticks if left <= x <= right],
             y_ticks=[(place(left, y)[1], words) for y, words in zip(y_ticks, tick_labels(y_ticks), strict=True)],
-            legend=_legend([one.label for one in series]),
+            legend=_legend([one.label for one in series] if legend else []),
             series=[{"line": one, "places": [place(x, y) for x, y in one.points]} for one in series],
         )
     )
@@ -113,7 +122,7 @@ def _thinned(series: Series) -> Series:
     points = [point for point in series.points if math.isfinite(point[1])]
     stride = -(-len(points) // MAX_POINTS) or 1
     kept = [*points[:-1:stride], *points[-1:]]
-    return Series(series.label, series.colour, kept, series.dots or len(kept) == 1, series.dashed)
+    return Series(series.label, series.colour, kept, series.dots or len(kept) == 1, series.dash)
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:

@@ -97,6 +97,7 @@ def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult
     with profiled(plan, training.accelerator) as profile, logger:
         if training.owes_evaluation or evaluates_first:
             run_evaluation(training, state, stop)
+        answer_before_training(training, state)
         phases.begin("first step")  # an evaluation before training belongs to the preparations
         while not state.done:
             training.callbacks.call("on_step_begin", plan, model=model)
@@ -211,6 +212,17 @@ def run_measures(training: Training) -> dict[str, float]:
             for measure in training.run_measures:
                 found |= measure(model)
     return dict(broadcast_object_list([found])[0])
+
+
+def answer_before_training(training: Training, state: TrainState) -> None:
+    """Answer `eval.sample_prompts` before the first step, for the report, unless the recipe decides on it itself."""
+    starts = state.step == 0 and not state.done and training.eval_batcher is not None
+    wanted = training.plan.settings["eval"]["eval_on_start"] == "auto"
+    if training.answer is None or not (starts and wanted and training.accelerator.is_main_process):
+        return
+    with training.meter.paused(), training.timeout.extended(), training.accelerator.autocast():
+        samples = training.answer(training.accelerator.unwrap_model(training.model))
+    training.logger.log({"step": 0, "samples": samples})
 
 
 def save_if_finite(training: Training, state: TrainState) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,28 @@ COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 OTHER = "#8C8C8C"
 MARKERS = "osD^vPX"
 STYLES = ("-", "--", ":", "-.")
+MAX_SERIES = len(COLOURS) * len(STYLES)
+TICKS = "{x:,.10g}"  # 1,000,000, where "g" alone writes 1e+06
+
+
+def series_style(number: int) -> tuple[str, str, str]:
+    """Return colour, marker and line style of a series. No two of MAX_SERIES have the same colour and marker.
+
+    From the eighth on colours come again, with the next marker and the next line style.
+    """
+    if number >= MAX_SERIES:
+        raise ValueError(f"a chart has at most {MAX_SERIES} series")
+    again, place = divmod(number, len(COLOURS))
+    return COLOURS[place], MARKERS[(place + again) % len(MARKERS)], STYLES[again]
 
 
 def draw(page: Page, path: Path) -> None:
-    """Draw the chart of a page, 800 pixels wide at its natural size."""
+    """Draw the chart of a page, 800 pixels wide at its natural size.
+
+    chart["limit"]: values above it are drawn at it.
+    """
+    if (limit := page.chart.get("limit")) is not None:
+        page = dataclasses.replace(page, rows=[_limited(row, page.chart["values"], limit) for row in page.rows])
     kind, rows = page.chart["kind"], len(page.rows)
     height = {"bars": 1.3 + 0.32 * rows, "dots": 1.6 + 0.24 * rows, "lines": 3.8, "curves": 3.8}[kind]
     figure = new_figure(8.0, height)
@@ -27,6 +46,10 @@ def draw(page: Page, path: Path) -> None:
     where = f"{page.count} x {page.device}" if page.count > 1 else page.device
     figure.supxlabel(f"{where}, torch {page.versions['torch']}, {page.date}", fontsize=8, color="#555555")
     figure.savefig(path, dpi=160, bbox_inches="tight")
+
+
+def _limited(row: dict, keys: Iterable[str], limit: float) -> dict:
+    return row | {key: min(row[key], limit) for key in keys if row.get(key) is not None}
 
 
 def _bars(figure: Any, page: Page) -> None:
@@ -45,7 +68,7 @@ def _bars(figure: Any, page: Page) -> None:
         panel.set_xlabel(label, fontsize=9)
         panel.set_xlim(0, 1.22 * max(row[key] for row in drawn.values()))
         panel.locator_params(axis="x", nbins=5)
-        panel.xaxis.set_major_formatter("{x:,g}")
+        panel.xaxis.set_major_formatter(TICKS)
         _tidy(panel, "x")
     panels[0].set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=9)
     panels[0].invert_yaxis()
@@ -59,17 +82,18 @@ def _dots(figure: Any, page: Page) -> None:
     """
     chart, rows = page.chart, page.rows
     panel = figure.subplots()
-    for (key, name), colour, marker in zip(chart["values"].items(), COLOURS, MARKERS, strict=False):
+    for number, (key, name) in enumerate(chart["values"].items()):
+        colour, marker, _ = series_style(number)
         drawn = [(row[key], i) for i, row in enumerate(rows) if row.get(key) is not None]
         if drawn:
-            first = colour == COLOURS[0]
+            first = number == 0
             fill = {"s": 28, "facecolors": colour} if first else {"s": 52, "facecolors": "none", "linewidths": 1.4}
             panel.scatter(*zip(*drawn, strict=True), edgecolors=colour, marker=marker, label=name, zorder=3, **fill)
     panel.set_ylim(-0.7, len(rows) - 0.3)
     panel.set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=8)
     panel.invert_yaxis()
     panel.set_xlim(left=0)
-    panel.xaxis.set_major_formatter("{x:,g}")
+    panel.xaxis.set_major_formatter(TICKS)
     panel.set_xlabel(chart["axis"], fontsize=9)
     _tidy(panel, "both")
     _legend(figure, page, panel)
@@ -90,11 +114,12 @@ def _lines(figure: Any, page: Page) -> None:
                 mine = [row for row in rows if (row[chart["colour"]], row.get(style)) == (first, second)]
                 drawn = [row for row in mine if row.get(key) is not None]
                 if mine:
-                    fill = "none" if i else COLOURS[0]  # outlines leave the first side's markers visible
-                    panel.plot([row[x] for row in drawn], [row[key] for row in drawn], STYLES[j],
-                               color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)],
-                               markersize=5 + 3 * min(i, 2), markerfacecolor=fill, zorder=max(4 - i, 1),
-                               label=f"{first}, {second} {style}" if style else first)  # fmt: skip
+                    colour, marker, again = series_style(i)
+                    fill = "none" if i else colour  # outlines leave the first side's markers visible
+                    name = f"{first}, {second} {style}" if style else first
+                    panel.plot([row[x] for row in drawn], [row[key] for row in drawn], STYLES[j] if style else again,
+                               color=colour, marker=marker, markersize=5 + 3 * min(i, 2), markerfacecolor=fill,
+                               zorder=max(4 - i, 1), label=name)  # fmt: skip
         places = _distinct(rows, x)
         panel.set_xscale("log", base=2)
         panel.set_xticks(places, [f"{place / 1024:g}k" if place >= 1024 else place for place in places])
@@ -102,7 +127,7 @@ def _lines(figure: Any, page: Page) -> None:
         top = 1.08 * max((row[key] for row in rows if row.get(key) is not None), default=0)
         panel.set(xlabel=x_label, ylabel=label, ylim=(0, top or None))
         _tidy(panel, "y")
-        panel.yaxis.set_major_formatter("{x:,g}")
+        panel.yaxis.set_major_formatter(TICKS)
     _legend(figure, page, panels[0])
 
 
@@ -112,10 +137,13 @@ def _curves(figure: Any, page: Page) -> None:
     first = next(iter(page.chart["curves"].values()))
     for i, (label, curve) in enumerate(page.chart["curves"].items()):
         steps = range(1, len(curve) + 1)
-        losses.plot(steps, curve, STYLES[i % len(STYLES)], color=COLOURS[i], label=label, linewidth=1.6)
+        colour, _, _ = series_style(i)
+        # Curves lie on each other, and dashes show the one below. 7 colours and 4 styles repeat together after 28.
+        style = STYLES[i % len(STYLES)]
+        losses.plot(steps, curve, style, color=colour, label=label, linewidth=1.6)
         if i:
             apart = [value / expected - 1 for value, expected in zip(curve, first, strict=True)]
-            differences.plot(steps, apart, color=COLOURS[i], linewidth=1.2)
+            differences.plot(steps, apart, style, color=colour, linewidth=1.2)
     losses.set(xlabel="step", ylabel="loss, nats per trained token")
     differences.set(xlabel="step", ylabel=f"difference relative to {next(iter(page.chart['curves']))}")
     for panel in (losses, differences):

@@ -3,9 +3,12 @@
 import json
 import sys
 from argparse import ArgumentParser
+from unittest import mock
 
 import pytest
 from support.script_modules import script_module
+
+from ligertune.files.plots import new_figure
 
 PAGE = {
     "page": "packed",
@@ -95,3 +98,51 @@ def test_the_kernels_page_names_the_rows_in_which_another_is_faster():
     ours, lean = script_module("benchmarks.ops.kernels").slower_rows(rows, ["torch.compile", "liger-kernel"])
     assert ours.endswith("slower than another column: `jsd` 8x9 (liger-kernel takes 20.0% less time).")
     assert lean.endswith("slower than liger-kernel: `linear_jsd` 8 (liger-kernel takes 9.1% less time).")
+
+
+@pytest.fixture
+def drawn(pages, tmp_path):
+    """A function that draws the chart of a page, and returns its figure."""
+    pytest.importorskip("matplotlib")
+    charts = script_module("benchmarks.charts")
+
+    def draw(chart: dict, rows: list[dict], columns: tuple = ()):
+        figure = new_figure(8, 4)
+        page = pages.Page(**{**PAGE, "chart": chart, "rows": rows, "columns": list(columns)})
+        with mock.patch.object(charts, "new_figure", return_value=figure):
+            charts.draw(page, tmp_path / "chart.png")
+        return figure
+
+    return draw
+
+
+def test_no_two_series_of_a_chart_look_the_same(drawn):
+    charts = script_module("benchmarks.charts")
+    styles = [charts.series_style(number) for number in range(charts.MAX_SERIES)]
+    assert len({(colour, marker) for colour, marker, _ in styles}) == charts.MAX_SERIES
+    assert len({(colour, line) for colour, _, line in styles}) == charts.MAX_SERIES
+    with pytest.raises(ValueError, match="at most 28 series"):
+        charts.series_style(charts.MAX_SERIES)
+    names = [f"side {i}" for i in range(10)]
+    rows = [{"side": name, "x": x, "y": i + x} for i, name in enumerate(names) for x in (1, 2)]
+    lines = {"kind": "lines", "x": ["x", "tokens"], "colour": "side", "values": {"y": "ms"}}
+    panel = drawn(lines, rows).axes[0]
+    assert len({(line.get_color(), line.get_marker()) for line in panel.lines}) == 10
+    dots = {"kind": "dots", "labels": ["op"], "values": {name: name for name in names}, "axis": "ms"}
+    panel = drawn(dots, [{"op": "a", **{name: i for i, name in enumerate(names)}}]).axes[0]
+    assert panel.get_legend_handles_labels()[1] == names  # none is left out
+    curves = {"kind": "curves", "curves": {name: [1.0 + i, 2.0] for i, name in enumerate(names)}}
+    panel = drawn(curves, []).axes[0]
+    assert len({(line.get_color(), line.get_linestyle()) for line in panel.lines}) == 10
+
+
+def test_ticks_have_no_exponent_and_values_above_the_limit_are_drawn_at_it(drawn):
+    chart = {"kind": "dots", "labels": ["op"], "values": {"tokens": "trained"}, "axis": "tokens"}
+    panel = drawn(chart, [{"op": "a", "tokens": 1_300_000}, {"op": "b", "tokens": 2.5}]).axes[0]
+    labels = [label.get_text() for label in panel.get_xticklabels()]
+    assert "1,000,000" in labels and not any("e" in label for label in labels)
+    chart = {"kind": "bars", "labels": ["op"], "values": {"share": "share, %"}, "limit": 100}
+    rows = [{"op": "a", "share": 104.2}, {"op": "b", "share": 61.0}, {"op": "c", "share": None}]
+    panel = drawn(chart, rows, (["share", "share", ".1f"],)).axes[0]
+    assert [bar.get_width() for bar in panel.patches] == [100, 61.0]
+    assert rows[0]["share"] == 104.2  # the table has what was measured

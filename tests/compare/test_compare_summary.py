@@ -191,6 +191,6 @@ def test_an_ablation_measures_what_the_missing_kernel_gains():
 def test_loss_curves_begin_with_the_reference_and_differences_are_relative_to_it():
     found = point(trial("with", taken=WRONG), trial("without"))
     losses, differences = loss_series(found)
-    assert [(one.label, one.dashed) for one in losses] == [("Hugging Face", False), ("ligertune", True)]
+    assert [(one.label, bool(one.dash)) for one in losses] == [("Hugging Face", False), ("ligertune", True)]
     assert [value for _, value in losses[1].points] == [step.loss for step in WRONG]
     assert dict(differences[0].points) == pytest.approx({1: 0, 2: 0, 3: 0.01, 4: 0})

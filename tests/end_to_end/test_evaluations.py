@@ -1,14 +1,16 @@
 """Evaluation: the best model is kept, training stops early, prompts are answered; a resumed run remembers all of it."""
 
+import html
+import re
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_line import losses, metrics, weights
+from support.command_line import RECIPE, losses, metrics, weights
 from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, unfinished
-from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerControl, TrainerState
 
 from ligertune.cli.render.run_report import show_report
 from ligertune.planning.preflight import has_trained
@@ -31,6 +33,20 @@ BEST = {**OVERFIT, "checkpoint.load_best_model_at_end": True, "eval.early_stoppi
 def eval_losses(run) -> dict[int, float]:
     """Step -> evaluation loss."""
     return {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line}
+
+
+def greedy_answer(prompt: str) -> str:
+    """The base model's answer by plain transformers, in Alpaca's format."""
+    folder = RECIPE.parent / "stories260K"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{prompt}\n\n### Response:\n"
+    )
+    ids = tokenizer(text, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = model.generate(**ids, max_new_tokens=64, do_sample=False)
+    return tokenizer.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +80,22 @@ def test_a_resumed_run_remembers_the_best_loss_and_the_evaluations_since(best, t
     assert weights(run) == weights(folder)
 
 
-def test_prompts_are_answered_after_each_evaluation_and_change_nothing(tmp_path):
+def test_prompts_are_answered_before_training_and_after_each_evaluation_and_change_nothing(tmp_path):
     changes = {**OVERFIT, "train.max_steps": 2, "method.type": "lora", "method.lora_dropout": 0.5}
     train(tmp_path / "silent", **changes)
     train(tmp_path / "asked", **changes, **{"eval.sample_prompts": "[Name three colours., Hello]"})
     assert eval_losses(tmp_path / "silent" / "run") == eval_losses(tmp_path / "asked" / "run")
     samples = [line["samples"] for line in metrics(tmp_path / "asked" / "run") if "samples" in line]
-    assert [[sample["prompt"] for sample in step] for step in samples] == [["Name three colours.", "Hello"]] * 2
+    assert [[sample["prompt"] for sample in step] for step in samples] == [["Name three colours.", "Hello"]] * 3
     assert all(sample["answer"].strip() and "###" not in sample["answer"] for step in samples for sample in step)
+    assert samples[0][1]["answer"] == greedy_answer("Hello") != samples[-1][1]["answer"]
+    page = html.unescape((tmp_path / "asked/run/report.html").read_text())
+    when = ("before training", "after step 2")
+    assert re.findall("<p class=dim>([^<]*)</p><pre>([^<]*)</pre>", page) == [
+        (moment, step[i]["answer"])
+        for i in range(2)
+        for moment, step in zip(when, (samples[0], samples[-1]), strict=True)
+    ]
 
 
 def test_early_stopping_counts_as_transformers_does():
@@ -117,13 +141,15 @@ def test_an_evaluation_before_the_first_step_counts_for_nothing_and_changes_noth
 def test_an_evaluation_before_training_is_chosen_where_it_is_cheap_and_leaves_the_weights_equal(tmp_path, capsys):
     """Dropout draws random numbers: an evaluation that drew any would change every later step."""
     few = {**TWO_LAYERS, "data.datasets.0.max_samples": 40, "data.val_split": 0.03, "train.max_steps": 12,
-           "method.type": "lora", "method.lora_dropout": 0.5}  # fmt: skip
+           "method.type": "lora", "method.lora_dropout": 0.5, "eval.sample_prompts": "[Hello]"}  # fmt: skip
     report = train(tmp_path / "auto", **few)
     train(tmp_path / "without", **few, **{"eval.eval_on_start": False})
     with_it, without = (tmp_path / name / "run/model/adapter_model.safetensors" for name in ("auto", "without"))
     assert with_it.read_bytes() == without.read_bytes()
     found, usual = eval_losses(tmp_path / "auto/run"), eval_losses(tmp_path / "without/run")
     assert found == {0: report.eval_loss_before_training, **usual} and list(usual) == [12]
+    for name, steps in (("auto", [0, 12]), ("without", [12])):
+        assert [line["step"] for line in metrics(tmp_path / name / "run") if "samples" in line] == steps
     show_report(report)
     expected = f"{found[0]:.4f} before training, {found[12]:.4f} after"
     assert expected in capsys.readouterr().out

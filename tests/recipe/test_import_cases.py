@@ -30,7 +30,7 @@ BASES = {
 SAYS_A_DEFAULT = (
     "disable_gradient_checkpointing", "stage", "loss_type", "save_total_limit", "test_split_size", "max_steps",
     "num_train_epochs", "adapter", "fsdp_config", "dataset_text_field", "finetuning_type", "peft_config", "bf16",
-    "template", "chat_template", "loss", "enable_wandb", "eval_steps",
+    "template", "chat_template", "loss", "enable_wandb", "use_comet", "eval_steps",
 )  # fmt: skip
 
 

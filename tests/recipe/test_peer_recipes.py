@@ -36,6 +36,7 @@ ROWS = {
 WITHOUT = {
     "wandb": "logging.report_to=[jsonl]",
     "tensorboard": "logging.report_to=[jsonl]",
+    "swanlab": "logging.report_to=[jsonl]",
     "deepspeed": "parallel.strategy=fsdp",
 }
 # tokens of the hub's model that the recipes name

@@ -93,7 +93,7 @@ def test_init_writes_lists_and_mappings_that_load_again(init):
     ("arguments", "words"),
     [
         (["some/model", "some/data", "--set", "train.learning_rat=1"], "train.learning_rate"),
-        (["some/model", "some/data", "--set", "logging.report_to=comet"], "a list of jsonl, tensorboard, wandb or"),
+        (["some/model", "some/data", "--set", "logging.report_to=comet"], "swanlab or comet_ml"),
         (["./nowhere", "some/data"], "no folder ./nowhere"),
         (["some/model", "nowhere.jsonl"], "no file or folder nowhere.jsonl"),
         (["some/model", "some/data", "--out", "held.yaml"], "held.yaml exists already"),

@@ -127,6 +127,30 @@ def test_the_page_shows_the_numbers_of_the_run_and_fetches_nothing(resumed, line
     assert html.escape((folder / "resolved_recipe.yaml").read_text(), quote=False) in html.unescape(page)
 
 
+def luminance(colour: str) -> float:
+    """Return the relative luminance of WCAG 2 of #rrggbb or #rgb."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_every_colour_of_the_page_has_a_light_and_a_dark_value_that_can_be_seen(resumed):
+    page = (resumed[0] / "report.html").read_text()
+    style = page.split("<style>")[1].split("</style>")[0]
+    rules = re.findall(r":root \{([^}]*)\}", style)
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w+);", rule)) for rule in rules)
+    assert "@media screen and (prefers-color-scheme: dark) { :root" in style and "color-scheme: light dark" in rules[0]
+    assert light.keys() == dark.keys() == set(re.findall(r"var\(--([\w-]+)", page)) | {"pink", "ink", "red"}
+    without = re.sub(r"var\([^)]*\)|:root \{[^}]*\}|&#\d+", "", page)
+    assert not re.findall(r"[:\"]\s*#[0-9a-f]{3,6}\b", without)
+    for values in (light, dark):
+        least = {"text": 7, "dim": 4.5, **dict.fromkeys(("blue", "red", "green", "violet", "amber", "pink", "ink"), 3)}
+        for name, ratio in least.items():
+            one, other = sorted((luminance(values[name]), luminance(values["page"])))
+            assert (other + 0.05) / (one + 0.05) >= ratio, name
+
+
 def test_charts_place_their_points_by_the_ticks(resumed, lines):
     """The y of each point, read back by the labels of the ticks, is its value."""
     page = (resumed[0] / "report.html").read_text()

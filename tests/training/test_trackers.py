@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
-from support.command_line import run, train_command
-from support.quickstart_runs import plan_run
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from support.command_line import ROOT, run, train_command
+from support.quickstart_runs import plan_run, recipe_for
 
 from ligertune.errors import UserError
 from ligertune.launcher.run_lock import locked_folder
+from ligertune.planning import preflight
 from ligertune.planning.plan import Plan
 from ligertune.training.metrics.metrics_logger import open_trackers
 
@@ -64,3 +65,17 @@ def test_an_incomplete_tensorboard_is_refused_before_the_folder_is_made(tmp_path
     done = run(train_command(**settings), cwd=tmp_path)
     assert done.code == 2 and "logging.report_to: tensorboard could not be started" in done.err, done.err
     assert "Traceback" not in done.err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml"])
+def test_a_tracker_is_one_of_accelerate_and_a_missing_package_is_one_sentence(tracker, tmp_path, monkeypatch):
+    assert tracker in LOGGER_TYPE_TO_CLASS
+    recipe = recipe_for(tmp_path, **{"logging.report_to": tracker})
+    assert recipe.logging.report_to == (tracker,)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as refused:
+        preflight.check_packages(recipe)
+    needed = f"logging.report_to: {tracker} needs the package {tracker}, which is not installed."
+    assert refused.value.message == needed and f"pip install {tracker}" in str(refused.value)
+    extra = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("trackers = "))
+    assert f'"{tracker}"' in extra

@@ -180,21 +180,24 @@ def choose_trackers(work: Import) -> None:
     if isinstance(named, str | list):
         known = [name for name in split_names(named) if name in (*signs, "jsonl")]
         others = [name for name in split_names(named) if name not in (*known, "none")]
-        why = REASONS["use_swanlab"].why
+        why = f"the trackers are {', '.join(signs)}"
         if others:
             work.leave(("report_to",), Reason(f"{', '.join(others)}: {why}", HARMLESS))
         if known and others:  # one row more: the key itself is imported
             data["report_to"] = known
             line = work.line_of(("report_to",))
             work.more_left.append(Left(line, "report_to", ", ".join(others), why, HARMLESS))
-    # wandb and mlflow of Axolotl are on where their project or address is given
+    # trackers of Axolotl are on where their project or address is given
     found = [
         tracker
         for tracker, names in signs.items()
-        if any(data.get(name) for name in names) and data.get(f"use_{tracker}") is not False
+        if any(data.get(name) for name in names) and data.get(f"use_{tracker.removesuffix('_ml')}") is not False
     ]
     if found and named is None:  # Axolotl has no report_to
         work.document.put(("logging", "report_to"), found, Place("", 0, work.document.file))
+    elif data.get("use_swanlab") is True:  # LLaMA-Factory logs to it next to report_to
+        listed = [name for name in split_names(named) if name not in ("none", "swanlab")]
+        data["report_to"] = [*listed, "swanlab"]
 
 
 def convert_embedding_rate(work: Import) -> None:

@@ -161,10 +161,13 @@ def open_trackers(plan: Plan, accelerator: Accelerator) -> None:
     folder = plan.output_dir / "trackers"
     was_there = folder.exists()
     try:
-        accelerator.init_trackers(name, config=_flatten(plan.settings), init_kwargs={"wandb": {"name": name}})
+        named = {"wandb": {"name": name}, "trackio": {"name": name}, "swanlab": {"experiment_name": name}}
+        accelerator.init_trackers(name, config=_flatten(plan.settings), init_kwargs=named)
         started = {tracker.name for tracker in accelerator.trackers}
         if missing := [name for name in trackers if name not in started]:  # accelerate only warns
             raise ImportError(f"the installed package {' or '.join(missing)} is incomplete")
+        if "comet_ml" in started:
+            accelerator.get_tracker("comet_ml", unwrap=True).set_name(name)
     except Exception as problem:  # each tracker has its own, from a missing package to a refused login
         if not was_there:
             shutil.rmtree(folder, ignore_errors=True)
