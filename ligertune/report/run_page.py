@@ -19,7 +19,6 @@ from ligertune.report.svg_chart import Series, line_chart, render_template
 if TYPE_CHECKING:
     from ligertune.planning.plan import Plan
 
-PAGE = "report.html"
 # variables of page_style.css.j2, which has a light and a dark value of each
 BLUE = "var(--blue)"
 RED = "var(--red)"

@@ -62,7 +62,7 @@ MOST_SPILLED = {  # bytes of stack; on AMD registers
     # heads of 256 columns: of six tiles none spills less
     "gfx1100": {"states_kernel": 8},
     "gfx1101": {"states_kernel": 8},
-    # it has two thirds of the registers of a processor of the others; for which tiles that spill less were not looked for
+    # its processors have two thirds of the registers of the others; tiles that spill less were not looked for
     "gfx1102": {"states_kernel": 8, "outputs_kernel": 48, "local_gradients_kernel": 2},
     "gfx1151": {"states_kernel": 8},
 }
