@@ -36,7 +36,7 @@ def run(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ru
     ("name", "package"),
     [
         ("hf_trainer.py", "transformers"),
-        ("trl_sft.py", "trl"),
+        pytest.param("trl_sft.py", "trl", marks=pytest.mark.slow),
         pytest.param("lightning_trainer.py", "lightning", marks=pytest.mark.slow),
         ("pytorch_loop.py", "torch"),
     ],
@@ -61,7 +61,7 @@ def test_one_kernel_gives_the_loss_and_gradients_of_torch(run):
     assert max(run("one_kernel.py", "--rows", "20")["differences"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "own_task.py", "sweep.py"])
+@pytest.mark.parametrize("name", ["own_loop.py", "own_task.py", pytest.param("sweep.py", marks=pytest.mark.slow)])
 def test_the_examples_of_the_python_page_train(name, monkeypatch, capsys):
     """Two steps of the quickstart's recipe each; the lengths that the page promises hold."""
     lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()

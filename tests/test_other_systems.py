@@ -8,12 +8,15 @@ from support.command_line import ROOT, run
 
 UNIX_ONLY = {"fcntl", "grp", "posix", "pwd", "pty", "resource", "termios"}
 EVERYTHING = """
-import importlib, pkgutil, sys
+import importlib, importlib.util, pkgutil, sys
 sys.modules["triton"] = None
+left_out = ["ligertune.__main__"]
+if importlib.util.find_spec("lm_eval") is None:  # an extra, whose class this module extends
+    left_out.append("ligertune.decode.harness_lm")
 import ligertune, ligertune_kernels
 for package in (ligertune, ligertune_kernels):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if module.name not in ("ligertune.__main__",):
+        if module.name not in left_out:
             importlib.import_module(module.name)
 from ligertune_kernels import backend, swiglu
 import torch

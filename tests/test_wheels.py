@@ -1,10 +1,10 @@
-"""The two wheels of scripts/build_wheels hold what the one of `pip install .` does, and fit each other."""
+"""The two wheels of scripts/setup/build_wheels.py hold what the one of `pip install .` does, and fit each other."""
 
 import sys
 
 import pytest
 from support.command_line import ROOT
-from support.script_modules import load_script
+from support.script_modules import script_module
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,7 +20,7 @@ def whole() -> dict:
 
 
 def test_ligertune_requires_the_kernels_in_place_of_holding_them(whole):
-    split = tomllib.loads(load_script("build_wheels").without_kernels(WHOLE))
+    split = tomllib.loads(script_module("setup.build_wheels").without_kernels(WHOLE))
     version = whole["project"]["version"]
     assert split["project"]["dependencies"] == [f"ligertune-kernels=={version}", *whole["project"]["dependencies"]]
     names = split["tool"]["setuptools"]["packages"]

@@ -49,7 +49,9 @@ def test_every_op_has_a_benchmark():
     assert set(BENCHMARKS) == {op.name for op in OPS}
 
 
-@pytest.mark.parametrize("op", BENCHMARKS)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=pytest.mark.slow if op in ("kda", "ssd") else ()) for op in BENCHMARKS]
+)
 def test_every_provider_of_an_op_computes_the_same(op, cpu):
     """Outputs and gradients in float32 against float64, at all sizes for a CPU."""
     for case in cases_of(op, dtype=FP32, small=True):

@@ -75,6 +75,7 @@ def test_a_command_imports_only_what_it_needs(imported, command):
     assert imported[command] == []
 
 
+@pytest.mark.slow
 def test_packages_that_transformers_has_found_before_are_not_hidden(packages, tmp_path):
     """As in a notebook that uses transformers first: its model classes then import what it has found."""
     code = "import sys; sys.path.insert(0, sys.argv[2]); from transformers.utils import is_scipy_available; "

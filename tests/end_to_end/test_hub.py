@@ -146,6 +146,7 @@ def test_a_part_of_a_revision_is_downloaded_once_and_trained_on(hub, train, rows
     assert "v2" in hub.revisions
 
 
+@pytest.mark.slow
 def test_a_stream_downloads_less_than_half_of_a_large_data_set(train, rows):
     content = b"".join(rows) * (150_000_000 // sum(map(len, rows)))  # `datasets` requests 10 MB at a time
     done, sent = train("some/large", {"data/test.jsonl": content}, **{"data.streaming": "true"})

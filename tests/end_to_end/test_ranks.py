@@ -39,10 +39,10 @@ WAYS = {
     "packed-1x8": (1, {}),
     "packed-ddp-2x4": (2, DDP),
     "grouped-1x8": (1, GROUPED),
-    "hsdp-4x2": (4, {**FSDP, "parallel.dp_replicate_size": 2}),
     "padding-free-ddp-2x4": (2, {**DDP, **GROUPED, "data.padding_free": True, "train.per_device_train_batch_size": 4}),
 }
 SLOW_WAYS = {
+    "hsdp-4x2": (4, {**FSDP, "parallel.dp_replicate_size": 2}),
     "grouped-ddp-2x4": (2, {**DDP, **GROUPED}),
     "recompute-fsdp-2x4": (2, {**FSDP, **RECOMPUTED}),
     "offload-gate-fsdp-2x4": (2, {**FSDP, "train.gradient_checkpointing": "offload_gate"}),

@@ -47,7 +47,7 @@ def test_batches_are_padded_to_few_lengths(packing, multiple, tmp_path):
     assert (usual, compiled) == (16, multiple)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_rows_need_no_recompilation(checkpointing, tmp_path, monkeypatch):
     """The rows differ in their number of documents, the longest document, and the number of labels.
 

@@ -95,7 +95,11 @@ def test_the_divergence_at_a_temperature_is_that_of_trl(loss):
 
 
 @pytest.mark.parametrize(
-    ("loss", "steps"), [("jsd", 3), *(pytest.param(loss, 20, marks=pytest.mark.slow) for loss in BETA)]
+    ("loss", "steps"),
+    [
+        pytest.param("jsd", 3, marks=pytest.mark.slow),
+        *(pytest.param(loss, 20, marks=pytest.mark.slow) for loss in BETA),
+    ],
 )
 def test_losses_are_those_of_gkd_trainer(loss, steps, tmp_path):
     student = save_student(tmp_path / "student")

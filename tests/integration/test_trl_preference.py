@@ -1,7 +1,7 @@
 """TRL's trainers as clients: task: dpo has their losses and rewards in each step, on the same pairs in float32.
 
-Slow tests take 200 real pairs of the test corpus: prompts of ShareGPT users with answers of Qwen3-235B and GPT-4. The
-fast one takes bundled pairs.
+They take 200 real pairs of the test corpus: prompts of ShareGPT users with answers of Qwen3-235B and GPT-4. The short
+test takes bundled pairs.
 """
 
 import json
@@ -142,7 +142,7 @@ DPO = [
 @pytest.mark.parametrize(
     ("preference", "options", "steps"),
     [
-        pytest.param({"loss_type": "sigmoid"}, {"loss_type": ["sigmoid"]}, 4, id="fast"),
+        pytest.param({"loss_type": "sigmoid"}, {"loss_type": ["sigmoid"]}, 4, marks=SLOW, id="short"),
         *(pytest.param(*case, STEPS, marks=SLOW, id="-".join(map(str, case[0].values()))) for case in DPO),
     ],
 )

@@ -232,7 +232,7 @@ PLANTED = [
     *((narrow, arch, "32-bit offsets of x_ptr") for arch in ("sm90", "gfx942")),
     *((float64, arch, "float64 arguments: factor") for arch in ("sm90", "gfx1102")),
     (atomic, "gfx90a", "cmpswap"),
-    (atomic, "sm90", "atom"),
+    pytest.param(atomic, "sm90", "atom", marks=pytest.mark.slow),
 ]
 
 

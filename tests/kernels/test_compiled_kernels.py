@@ -63,7 +63,7 @@ def three_heads(hidden, weight, labels):
     return multi_head_linear_cross_entropy([hidden] * 3, weight, labels.expand(3, -1), (1.0, 0.5, 0.25)).loss
 
 
-@pytest.mark.parametrize("loss_of", [one_head, three_heads])
+@pytest.mark.parametrize("loss_of", [one_head, pytest.param(three_heads, marks=pytest.mark.slow)])
 def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs(loss_of, h100):
     """inductor copies an input that a kernel changes, and that of torch 2.11 fails where its size varies."""
     graphs, launches = [], []
@@ -117,7 +117,8 @@ def test_recurrences_are_one_graph_that_changes_no_input(packed, h100):
     assert not [ops for ops in changed if "placeholder" in ops]
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_a_mixer_of_mamba_is_one_graph_that_changes_no_input(packed, h100):
     """Rows of more than one chunk: a dimension of 1 is another graph."""
     graphs, changed, backend = recording_backend()

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Run the README's first commands on the bundled model, and draw what they print as docs/first_run.svg.
 
-    scripts/record_first_run [--out docs/first_run.svg]
+    python scripts/generated_pages/first_run.py [--out docs/first_run.svg]
 
 The commands run in a temporary folder, on the 200 rows of configs/quickstart, with all that they print on stdout. Long
 outputs are cut where a line `...` stands.
@@ -21,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart"
 WIDTH = 116
 # command -> numbers of the lines that are shown, from 0; those below 0 count from the end
@@ -44,7 +43,9 @@ def main() -> None:
         shutil.copy(QUICKSTART / "dolly_short.jsonl", folder / "my_data.jsonl")
         for command, lines in SHOWN.items():
             record(console, command, lines, folder)
-    drawn = re.sub(r"src: local\((.*?)\),.*?;", r"src: local(\1);", console.export_svg(title="ligertune"), flags=re.DOTALL)
+    drawn = re.sub(
+        r"src: local\((.*?)\),.*?;", r"src: local(\1);", console.export_svg(title="ligertune"), flags=re.DOTALL
+    )
     options.out.write_text(drawn, encoding="utf-8")  # without the addresses of fonts
     print(f"written: {options.out}")
 

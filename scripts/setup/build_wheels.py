@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Build wheels of ligertune and of ligertune-kernels that are installed together from a folder.
 
-    scripts/build_wheels FOLDER
+    python scripts/setup/build_wheels.py FOLDER
     pip install --find-links FOLDER ligertune
 
 `pip install .` puts the kernels into ligertune itself, because no index has them. Here ligertune requires
@@ -17,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("ligertune", "kernels", "configs", "pyproject.toml", "README.md", "LICENSE")
 
 
