@@ -9,6 +9,7 @@ outputs are cut where a line `...` stands.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shutil
@@ -36,17 +37,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "first_run.svg")
     options = parser.parse_args()
-    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w", encoding="utf-8"))
+    console = Console(record=True, width=WIDTH, file=io.StringIO())
     with tempfile.TemporaryDirectory(prefix="ligertune-first-run-") as name:
         folder = Path(name)
         shutil.copytree(QUICKSTART / "stories260K", folder / "stories260K")
         shutil.copy(QUICKSTART / "dolly_short.jsonl", folder / "my_data.jsonl")
         for command, lines in SHOWN.items():
             record(console, command, lines, folder)
-    drawn = re.sub(
-        r"src: local\((.*?)\),.*?;", r"src: local(\1);", console.export_svg(title="ligertune"), flags=re.DOTALL
-    )
-    options.out.write_text(drawn, encoding="utf-8")  # without the addresses of fonts
+    drawn = console.export_svg(title="ligertune")
+    without_addresses = re.sub(r"src: local\((.*?)\),.*?;", r"src: local(\1);", drawn, flags=re.DOTALL)  # of fonts
+    options.out.write_text(without_addresses, encoding="utf-8")
     print(f"written: {options.out}")
 
 

@@ -94,13 +94,8 @@ def test_the_divergence_at_a_temperature_is_that_of_trl(loss):
     torch.testing.assert_close(found / (labels != -100).sum(), their)
 
 
-@pytest.mark.parametrize(
-    ("loss", "steps"),
-    [
-        pytest.param("jsd", 3, marks=pytest.mark.slow),
-        *(pytest.param(loss, 20, marks=pytest.mark.slow) for loss in BETA),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "steps"), [("jsd", 3), *((loss, 20) for loss in BETA)])
 def test_losses_are_those_of_gkd_trainer(loss, steps, tmp_path):
     student = save_student(tmp_path / "student")
     found, batches = ours(tmp_path, student, loss, steps)

@@ -142,7 +142,7 @@ DPO = [
 @pytest.mark.parametrize(
     ("preference", "options", "steps"),
     [
-        pytest.param({"loss_type": "sigmoid"}, {"loss_type": ["sigmoid"]}, 4, marks=SLOW, id="short"),
+        pytest.param({"loss_type": "sigmoid"}, {"loss_type": ["sigmoid"]}, 4, marks=pytest.mark.slow, id="short"),
         *(pytest.param(*case, STEPS, marks=SLOW, id="-".join(map(str, case[0].values()))) for case in DPO),
     ],
 )
