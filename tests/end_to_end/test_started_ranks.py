@@ -87,6 +87,7 @@ def test_ranks_that_wait_for_the_plan_end_with_their_parent(number, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_so_once(tmp_path):
     done = disturb_run(tmp_path, lambda process: process.send_signal(signal.SIGINT))
     assert done.code == 130, done.err[-3000:]

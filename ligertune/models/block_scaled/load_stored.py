@@ -99,9 +99,9 @@ class StoredWeightsQuantizer(HfQuantizer):
 
 @contextlib.contextmanager
 def few_wide_weights(quantization: Any) -> Iterator[None]:
-    """Let transformers 5.17 read one weight after the other, meanwhile, where it would widen all of them on the device.
+    """Let transformers 5.17 read one weight after the other, meanwhile: it would widen all of them on the device.
 
-    It casts float8 to the dtype of the model before it calls our quantizer, and reads ahead in threads. Later versions
+    It reads ahead in threads, and casts float8 to the dtype of the model before it calls the quantizer. Later versions
     let the quantizer decide (`get_new_dtype`).
     """
     widens = isinstance(quantization, StoredWeightsConfig) and not hasattr(HfQuantizer, "get_new_dtype")

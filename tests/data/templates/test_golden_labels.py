@@ -160,8 +160,10 @@ def report_of(path, tokenizer, **section):
     return report
 
 
-# alpaca_random_9k has their rows' shape, and an empty answer
-SAME_SHAPE = ("alpaca/alpaca_claude_t45.json.gz", "alpaca/cherry_alpaca_5_percent.json.gz")
+# alpaca_random_9k has rows of their shape, and an empty answer
+SAME_SHAPE = (
+    "alpaca/alpaca_claude_t45.json.gz", "alpaca/cherry_alpaca_5_percent.json.gz", "alpaca/dolly_3k.json.gz",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_an_adapter_is_compared_as_saved_and_as_exported(adapted, tmp_path):
     assert names == ["saved adapter", "exported adapter"]
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_and_a_checkpoint(whole, adapted, tmp_path):
     assert check(whole, "--out", "copied", cwd=tmp_path)[0] == ["saved model", "exported model"]
     step_1 = ("--checkpoint", "step-1")
