@@ -145,7 +145,7 @@ def _splitter(step: dict[str, Any]) -> list[str]:
         return ["digits"]
     if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
         return [str(step["pattern"].get("Regex"))]
-    raise _refused(f"the tokenizer splits texts in a way of its own ({step['type']})")
+    raise _refused(f"the tokenizer splits texts in a way that is not known here ({step['type']})")
 
 
 # ---- BPE of SentencePiece
@@ -181,7 +181,7 @@ def _space_effects(step: dict[str, Any]) -> set[str]:
         return {"replaces", str(step["prepend_scheme"])}
     if kind == "Split" and step["pattern"] == {"String": " "}:  # Gemma's: its normalizer leaves no space
         return set()
-    raise _refused(f"the tokenizer changes or splits texts in a way of its own ({kind})")
+    raise _refused(f"the tokenizer changes or splits texts in a way that is not known here ({kind})")
 
 
 def _ranks(merges: list[tuple[str, str]]) -> dict[str, int]:

@@ -29,7 +29,7 @@ from ligertune.planning.memory.activation_policy import (
     suggest_offload,
     with_checkpointed_layers,
 )
-from ligertune.planning.memory.estimate import MemoryEstimate
+from ligertune.planning.memory.estimate import MemoryEstimate, initial_adapter_bytes
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
 from ligertune.planning.memory.model_shape import ExpertsShape, ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
@@ -301,19 +301,6 @@ def _dense_bytes(recipe: Recipe, shape: ModelShape, experts: ExpertsShape | None
     return found
 
 
-# Bytes for each element of a weight while its initial adapter is computed: copies in float32 and float64, and the
-# singular vectors. The sum of the tensors that exist together, and not measured: a library's own workspace is extra.
-INITIAL_BYTES = 24
-
-
-def _loading_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the bytes that the largest weight takes while an initial adapter is made from it."""
-    if not recipe.method.init_from_weights:
-        return 0
-    linear = (kind.elements for kind, _ in shape.parameters if kind.linear and kind.inside and not kind.adapter)
-    return INITIAL_BYTES * max(linear, default=0)
-
-
 def estimate_memory(
     recipe: Recipe, inputs: PlanInputs, states: StateBytes, *, shards: int = 1
 ) -> MemoryEstimate | None:
@@ -356,7 +343,7 @@ def estimate_memory(
         frozen_model=model.frozen_model,
         other_layers=shape.other_layers,
         loss_chunk=feature.loss_chunk_rows(recipe),
-        loading=_loading_bytes(recipe, shape),
+        loading=initial_adapter_bytes(shape) if recipe.method.init_from_weights else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat completions and completions: their fields, checked, and what is asked of the model.
+"""Read the requests of OpenAI's API for chat completions and completions, and check their fields.
 
 A field that would change the answer and is not computed here is refused, unless it has its neutral value.
 """

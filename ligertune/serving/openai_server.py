@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.served
 
     def _is_trusted(self) -> bool:
-        """Refuse requests that a web page makes through a name of its own for this machine (DNS rebinding)."""
+        """Refuse the requests of a web page whose host name leads to this machine (DNS rebinding)."""
         name = self.headers.get("Host", "").rsplit(":", 1)[0].strip("[]")
         if name in LOOPBACK or not is_loopback(str(self.server.server_address[0])):
             return True

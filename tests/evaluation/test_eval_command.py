@@ -34,7 +34,7 @@ def refusal(folder: Path, *arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def adapter_run(tmp_path_factory) -> Path:
-    """A run of LoRA on 40 rows, 12 of which are held out, packed."""
+    """The folder of a LoRA run with packed rows."""
     folder = tmp_path_factory.mktemp("adapter")
     train(folder, **STEPS, **{"method.type": "lora", "data.packing": True, "data.max_length": 256})
     return folder

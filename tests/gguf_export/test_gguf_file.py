@@ -239,7 +239,7 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused():
         vocabulary(PreTrainedTokenizerFast(tokenizer_object=unigram), 300, [])
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(UserError, match=r"in a way of its own \(ByteLevel\)"):
+    with pytest.raises(UserError, match=r"in a way that is not known here \(ByteLevel\)"):
         vocabulary(tokenizer, 300, [])
 
 

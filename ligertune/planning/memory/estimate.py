@@ -28,7 +28,14 @@ from ligertune.planning.memory.activation_bytes import (
     step_phases,
 )
 from ligertune.planning.memory.layer_bytes import float8_copies
-from ligertune.planning.memory.model_shape import AddedHeadsShape, FrozenModelShape, HeadShape, LayerShape, TowerShape
+from ligertune.planning.memory.model_shape import (
+    AddedHeadsShape,
+    FrozenModelShape,
+    HeadShape,
+    LayerShape,
+    ModelShape,
+    TowerShape,
+)
 from ligertune.planning.memory.states import StateBytes
 from ligertune.planning.memory.tiled_bytes import tiled_phases
 
@@ -36,6 +43,10 @@ from ligertune.planning.memory.tiled_bytes import tiled_phases
 FRAGMENTATION = 0.04
 # A token slot of a packed batch on the device: ids, labels, positions, rows with labels (int64), documents (two int32).
 INPUT_BYTES = 40
+
+# Bytes for each element of a weight while its initial adapter is computed: copies in float32 and float64, and the
+# singular vectors. The sum of the tensors that exist together, and not measured: a library's own workspace is extra.
+INITIAL_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -306,3 +317,9 @@ def largest(fits: Callable[[int], bool], *, limit: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def initial_adapter_bytes(shape: ModelShape) -> int:
+    """Return the bytes that the largest weight takes while an initial adapter is made from it."""
+    linear = (kind.elements for kind, _ in shape.parameters if kind.linear and kind.inside and not kind.adapter)
+    return INITIAL_BYTES * max(linear, default=0)

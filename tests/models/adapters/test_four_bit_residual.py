@@ -25,7 +25,8 @@ from ligertune.models.save import load_saved, merge_saved_adapter
 from ligertune.models.shape import base_of
 from ligertune.models.trainable import apply_method
 from ligertune.patching.lora.fused_lora import adapted_layers
-from ligertune.planning.make_plan import INITIAL_BYTES, host_memory_parts
+from ligertune.planning.make_plan import host_memory_parts
+from ligertune.planning.memory.estimate import INITIAL_BYTES
 from ligertune.planning.options import MethodOptions, ModelOptions
 from ligertune.planning.saved_model import trained_base
 from ligertune.training.checkpoint.export_check import check_export
