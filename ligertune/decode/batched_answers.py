@@ -21,10 +21,13 @@ from transformers import (
 from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
-from ligertune.models.shape import base_of
+from ligertune.models.read_config import config_value
+from ligertune.models.shape import attention_widths, base_of, depth_of
 
-GPU_PROMPTS = 64  # of a batch; their keys and values take memory
+# prompts of a batch: on a GPU as many as have room for their keys and values
+MOST_PROMPTS = 512
 CPU_PROMPTS = 16
+_SHARE_OF_FREE = 0.5  # of a GPU's free memory, for keys and values: a longer cache is a copy of the shorter one
 _LOOK_BACK = 4  # tokens more than a stop text has: it may begin and end within one
 
 
@@ -57,16 +60,16 @@ def answer_batches(
         settings = (request.stop, request.max_new_tokens, request.end_tokens, repr(request.sampling))
         groups[settings].append(index)
     answers = [""] * len(requests)
-    device = next(model.parameters()).device
-    size = batch_size or (GPU_PROMPTS if device.type == "cuda" else CPU_PROMPTS)
     done = 0
     was_training = model.training
     model.eval()
     with torch.no_grad(), _attention_of_padded_rows(model), run_eagerly():
         for group in groups.values():
             group.sort(key=lambda index: -len(requests[index].ids))
-            for start in range(0, len(group), size):
-                chosen = group[start : start + size]
+            while group:
+                longest = requests[group[0]]
+                size = batch_size or _prompts_of_batch(model, len(longest.ids) + longest.max_new_tokens)
+                chosen, group = group[:size], group[size:]
                 found = _answer_batch(model, tokenizer, [requests[index] for index in chosen], name)
                 for index, answer in zip(chosen, found, strict=True):
                     answers[index] = answer
@@ -74,6 +77,25 @@ def answer_batches(
                 progress(done / len(requests))
     model.train(was_training)
     return answers
+
+
+def _prompts_of_batch(model: AnyModule, tokens: int) -> int:
+    """Return how many prompts are answered at a time. tokens: of the longest prompt with its answer."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return CPU_PROMPTS
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    room = int(_SHARE_OF_FREE * free)
+    return max(min(room // (tokens * cached_bytes_per_token(model)), MOST_PROMPTS), 1)
+
+
+def cached_bytes_per_token(model: AnyModule) -> int:
+    """Return the bytes of one token's keys and values, at least 1, as if each layer attended to all tokens."""
+    config = model.config.get_text_config()
+    if not config_value(config, "num_attention_heads"):
+        return 1
+    return 2 * depth_of(config) * attention_widths(config)[1] * model.dtype.itemsize
 
 
 def _answer_batch(

@@ -49,7 +49,7 @@ def read_shape(model: AnyModule, kind: type[ModelShape] = ModelShape) -> ModelSh
         n_matmul_in_front=sum(size for size, p in matmul if id(p) in in_front_ids),
         hidden_size=_hidden_size(model),
         num_hidden_layers=depth_of(config),
-        attention_width=_attention_widths(config)[0] if config_value(config, "num_attention_heads") else 0,
+        attention_width=attention_widths(config)[0] if config_value(config, "num_attention_heads") else 0,
         vocab_size=config.vocab_size,
         context=config_value(config, "max_position_embeddings"),
         parameters=parameter_kinds(model),
@@ -241,7 +241,7 @@ def _layer_shapes(
 
 
 def _layer_shape(config: PreTrainedConfig, layer: nn.Module, has: LayerParts) -> LayerShape:
-    query, key = _attention_widths(config) if has.attention else (0, 0)
+    query, key = attention_widths(config) if has.attention else (0, 0)
     experts = read_experts(config, layer)
     hidden = config_value(config, "hidden_size")
     mlp = mlp_width(config, layer) if has.mlp else 0
@@ -294,7 +294,7 @@ def _with_activation(shape: LayerShape, layer: nn.Module) -> LayerShape:
     return replace(shape, ungated=saved_without_gate(layer, shape.hidden, shape.mlp))
 
 
-def _attention_widths(config: PreTrainedConfig) -> tuple[int, int]:
+def attention_widths(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the widths of queries and of keys: half of queries and outputs, and half of keys and values.
 
     Multi-head latent attention (DeepSeek-V3) expands keys and values to all heads, and pads values to the keys' width.
