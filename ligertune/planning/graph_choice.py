@@ -18,8 +18,10 @@ ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # Milliseconds of the host for forward and backward of a layer, low guesses. A layer of Llama-3.2-1B took 4.7 on 128
 # tokens (H100, most of it host time) and 5.4 on 4,096, one of Qwen2.5-0.5B 4.7 on 8,192; in the last two the GPU was
 # idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.9 on 4,096 tokens. A
-# layer of Llama-3-8B with QLoRA and checkpointing took 16 (H200, `scripts/bench one_card`).
-HOST_MS = {"full": 4.5, "adapters": 7.0}
+# layer of Llama-3-8B with QLoRA and checkpointing took 16 (H200, `scripts/bench one_card`). With float8, 16 layers of 6
+# keep the host as long as the GPU takes for 8,192 tokens of Llama-3.2-1B, 96 ms.
+HOST_MS = {"full": 4.5, "adapters": 7.0, "float8": 6.5}
+FLOAT8_TIME = 0.75  # of a step's time in bfloat16 on the GPU: 8,192 tokens of Llama-3.2-1B on an H200
 RUN_AGAIN = 2.0  # times the work of the host if layers are checkpointed
 MEASURED_ON = ("sm90",)  # with dense models; mixtures were not measured
 REACHED_SHARE_OF_PEAK = 0.5  # FLOP/s of a whole step over the device's peak
@@ -51,7 +53,11 @@ def chooses_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> 
 def _is_host_bound(plan: Plan, recipe: Recipe, peak_flops: float) -> bool:
     tokens = plan.batching.micro_batch_size * plan.row_length
     device = 6.0 * plan.n_parameters * tokens / (REACHED_SHARE_OF_PEAK * peak_flops)
-    layer = HOST_MS["adapters" if recipe.method.type in ("lora", "qlora") else "full"]
+    adapts = recipe.method.type in ("lora", "qlora")
+    layer = HOST_MS["adapters" if adapts else "full"]
+    if recipe.train.fp8 is True:
+        device *= FLOAT8_TIME
+        layer = max(layer, HOST_MS["float8"])
     layer *= RUN_AGAIN if recipe.train.gradient_checkpointing else 1.0
     assert plan.memory is not None  # the caller has looked
     return device <= plan.memory.layers * layer * 1e-3

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ligertune.errors import UserError, message_of
+from ligertune.models.float8.delayed_scales import DelayedScales
 
 MAX_GRAPHS = 16  # each keeps its inputs and launches in memory; further shapes run without a graph
 # Entries of a batch that no device code reads: attention in one launch uses cu_seq_lens.
@@ -44,12 +45,22 @@ class CudaGraphedStep:
     """
 
     def __init__(
-        self, step: Step, parameters: Iterable[nn.Parameter], device: torch.device, *, required: bool = True
+        self,
+        step: Step,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        *,
+        required: bool = True,
+        scales: DelayedScales | None = None,
     ) -> None:
-        """required: a step that cannot be recorded is an error; else steps run without graphs from then on."""
+        """required: a step that cannot be recorded is an error; else steps run without graphs from then on.
+
+        scales: of float8 layers, which compute differently in the first optimizer step.
+        """
         self._step = step
         self._device = device
         self._required = required
+        self._scales = scales
         self._why_not: str | None = None  # why no step is recorded any more
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graphs: dict[tuple[Shapes, bool], _Graph] = {}
@@ -76,7 +87,8 @@ class CudaGraphedStep:
         graph = self._graphs.get(key)
         if graph is None:
             if not self._can_record(shapes, overwrites):
-                self._seen.add(shapes)
+                if self._computes_as_later:
+                    self._seen.add(shapes)
                 self.launched += 1
                 return self._step(batch).detach()
             graph = self._record(batch)
@@ -99,6 +111,11 @@ class CudaGraphedStep:
         why = "" if self._why_not is None else f"; none after that: {self._why_not}"
         return f"CUDA graphs: {len(self._graphs)} recorded, {counts}{why}"
 
+    @property
+    def _computes_as_later(self) -> bool:
+        """Whether a step computes as all later ones do."""
+        return self._scales is None or self._scales.steps > 0
+
     def _can_record(self, shapes: Shapes, overwrites: bool) -> bool:
         """Require that the shape has run before, and that an adding graph has gradients at fixed addresses."""
         if self._why_not is not None:
@@ -119,6 +136,10 @@ class CudaGraphedStep:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
+    def _forget_copies(self) -> None:
+        if self._scales is not None:
+            self._scales.forget_copies()
+
     def _record(self, batch: dict[str, Any]) -> _Graph | None:
         """Record the step. If something in it synchronises, which a graph cannot: raise UserError, or return None."""
         # A graph reads fixed addresses: each replay copies its batch to these.
@@ -127,6 +148,7 @@ class CudaGraphedStep:
         before = [(p, p.grad) for p in self._parameters]
         stream = torch.cuda.current_stream(self._device)
         torch.cuda.empty_cache()  # the graph allocates its own memory; earlier batches have freed as much
+        self._forget_copies()  # the graph makes its own in each replay
         try:
             # thread_local: other threads (image reading, an asynchronous save) may synchronise meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -143,6 +165,7 @@ class CudaGraphedStep:
             for parameter, gradient in before:
                 parameter.grad = gradient
             return None
+        self._forget_copies()  # the graph's memory holds them, and other graphs write there
         self._pool = graph.pool()
         self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
         return _Graph(graph, inputs, loss)

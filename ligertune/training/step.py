@@ -47,7 +47,9 @@ class TrainStep:
         self.graphs = None
         if wanted and accelerator.device.type == "cuda":
             required = wanted is True
-            self.graphs = CudaGraphedStep(self._launch, model.parameters(), accelerator.device, required=required)
+            self.graphs = CudaGraphedStep(
+                self._launch, model.parameters(), accelerator.device, required=required, scales=self._float8
+            )
 
     def __call__(
         self,

@@ -71,6 +71,8 @@ def test_auto_records_where_kernel_launches_take_the_time(method, checkpointing,
         return chooses_cuda_graphs(dataclasses.replace(plan, batching=rows, machine=machine), given, modality)
 
     assert chosen(limit) and not chosen(2 * limit)
+    if method == "full":  # float8 takes the host longer, and the GPU less time
+        assert chosen(2 * limit, fp8=True) and not chosen(4 * limit, fp8=True)
     peak = dataclasses.replace(plan, batching=dataclasses.replace(plan.batching, micro_batch_size=limit // 128)).peak
     assert not chosen(limit, memory=peak.total + 1)  # no room for the memory of the graph
     assert not chosen(limit, modality=IMAGES)
@@ -130,6 +132,9 @@ def trained(folder, **changes):
         pytest.param({**PACKED, "train.gradient_checkpointing": True}, id="checkpointing"),
         pytest.param({**PACKED, **FUSED_LORA, "train.gradient_checkpointing": "offload"}, id="offloaded layer inputs"),
         pytest.param({**PACKED, "kernels.enabled": False}, id="no kernels"),
+        pytest.param({**PACKED, "train.fp8": True}, id="float8"),
+        pytest.param({**PADDED, "train.fp8": True}, id="float8, eight lengths"),
+        pytest.param({**PACKED, "train.fp8": True, "train.gradient_checkpointing": True}, id="float8, checkpointing"),
     ],
 )
 def test_it_is_bit_equal_to_a_run_without_graphs(changes, tmp_path, monkeypatch):

@@ -87,6 +87,7 @@ class DelayedScales:
     ) -> None:
         self.dtypes = dtypes
         self.steps = 0
+        self.forgotten = 0  # how often `forget_copies` was called
         self._sizes = sizes or {}
         self.groups: dict[int, InputGroup] = {}  # by a layer's first slot
         slots = len(dtypes)
@@ -148,6 +149,11 @@ class DelayedScales:
         if not x.is_inference():
             self._last = _Input(weakref.ref(x), x._version, slot, record, found)
         return found
+
+    def forget_copies(self) -> None:
+        """Let each layer quantise its input and its weight anew."""
+        self._last = None
+        self.forgotten += 1
 
     def _share(self, slot: int, other: int) -> None:
         own = self._sources[slot]

@@ -135,7 +135,8 @@ class Float8Linear(ModulePatch):
         if self.float8_frozen is not None:
             return self.float8_frozen
         # Our AdamW kernel steps without raising the version, and loading does not count as a step.
-        version = (self.float8_scales.steps, self.weight._version, self.weight.data_ptr())
+        scales = self.float8_scales
+        version = (scales.steps, scales.forgotten, self.weight._version, self.weight.data_ptr())
         if self.float8_weight is None or self.float8_weight[0] != version:
             self.float8_weight = None  # free the old copies before the new ones are made
             self.float8_weight = version, self._quantize_weight(version)

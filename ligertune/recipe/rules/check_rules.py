@@ -289,8 +289,6 @@ RULES = (
          also=lambda recipe: recipe.method.init_from_weights),
     Rule("train.fp8: true, train.torch_compile",
          "{0}: true runs kernels that {1} does not trace. Leave it out, or write train.fp8: torchao."),
-    Rule("train.fp8: true, train.cuda_graphs: true",
-         f"{{0}}: true computes other scales after the first step, and {{1}} replays the first one. {ONE_OUT}"),
     Rule("train.fp8: true, parallel.strategy: fsdp",
          "{0}: true keeps float8 copies of whole weights, and {1} is fsdp, which shards them. "
          "Write train.fp8: torchao, or parallel.strategy: ddp."),

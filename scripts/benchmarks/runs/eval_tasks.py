@@ -74,7 +74,8 @@ def main() -> int:
 def write_task(source: Inputs, kind: str) -> Path:
     """Write the documents of a task and its YAML file."""
     count = SMALL_DOCUMENTS if source.small else DOCUMENTS[kind]
-    records = inputs.read_records(source.alpaca)[: 4 * count]
+    # lm_eval reads a text that begins with a bracket as a list
+    records = [record for record in inputs.read_records(source.alpaca) if not record["output"].startswith("[")]
     documents = []
     for number in range(count):
         four = [records[(4 * number + offset) % len(records)] for offset in range(4)]

@@ -106,7 +106,15 @@ def test_a_weight_is_quantised_once_per_step_and_when_it_has_changed():
     doubled = ours.quantized_weight()
     assert doubled is not copies[0]
     ours.float8_scales.update(keep)  # after the step of our AdamW kernel, which does not raise the version
-    assert ours.quantized_weight() is not doubled
+    updated = ours.quantized_weight()
+    assert updated is not doubled
+    ours.float8_scales.forget_copies()  # a CUDA graph makes copies in its own memory
+    again = ours.quantized_weight()
+    assert again is not updated and torch.equal(again.rows, updated.rows)
+    read = ours.quantized_input(x)
+    assert ours.quantized_input(x) is read
+    ours.float8_scales.forget_copies()
+    assert ours.quantized_input(x) is not read
 
 
 def test_recomputed_layers_round_as_the_forward_did():
