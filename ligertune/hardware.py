@@ -185,7 +185,8 @@ def this_machine() -> Machine:
             torch_version=torch.__version__,
         )
     # accelerate maps local ranks to devices in the same way
-    properties = torch.cuda.get_device_properties(local_rank() % torch.cuda.device_count())
+    index = local_rank() % torch.cuda.device_count()
+    properties = torch.cuda.get_device_properties(index)
     amd = torch.version.hip is not None
     # gcnArchName is like "gfx942:sramecc+:xnack-"; a capability means nothing on AMD
     arch = properties.gcnArchName.split(":")[0] if amd else f"sm{properties.major}{properties.minor}"
@@ -196,7 +197,8 @@ def this_machine() -> Machine:
         name=properties.name,
         arch=arch,
         device_count=torch.cuda.device_count(),
-        memory_bytes=properties.total_memory,
+        # of which torch may allocate less: torch.cuda.set_per_process_memory_fraction
+        memory_bytes=int(properties.total_memory * torch.cuda.get_per_process_memory_fraction(index)),
         # by default also true for NVIDIA GPUs before sm80, which emulate bfloat16
         has_bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
         peak_flops=peak.bf16 if peak else None,

@@ -65,6 +65,7 @@ def summarize_data(data: PreparedData, reader: ModalityReader | None = None) -> 
         template=data.template,
         fingerprint=data.train.fingerprint,
         eval_tokens=int(data.eval.lengths.sum()) if data.eval else 0,
+        squared_lengths=int((counted.lengths.astype(np.int64) ** 2).sum()) if counted else 0,
         most_trained=int(counted.trained.max()) if counted else 0,
         image_share=largest_file_share(counted, reader.token_id) if reader is not None and counted else 0.0,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ligertune.errors import UserError
 from ligertune.planning.memory.model_shape import ModalityFacts
+from ligertune.planning.open_settings import with_usual_values
 from ligertune.planning.options import BatchLayoutOptions, DataOptions, RowKind
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import MAX_ROWS_OF_A_STEP, TrainSpec
@@ -32,18 +32,15 @@ class Batching:
         return self.micro_batch_size * self.accumulation * self.row_ranks
 
 
-def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool], bool] | None = None) -> Batching:
-    """Resolve micro-batch size and accumulation. Raises UserError if they do not divide `global_batch_size`.
+def choose_batching(recipe: Recipe, world_size: int) -> Batching:
+    """Return the sizes of a step of a recipe without open settings.
 
-    fits(micro_batch_size, accumulates): whether a micro-batch fits on the device, for `auto`, which takes the largest.
+    Raises UserError if they do not divide `global_batch_size`.
     """
-    micro = recipe.train.per_device_train_batch_size
+    micro = _number(recipe.train.per_device_train_batch_size)
     wanted = recipe.train.global_batch_size
     row_ranks = world_size // recipe.parallel.cp_size
-    if micro == "auto":
-        assert wanted is not None  # the schema requires it with `auto`
-        micro = _largest_micro_batch(wanted, row_ranks, fits)
-    accumulation = recipe.train.gradient_accumulation_steps or 1
+    accumulation = _number(recipe.train.gradient_accumulation_steps or 1)
     if wanted is not None:
         accumulation, rest = divmod(wanted, micro * row_ranks)
         if rest or accumulation == 0:
@@ -63,38 +60,20 @@ def choose_batching(recipe: Recipe, world_size: int, fits: Callable[[int, bool],
     return Batching(micro, accumulation, world_size, eval_batch_size, recipe.parallel.cp_size)
 
 
+def _number(value: int | str) -> int:
+    assert isinstance(value, int)  # `planning.open_settings` has replaced auto
+    return value
+
+
 def trial_batching(recipe: Recipe, world_size: int, micro_batch_size: int) -> Batching:
     """Return the sizes of a step with this micro-batch, which may not divide `global_batch_size`."""
     train = recipe.train
     row_ranks = max(1, world_size // recipe.parallel.cp_size)
-    accumulation = train.gradient_accumulation_steps or 1
+    accumulation = _number(train.gradient_accumulation_steps or 1)
     if train.global_batch_size is not None:
         accumulation = max(1, train.global_batch_size // (micro_batch_size * row_ranks))
     return Batching(
         micro_batch_size, accumulation, world_size, recipe.eval.per_device_eval_batch_size, recipe.parallel.cp_size
-    )
-
-
-def _largest_micro_batch(global_batch_size: int, row_ranks: int, fits: Callable[[int, bool], bool] | None) -> int:
-    """Return the largest micro-batch that fits and divides each rank's part of the global batch."""
-    share, rest = divmod(global_batch_size, row_ranks)
-    if rest:
-        raise UserError(
-            f"train.global_batch_size: {global_batch_size} is not a multiple of {row_ranks} processes.",
-            hint=f"Write {row_ranks * max(1, share)}.",
-        )
-    if fits is None:
-        raise UserError(
-            "train.per_device_train_batch_size: auto needs a memory prediction, and this model's layers are not "
-            "understood.",
-            hint="Write a number.",
-        )
-    for micro in range(share, 0, -1):
-        if share % micro == 0 and fits(micro, micro < share):
-            return micro
-    raise UserError(
-        "train.per_device_train_batch_size: auto found no micro-batch that fits on this device: not even one row fits.",
-        hint="Lower data.max_length, set train.gradient_checkpointing: true, or write method.type: lora.",
     )
 
 
@@ -158,6 +137,7 @@ class DataSummary:
     template: str
     fingerprint: str
     eval_tokens: int = 0
+    squared_lengths: int = 0  # sum of squared lengths of the documents
     most_trained: int = 0  # most labels of an example
     image_share: float = 0.0  # share of image tokens in the example that has the largest
 
@@ -172,11 +152,12 @@ class StatisticsOptions:
 
     @staticmethod
     def of(recipe: Recipe, *, processes: int, packing: bool | None = None) -> StatisticsOptions:
-        """Return those of a recipe. An `auto` micro-batch counts as the whole batch, since no model is built.
+        """Return those of a recipe. Open settings have their usual values, since no model is built.
 
         packing: as resolved for the model; None: the recipe's.
         """
-        batching = choose_batching(recipe, processes, lambda micro, accumulates: True)
+        usual = with_usual_values(recipe, max(1, processes // recipe.parallel.cp_size))
+        batching = choose_batching(usual, processes)
         return StatisticsOptions(BatchLayoutOptions.of(recipe, packing=packing), recipe.train, batching)
 
 

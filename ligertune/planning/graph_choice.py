@@ -37,7 +37,7 @@ def chooses_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> 
     machine = plan.machine
     if machine.arch not in MEASURED_ON or not machine.peak_flops or plan.memory is None or plan.n_active is not None:
         return False
-    if contradicts_itself(with_cuda_graphs(recipe, True)) or not _is_host_bound(plan, recipe, machine.peak_flops):
+    if contradicts_itself(with_cuda_graphs(recipe, True)) or not _is_host_bound(plan, machine.peak_flops):
         return False
     try:
         check_cuda_graphs(plan, modality)
@@ -50,17 +50,23 @@ def chooses_cuda_graphs(plan: Plan, recipe: Recipe, modality: ModalityFacts) -> 
     return 2 * peak.total - states <= machine.memory_bytes
 
 
-def _is_host_bound(plan: Plan, recipe: Recipe, peak_flops: float) -> bool:
+def host_seconds(plan: Plan) -> float:
+    """Return the guess of the host's time for the launches of a micro-batch."""
+    assert plan.memory is not None  # callers have looked
+    execution = plan.build.execution
+    layer = HOST_MS["adapters" if plan.build.method.type in ("lora", "qlora") else "full"]
+    if execution.fp8 is True:
+        layer = max(layer, HOST_MS["float8"])
+    layer *= RUN_AGAIN if execution.gradient_checkpointing else 1.0
+    return plan.memory.layers * layer * 1e-3
+
+
+def _is_host_bound(plan: Plan, peak_flops: float) -> bool:
     tokens = plan.batching.micro_batch_size * plan.row_length
     device = 6.0 * plan.n_parameters * tokens / (REACHED_SHARE_OF_PEAK * peak_flops)
-    adapts = recipe.method.type in ("lora", "qlora")
-    layer = HOST_MS["adapters" if adapts else "full"]
-    if recipe.train.fp8 is True:
+    if plan.build.execution.fp8 is True:
         device *= FLOAT8_TIME
-        layer = max(layer, HOST_MS["float8"])
-    layer *= RUN_AGAIN if recipe.train.gradient_checkpointing else 1.0
-    assert plan.memory is not None  # the caller has looked
-    return device <= plan.memory.layers * layer * 1e-3
+    return device <= host_seconds(plan)
 
 
 def check_cuda_graphs(plan: Plan, modality: ModalityFacts) -> None:

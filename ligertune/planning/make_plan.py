@@ -240,11 +240,7 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
         device = machine.memory_bytes
         return estimate.fits(batch.rows, batch.row_length, accumulates=accumulates, memory=device, labels=batch.labels)
 
-    def fits_with_tiles(micro: int, accumulates: bool) -> bool:
-        # tiles are for one row that does not fit otherwise
-        return fits(memory, micro, accumulates) or (micro == 1 and fits(tiled, micro, accumulates))
-
-    batching = choose_batching(recipe, world_size, None if memory is None else fits_with_tiles)
+    batching = choose_batching(recipe, world_size)
     batch = batch_of(batching.micro_batch_size)
     accumulates = batching.accumulation > 1
     memory = with_checkpointed_layers(recipe, memory, batch, machine, accumulates=accumulates)

@@ -154,9 +154,10 @@ class RunOptions:
 
     @staticmethod
     def of(recipe: Recipe) -> RunOptions:
-        """Collect the options of a recipe."""
+        """Collect the options of a recipe, whose open settings count as off."""
         train = recipe.train
         parts = (*feature_parts(), *modality_parts())
+        checkpointing = False if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
         return RunOptions(
             build=BuildOptions(
                 task=recipe.task,
@@ -171,7 +172,7 @@ class RunOptions:
                     cuda_graphs=train.cuda_graphs is True,
                     fp8=train.fp8,
                     full_determinism=train.full_determinism,
-                    gradient_checkpointing=train.gradient_checkpointing,
+                    gradient_checkpointing=checkpointing,
                     neftune_noise_alpha=train.neftune_noise_alpha,
                     label_smoothing_factor=train.label_smoothing_factor,
                     loss_type=train.loss_type,

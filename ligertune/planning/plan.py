@@ -18,6 +18,7 @@ from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strate
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Dtype, Precision
+from ligertune.planning.time.step_time import StepTime
 from ligertune.recipe.plain_yaml import dump
 
 # Kernels that compute a loss in the output head, so that the logits are never stored.
@@ -50,6 +51,19 @@ class BuiltModel:
     @property
     def applied_kernels(self) -> set[str]:
         return {line.kernel for line in self.kernels if line.applied}
+
+
+@dataclass(frozen=True)
+class TriedSettings:
+    """Values in place of `auto` that fit on the device, with the predicted time and memory of a step."""
+
+    values: dict[str, Any]  # by key
+    seconds: float
+    peak: int  # bytes
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{key}: {str(value).lower()}" for key, value in self.values.items())
+        return f"{values} ({self.seconds:.3g} s a step, {format_bytes(self.peak)})"
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,8 @@ class Plan(RunOptions):
     save: Cadence
     evaluate: Cadence
     notes: tuple[str, ...]
+    time: StepTime | None = None  # predicted for a step; None where it is not
+    settings_tried: tuple[TriedSettings, ...] = ()  # in place of `auto`, the chosen ones first; none: nothing was open
     teacher: TeacherPlan | None = None
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
     base: TrainedBase | None = None  # None before the model is loaded

@@ -173,7 +173,7 @@ ReadName = BeforeValidator(lambda value: (() if value == "none" else (value,)) i
 ReadSwitch = BeforeValidator(convert_by({}))
 Switch = Annotated[bool, ReadSwitch]
 AutoSwitch = Annotated[Literal["auto"] | bool, ReadSwitch]
-SwitchOrOffload = Annotated[Literal["offload", "offload_gate", "offload_both"] | bool, ReadSwitch]
+AutoSwitchOrOffload = Annotated[Literal["auto", "offload", "offload_gate", "offload_both"] | bool, ReadSwitch]
 TiledSwitch = Annotated[Literal["auto"] | bool | Annotated[int, Field(ge=MIN_TILE)], ReadSwitch]
 SwitchOrLayers = Annotated[Literal["auto", "norms", "mlps"] | bool, ReadSwitch]
 When = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(convert_by({False: "no"}))]

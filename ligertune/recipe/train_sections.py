@@ -19,6 +19,7 @@ from pydantic import (
 from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.section import (
     AutoSwitch,
+    AutoSwitchOrOffload,
     Expression,
     MetricName,
     NameList,
@@ -29,7 +30,6 @@ from ligertune.recipe.section import (
     ShareBelowOne,
     StepsOrShare,
     Switch,
-    SwitchOrOffload,
     TaskNames,
     TiledSwitch,
     When,
@@ -165,12 +165,14 @@ class LrGroupSpec(Section):
 class TrainSpec(Section):
     """Batch size, number of steps, optimizer and memory savings."""
 
-    per_device_train_batch_size: Literal["auto"] | RowCount = 4
-    """Rows per device and forward pass (packed rows, or examples); auto: the largest that fits."""
-    gradient_accumulation_steps: RowCount | None = 1
-    """Forward passes per optimizer step; or give global_batch_size."""
+    per_device_train_batch_size: Literal["auto"] | RowCount = "auto"
+    """Rows per device and forward pass (packed rows, or examples); auto: the fastest that fits, or 4."""
+    gradient_accumulation_steps: Literal["auto"] | RowCount | None = "auto"
+    """Forward passes per optimizer step; auto: what the global batch needs, or 1."""
     global_batch_size: Annotated[int, Field(ge=1, le=MAX_ROWS_OF_A_STEP)] | None = None
-    """Rows per optimizer step over all devices, instead of gradient_accumulation_steps."""
+    """Rows per optimizer step over all devices; null: 4 per device, unless the two keys above are numbers."""
+    global_batch_tokens: PositiveInt | None = None
+    """Tokens per optimizer step over all devices, in whole rows, instead of global_batch_size."""
     num_train_epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = 1.0
     """Passes over the data; or give max_steps."""
     max_steps: PositiveInt | None = None
@@ -216,7 +218,7 @@ class TrainSpec(Section):
     """Without packing: batch examples of similar length."""
     full_determinism: Switch = True
     """Give bit-equal results in every run on the same device, and after a resume."""
-    gradient_checkpointing: SwitchOrOffload = False
+    gradient_checkpointing: AutoSwitchOrOffload = "auto"
     """Recompute activations; offload, offload_gate, offload_both: keep layer inputs, MLP gates, both on the host."""
     gradient_checkpointing_layers: Literal["all", "auto"] | PositiveInt = "all"
     """With gradient_checkpointing: number of first layers to checkpoint; auto: as few as memory allows."""
@@ -238,7 +240,7 @@ class TrainSpec(Section):
         if not isinstance(given, Mapping):
             return given
         replaced = {key: None for key, rival in EITHER_OR.items() if given.get(rival) is not None}
-        return {**replaced, **given}
+        return {**replaced, **{key: value for key, value in given.items() if key not in replaced or value != "auto"}}
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod

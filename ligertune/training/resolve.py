@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from typing import Literal
 
 from ligertune.attention.choice import why_documents_of_a_row_matter
 from ligertune.attention.padding_free import choose_batch_layout, has_one_length
@@ -25,15 +27,17 @@ from ligertune.models.load_tokenizer import LoadedTokenizer, check_vocabulary, l
 from ligertune.models.quantised_bases.fit_recipe import fit_to_base
 from ligertune.models.read_config import read_config
 from ligertune.models.score_head import check_task
-from ligertune.planning.batch_layout import choose_packing
+from ligertune.planning.batch_layout import Rows, choose_packing
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import chooses_cuda_graphs, with_cuda_graphs
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.memory.activation_policy import recomputes
+from ligertune.planning.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, completed, fuses_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
+from ligertune.planning.time.plan_time import with_choice
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
 from ligertune.training.build import preview_model
@@ -86,6 +90,9 @@ def resolve(
     config = read_config(recipe.model)
     check_task(config, recipe.task)
     recipe, base_notes = fit_to_base(recipe, config)
+    given = recipe
+    row_ranks = max(1, machine.world_size // recipe.parallel.cp_size)
+    recipe = with_usual_values(given, row_ranks)
     written = RunOptions.of(recipe)
     modality = modality_of(config)
     shares_rows = recipe.data.packing is not False or recipe.data.padding_free is not False
@@ -102,6 +109,7 @@ def resolve(
     frozen = feature.frozen_model(written, config, tokenizer.tokenizer, machine, precision)
     reader = modality.load_reader(recipe.model, written.build, tokenizer.tokenizer)
     data = _prepare_data(recipe, tokenizer, reader, progress)
+    train = data.examples_in_memory
     fused_lora = fuses_lora(recipe, machine)
     complete = completed(
         recipe,
@@ -112,28 +120,55 @@ def resolve(
     )
     options = RunOptions.of(complete)
     data_notes = feature.check_data(options.build, data, config.get_text_config().vocab_size)
-    train = data.examples_in_memory
     lengths = None if train is None else train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
     packed = layout.packing or padding_free
     teacher = feature.frozen_attention(frozen, options, machine, precision, packed=packed)
-    model = preview_model(options.build, config, attention, device=machine.device)
-    beside = teacher.shape if teacher else feature.frozen_copy(options.build, model.shape, precision)
     multiple_of = max(attention.multiple_of, teacher.multiple_of if teacher else 1)
-    inputs = PlanInputs(
-        machine=machine,
-        precision=precision,
-        model=replace(model, frozen_model=beside),
-        data=summarize_data(data, reader),
-        rows=epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free),
-        why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
-        modality=modality.facts,
-        teacher=teacher,
-        largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
-    )
+    rows = epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free)
+    complete = _with_batch_of_tokens(complete, given, data, rows, row_ranks)
+
+    @cache
+    def inputs_of(recomputed: Literal["norms", "mlps"] | bool) -> PlanInputs:
+        build = replace(options.build, kernels=options.build.kernels.model_copy(update={"recompute": recomputed}))
+        model = preview_model(build, config, attention, device=machine.device)
+        beside = teacher.shape if teacher else feature.frozen_copy(build, model.shape, precision)
+        return PlanInputs(
+            machine=machine,
+            precision=precision,
+            model=replace(model, frozen_model=beside),
+            data=summarize_data(data, reader),
+            rows=rows,
+            why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
+            modality=modality.facts,
+            teacher=teacher,
+            largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
+        )
+
     notes = (*recipe.notices, *base_notes, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
-    plan = _planned(complete, inputs, layout, data, notes=(*notes, *data_notes, *hub_notes()))
+    notes = (*notes, *data_notes, *hub_notes())
+
+    def plan_of(recipe: Recipe) -> Plan:
+        return _planned(recipe, inputs_of(recipe.kernels.recomputed), layout, data, notes=notes)
+
+    plan = with_choice(complete, OpenSettings.of(given), plan_of, inputs_of(complete.kernels.recomputed).model.shape)
     return Job(plan, config, tokenizer, data, reader)
+
+
+def _with_batch_of_tokens(complete: Recipe, given: Recipe, data: PreparedData, rows: Rows, row_ranks: int) -> Recipe:
+    """Return the recipe with `train.global_batch_tokens` as rows, and a split of them."""
+    if given.train.global_batch_tokens is None:
+        return complete
+    train = data.examples_in_memory
+    mean = float(rows.length) if train is None else float(train.lengths.sum()) / rows.count
+    split = with_usual_values(with_batch_of_tokens(given, mean, row_ranks), row_ranks).train
+    return with_train(
+        complete,
+        global_batch_tokens=None,
+        global_batch_size=split.global_batch_size,
+        gradient_accumulation_steps=None,
+        per_device_train_batch_size=split.per_device_train_batch_size,
+    )
 
 
 def _planned(

@@ -33,7 +33,9 @@ def _accumulates(recipe: Recipe) -> bool:
     train = recipe.train
     wanted = recipe.train.global_batch_size
     micro = train.per_device_train_batch_size
-    return (train.gradient_accumulation_steps or 1) > 1 or (wanted is not None and micro not in ("auto", wanted))
+    if train.gradient_accumulation_steps not in (1, None, "auto"):
+        return True
+    return wanted is not None and micro not in ("auto", wanted)
 
 
 def _trains_other_roles(recipe: Recipe) -> bool:
@@ -59,8 +61,11 @@ RULES = (
     Rule("train.global_batch_size: not null, train.per_device_train_batch_size: not auto",
          "{0} is {v[0]}, which is not a multiple of {1}: {v[1]}.",
          also=lambda recipe: recipe.train.global_batch_size % recipe.train.per_device_train_batch_size != 0),
-    Rule("train.per_device_train_batch_size: auto, train.global_batch_size: null",
-         "{0} is auto, which keeps the global batch size. Give {1}."),
+    *(
+        Rule(f"train.global_batch_tokens: not null, train.{key}: not null|auto",
+             "{0} and {1} are both given. Keep one of them.")
+        for key in ("global_batch_size", "gradient_accumulation_steps")
+    ),
     Rule("train.warmup_steps: any, train.warmup_ratio: any, "
          "train.lr_scheduler_type: constant|reduce_lr_on_plateau|greedy",
          "{2} is {v[2]}, which has no warm-up. Write train.lr_scheduler_type: constant_with_warmup.",
@@ -216,14 +221,15 @@ RULES = (
          "{0} is the step of adamw_torch_fused, and {1} is {v[1]}. Leave {0} out, or change {1}."),
     Rule("kernels.optimizer: true, train.optim_in_backward",
          "{0} updates all parameters in one step, and {1} updates them one by one. Leave {0} out."),
-    Rule("kernels.recompute: not false|auto, train.gradient_checkpointing, train.gradient_checkpointing_layers: all",
+    Rule("kernels.recompute: not false|auto, train.gradient_checkpointing: not false|auto, "
+         "train.gradient_checkpointing_layers: all",
          "{0} recomputes what a layer saves, and with {1} a layer saves only its input. Leave one of them out, or "
          "write train.gradient_checkpointing_layers: auto."),
     Rule("kernels.recompute: not false|auto, train.torch_compile",
          f"{{0}} does not work in compiled layers, and {{1}} is true. {ONE_OUT}"),
     # ---- optimizer, memory savings and dtypes
-    Rule("train.tiled_mlp: not false|auto, no train.gradient_checkpointing",
-         "{0} is for checkpointed layers, and {1} is false. Write train.gradient_checkpointing: offload."),
+    Rule("train.tiled_mlp: not false|auto, train.gradient_checkpointing: false|auto",
+         "{0} is for checkpointed layers, and {1} is {v[1]}. Write train.gradient_checkpointing: offload."),
     *each(
         NO_TILES,
         TILES,
@@ -237,8 +243,8 @@ RULES = (
         ("parallel.strategy: fsdp|deepspeed_zero2|deepspeed_zero3", "{1}: {v[1]} gathers a layer's weights once"),
         ("parallel.cp_size: not 1", "{1} splits the row already"),
     ),
-    Rule("train.gradient_checkpointing_layers: not all, no train.gradient_checkpointing",
-         "{0} sets how many layers are checkpointed, and {1} is false. Write train.gradient_checkpointing: true."),
+    Rule("train.gradient_checkpointing_layers: not all, train.gradient_checkpointing: false|auto",
+         "{0} sets how many layers are checkpointed, and {1} is {v[1]}. Write train.gradient_checkpointing: true."),
     *each(
         f"{{0}} runs the optimizer on the CPU, and {{1}} {{why}}. {ONE_OUT}",
         "train.optim_offload",
@@ -266,7 +272,8 @@ RULES = (
         NO_CUDA_GRAPHS,
         "train.cuda_graphs: true",
         ("train.gradient_checkpointing: offload_gate|offload_both", "{1}: {v[1]} measures its copies"),
-        ("train.gradient_checkpointing, method.lora_dropout", "{1} reads the random state of {2} on the host"),
+        ("train.gradient_checkpointing: not false|auto, method.lora_dropout",
+         "{1} reads the random state of {2} on the host"),
         ("train.torch_compile", "{1} makes other graphs"),
         ("train.per_device_train_batch_size: auto", "{1}: auto leaves no memory for the graph"),
         ("train.optim_in_backward", "{1} updates weights in between"),

@@ -1,0 +1,133 @@
+"""Choice of the settings that a recipe leaves open: the fastest plan, by prediction, that fits on the device.
+
+All splits of the global batch are tried, each with all layers saved (also with `kernels.recompute`), with as few layers
+checkpointed as fit, and with offloaded inputs. Of plans within CLOSE of the fastest the one with the least memory is
+taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ligertune.errors import UserError
+from ligertune.planning.batch_layout import Batching
+from ligertune.planning.open_settings import OpenSettings, with_train
+from ligertune.planning.plan import Plan, TriedSettings
+from ligertune.planning.time.step_time import StepTime
+from ligertune.recipe.rules.check_rules import contradicts_itself
+from ligertune.recipe.schema import Recipe
+
+CLOSE = 0.01  # relative; the prediction is not more exact
+RECOMPUTED: tuple[Any, ...] = (False, "norms", True)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan without open settings, and the predicted time of its step."""
+
+    recipe: Recipe
+    plan: Plan
+    time: StepTime
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the step's peak."""
+        assert self.plan.peak is not None  # a candidate has a memory prediction
+        return self.plan.peak.total
+
+    def tried(self) -> TriedSettings:
+        train = self.recipe.train
+        values: dict[str, Any] = {
+            "train.per_device_train_batch_size": self.plan.batching.micro_batch_size,
+            "train.gradient_accumulation_steps": self.plan.batching.accumulation,
+            "train.gradient_checkpointing": train.gradient_checkpointing,
+        }
+        if train.gradient_checkpointing_layers != "all":
+            values["train.gradient_checkpointing_layers"] = train.gradient_checkpointing_layers
+        values["kernels.recompute"] = self.recipe.kernels.recompute
+        return TriedSettings(values, self.time.total, self.peak)
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate with the least memory among those within CLOSE of the fastest."""
+    fastest = min(candidates, key=lambda one: one.time.total)
+    close = [one for one in candidates if one.time.total <= (1 + CLOSE) * fastest.time.total]
+    return min(close, key=lambda one: (one.peak, one.time.total))
+
+
+def candidates_of(
+    recipe: Recipe,
+    given: OpenSettings,
+    batching: Batching,
+    plan_of: Callable[[Recipe], Plan],
+    time_of: Callable[[Plan], StepTime | None],
+) -> list[Candidate]:
+    """Return the plans that fit. recipe: with usual values; batching: of its plan."""
+    found = []
+    for changed in variants(recipe, given, batching):
+        if contradicts_itself(changed):
+            continue
+        try:
+            plan = plan_of(changed)
+        except UserError:  # of settings that the model or the machine does not support
+            continue
+        time = time_of(plan)
+        saves_all = plan.memory is not None and plan.memory.policy.not_checkpointed == plan.memory.layers
+        if time is None or saves_all or not fits(plan):
+            continue
+        found.append(Candidate(_with_number_of_layers(changed, plan), plan, time))
+    return found
+
+
+def variants(recipe: Recipe, given: OpenSettings, batching: Batching) -> Iterator[Recipe]:
+    """Yield the recipes with each combination of open settings. Larger micro-batches come first.
+
+    recipe: with usual values; batching: of its plan.
+    """
+    share = batching.micro_batch_size * batching.accumulation
+    sizes = [size for size in range(share, 0, -1) if share % size == 0] if given.split else [batching.micro_batch_size]
+    for size in sizes:
+        split = recipe
+        if given.split:
+            steps = None if recipe.train.global_batch_size is not None else share // size
+            split = with_train(recipe, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        yield from _saved_layers(split, given)
+
+
+def _saved_layers(recipe: Recipe, given: OpenSettings) -> Iterator[Recipe]:
+    checkpointing = recipe.train.gradient_checkpointing
+    if given.checkpointing or not checkpointing:
+        without = with_train(recipe, gradient_checkpointing=False)
+        for recomputed in RECOMPUTED if given.recompute else (recipe.kernels.recompute,):
+            yield _with_recompute(without, recomputed)
+    if not given.checkpointing:
+        if checkpointing:
+            yield recipe
+        return
+    whole = _with_recompute(recipe, False) if given.recompute else recipe
+    yield with_train(whole, gradient_checkpointing=True, gradient_checkpointing_layers="auto")
+    yield with_train(whole, gradient_checkpointing="offload", gradient_checkpointing_layers="all")
+
+
+def _with_recompute(recipe: Recipe, value: Any) -> Recipe:
+    return recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"recompute": value})})
+
+
+def fits(plan: Plan) -> bool:
+    """Return whether the device has room for the plan's step."""
+    if plan.memory is None:
+        return False
+    batch = plan.largest_batch
+    accumulates = plan.batching.accumulation > 1
+    memory = plan.machine.memory_bytes
+    return plan.memory.fits(batch.rows, batch.row_length, accumulates=accumulates, memory=memory, labels=batch.labels)
+
+
+def _with_number_of_layers(recipe: Recipe, plan: Plan) -> Recipe:
+    """Return the recipe with the number of layers that `gradient_checkpointing_layers: auto` has found."""
+    if recipe.train.gradient_checkpointing_layers != "auto" or not recipe.train.gradient_checkpointing:
+        return recipe
+    layers = plan.checkpointed_layers
+    return with_train(recipe, gradient_checkpointing_layers="all" if layers is None else layers)

@@ -1,0 +1,229 @@
+"""Predicted time of a training step, from counted operations and bytes at the GPU's measured rates.
+
+    products      2 FLOPs per weight and token forward, 2 for the input's gradient, 2 for the weight's; once more
+                  forward where layers are checkpointed
+    attention     2 products per pair of tokens forward, 5 backward
+    element-wise  bytes that norms, rotary embeddings, residual sums, gated products and adapters read and write
+    loss          the output head, forward and backward
+    update        gradients, weights and optimizer states, read and written
+    communication what the ranks exchange, where the backward does not hide it
+
+A micro-batch takes the time of the GPU, or that of the host if its launches take longer and no CUDA graph replays them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ligertune.planning.memory.activation_bytes import ActivationPolicy
+from ligertune.planning.memory.model_shape import LayerShape, ModelShape
+from ligertune.planning.memory.states import StateBytes
+from ligertune.planning.time.gpu_rates import GpuRates
+
+# Whole steps run slower than their kernels alone: the GPU lowers its clock under power, and small kernels are not
+# counted. The ratio of measured to counted time of Llama models of 1 and 8 B parameters on H200.
+WHOLE_STEP = 1.08
+# Elements per token that fused kernels read and write, in units of the width that they work on.
+NORM = (4, 4)  # add_rms_norm forward and backward, of the hidden size
+GATED = (3, 5)  # swiglu, of the MLP's width
+ROTATED = (2, 2)  # of queries and keys
+ADAPTER = (2, 2)  # of the inputs and outputs of adapted layers: both factors' products
+FOUR_BIT_BYTES = 0.53 + 2.0  # read and written for each dequantised weight
+LINK_BYTES = 40e9  # bytes/s of one GPU's copies to host memory and back, both ways at a time
+NVLINK_BYTES = 300e9  # bytes/s of a GPU in a reduction or a gather
+HIDDEN = 0.7  # share of the backward that reductions can run beside
+FLOAT8_GAIN = 1.5  # products in float8 by products in bfloat16, quantisation included
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one rank computes in a step. tokens, squared_lengths and labels: of a micro-batch, on average.
+
+    rows: of a micro-batch. four_bits: weights that each use dequantises. host_seconds: of a micro-batch's launches; 0
+    if graphs replay them. world_size: ranks that share the step. sharded: each rank holds a part of the weights.
+    """
+
+    shape: ModelShape
+    policy: ActivationPolicy
+    states: StateBytes
+    tokens: float
+    squared_lengths: float
+    labels: float
+    accumulation: int
+    itemsize: int = 2
+    four_bits: int = 0
+    host_seconds: float = 0.0
+    world_size: int = 1
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by kind of work."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    recurrence: float = 0.0
+    elementwise: float = 0.0
+    loss: float = 0.0
+    dequantise: float = 0.0
+    offload: float = 0.0
+    host: float = 0.0  # for which the GPU waits for launches
+    communication: float = 0.0
+    update: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def step_time(work: StepWork, rates: GpuRates) -> StepTime:
+    """Predict a step."""
+    layers = _layers_of(work)
+    products = sum(_products(work, rates, share, again) for share, again in layers)
+    attention = sum(share * _attention(work, rates, again) for share, again in layers)
+    recurrence = sum(share * _recurrence(work, rates, again) for share, again in layers)
+    elementwise = sum(share * _elementwise(work, rates, again) for share, again in layers)
+    loss = _loss(work, rates)
+    dequantise = sum(share * _dequantise(work, rates, again) for share, again in layers)
+    parts = (products, attention, recurrence, elementwise, loss, dequantise)
+    of_gpu = WHOLE_STEP * sum(parts)
+    host = max(0.0, work.host_seconds - of_gpu)
+    offload = max(0.0, _offload(work) - of_gpu)
+    number = work.accumulation
+    scale = number * WHOLE_STEP
+    return StepTime(
+        products=scale * products,
+        attention=scale * attention,
+        recurrence=scale * recurrence,
+        elementwise=scale * elementwise,
+        loss=scale * loss,
+        dequantise=scale * dequantise,
+        offload=number * offload,
+        host=number * host,
+        communication=_communication(work, HIDDEN * number * of_gpu),
+        update=_update(work, rates),
+    )
+
+
+def _layers_of(work: StepWork) -> tuple[tuple[float, bool], ...]:
+    """Return (share of the layers, whether their forward runs again) of checkpointed layers and of the others."""
+    if not work.policy.checkpointing:
+        return ((1.0, False),)
+    total = work.shape.num_hidden_layers
+    kept = min(work.policy.not_checkpointed, total) / total
+    return ((1.0 - kept, True), (kept, False))
+
+
+def _products(work: StepWork, rates: GpuRates, share: float, again: bool) -> float:
+    """Return the seconds of the linear layers of a share of the model's layers."""
+    shape = work.shape
+    head = shape.head.elements if shape.head is not None else 0
+    in_layers = shape.n_matmul - head
+    trained = max(0, shape.n_matmul_trainable - (head if shape.head is not None and shape.head.head_trains else 0))
+    weights: float = (4 + 2 * again) * in_layers - 2 * shape.n_matmul_in_front + 2 * trained
+    rate = rates.linear_rate(shape.hidden_size, work.tokens)
+    if work.policy.float8 != "no":
+        rate *= FLOAT8_GAIN
+    experts = 0.0
+    layer = shape.layer
+    if layer is not None and layer.experts is not None:
+        # the experts' products have fewer rows each, and run at the share that their kernel reaches
+        of_experts = 3 * layer.experts.chosen * layer.experts.mlp * layer.hidden * shape.num_hidden_layers
+        part = of_experts / max(in_layers, 1)
+        reached = rates.share("experts", layer.experts.number, 1) * rates.matmul
+        experts = share * part * weights * work.tokens / reached
+        weights *= 1 - part
+    return share * weights * work.tokens / rate + experts
+
+
+def _attention(work: StepWork, rates: GpuRates, again: bool) -> float:
+    shape = work.shape
+    attending = shape.num_hidden_layers - shape.linear_layers
+    if not attending or not shape.attention_width:
+        return 0.0
+    pair = 2.0 * shape.attention_width * work.squared_lengths * attending  # FLOPs of the forward, half of each square
+    runs_again = again and work.policy.checkpointing != "offload"  # which keeps attention's results
+    mean_length = work.squared_lengths / max(work.tokens, 1.0)
+    return pair * (3.5 + runs_again) / (rates.matmul * rates.share("document_attention", mean_length, 1))
+
+
+def _recurrence(work: StepWork, rates: GpuRates, again: bool) -> float:
+    shape = work.shape
+    if not shape.mixers or shape.mixer is None:
+        return 0.0
+    flops = shape.recurrence * work.tokens * shape.mixers
+    # the convolution and the gated norm: forward reads and writes each channel, backward reads two and writes one
+    channels = (5 + 2 * again) * shape.mixer.channels * work.itemsize * work.tokens * shape.mixers
+    rule = flops * (3 + again) / (rates.matmul * rates.share("gated_delta_rule", work.tokens, 1))
+    return rule + channels / (rates.copy * rates.share("causal_conv1d", work.tokens, 1))
+
+
+def _elementwise(work: StepWork, rates: GpuRates, again: bool) -> float:
+    shape = work.shape
+    if shape.layer is None:
+        return 0.0
+    usual = shape.num_hidden_layers - sum(number for _, number in shape.other_layers)
+    elements = usual * _elements(shape.layer, work.policy, again)
+    elements += sum(number * _elements(layer, work.policy, again) for layer, number in shape.other_layers)
+    share = rates.share("add_rms_norm", shape.hidden_size, 1)
+    return elements * work.itemsize * work.tokens / (rates.copy * share)
+
+
+def _elements(layer: LayerShape, policy: ActivationPolicy, again: bool) -> float:
+    """Return the elements per token that a layer's kernels read and write besides its products."""
+    runs = (1 + again, 1)  # forward, backward
+    norms = 2 * layer.hidden * sum(part * run for part, run in zip(NORM, runs, strict=True))
+    rotated = (layer.query + layer.key) * sum(part * run for part, run in zip(ROTATED, runs, strict=True))
+    gated = layer.mlp * sum(part * run for part, run in zip(GATED, runs, strict=True))
+    adapted = layer.adapter_inputs + layer.adapter_outputs
+    adapters = adapted * sum(part * run for part, run in zip(ADAPTER, runs, strict=True))
+    recomputed = 0.0
+    if policy.recompute and not again:
+        recomputed = 4 * layer.hidden * (policy.recompute != "mlps") + 3 * layer.mlp * (policy.recompute != "norms")
+    return norms + rotated + gated + adapters + recomputed
+
+
+def _loss(work: StepWork, rates: GpuRates) -> float:
+    head = work.shape.head
+    if head is None or head.gives_scores:
+        return 0.0
+    flops = (4 + 2 * head.head_trains) * work.labels * head.elements
+    return flops / (rates.matmul * rates.share("linear_cross_entropy", work.labels, 0))
+
+
+def _dequantise(work: StepWork, rates: GpuRates, again: bool) -> float:
+    if not work.four_bits:
+        return 0.0
+    return work.four_bits * FOUR_BIT_BYTES * (2 + again) / (rates.copy * rates.share("dequantize_nf4", 1.0, 0))
+
+
+def _offload(work: StepWork) -> float:
+    """Return the seconds of the copies of a micro-batch, to the host and back."""
+    if work.shape.layer is None:
+        return 0.0
+    width = work.shape.hidden_size * work.policy.offloads_inputs * 3  # the layer's input, attention's and o_proj's
+    width += work.shape.layer.mlp * work.policy.offloads_gates
+    layers = work.shape.num_hidden_layers - work.policy.not_checkpointed
+    return 2 * layers * work.tokens * width * work.itemsize / LINK_BYTES
+
+
+def _communication(work: StepWork, hidden: float) -> float:
+    """Return the seconds of a step's reductions and gathers that `hidden` seconds of computation do not cover."""
+    others = (work.world_size - 1) / max(work.world_size, 1)
+    if not others:
+        return 0.0
+    if work.sharded:  # gathered for forward and backward, gradients scattered, in each micro-batch
+        whole = (2 * work.states.weights + work.states.gradients) * work.world_size
+        seconds = work.accumulation * others * whole / NVLINK_BYTES
+    else:
+        seconds = 2 * others * work.states.gradients / NVLINK_BYTES
+    return max(0.0, seconds - hidden)
+
+
+def _update(work: StepWork, rates: GpuRates) -> float:
+    """Return the seconds of clipping, of the optimizer, and of adding gradients of further micro-batches."""
+    states = work.states
+    bytes_of_step = 4 * states.gradients + 2 * states.trained + 2 * states.optimizer
+    added = 3 * (work.accumulation - 1) * states.gradients
+    return bytes_of_step / rates.optimizer + added / rates.copy

@@ -1,0 +1,210 @@
+"""Train with each setting that a plan may choose, and compare the chosen one with the best: scripts/bench choice.
+
+    scripts/bench choice --corpus FOLDER [--only NAME,NAME] [--most 14] [--page docs/benchmarks] [--small]
+
+A configuration is a model, a method, a length, a global batch and a memory limit, which torch's allocator keeps. Each
+runs in a process: it trains a few steps with every split of the batch, with and without checkpointing, offloading and
+recomputation, as far as the plan says that it fits. The recipe names none of these keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import inputs, pages, processes
+from benchmarks.inputs import Inputs
+from benchmarks.pages import GIB
+from benchmarks.tables.choice import CONFIGURATIONS, Configuration
+
+if TYPE_CHECKING:
+    from ligertune.recipe.schema import Recipe
+
+WARMUP = 3  # steps: the second one may be recorded as a CUDA graph
+STEPS = 4
+SMALL = Configuration("small", "full", 64, 4)
+
+
+def main() -> int:
+    """Run the configurations and print the table. Returns 1 if a process failed or memory ran out."""
+    options = parse()
+    if options.line:
+        run_configuration(options, options.line)
+        return 0
+    rows, left_out = [], []
+    for name in options.only.split(";"):
+        command = processes.again("--out", str(options.out), "--line", name)
+        found, reason = processes.run(command, limit=options.limit, show=lambda one: print(json.dumps(one), flush=True))
+        rows += found
+        if reason:
+            left_out.append(f"Not all settings of {name} ran ({reason}).")
+    publish(options, rows, left_out)
+    return 1 if left_out or any(row["failed"] for row in rows) else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    inputs.add_inputs(parser)
+    parser.add_argument("--only", help="names of configurations, separated by semicolons")
+    parser.add_argument("--most", type=int, default=14, help="settings of a configuration")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a configuration")
+    parser.add_argument("--line", help=argparse.SUPPRESS)
+    options = pages.parse(parser)
+    options.only = options.only or ("small" if options.small else ";".join(CONFIGURATIONS))
+    options.out = (options.out or Path(tempfile.mkdtemp(prefix="ligertune-bench-choice-"))).absolute()
+    return options
+
+
+def run_configuration(options: argparse.Namespace, name: str) -> None:
+    """Train with each setting, and say a point for each."""
+    from ligertune.recipe import load_recipe
+    from ligertune.training.resolve import plan_for
+
+    configuration = SMALL if options.small else CONFIGURATIONS[name]
+    limit_memory(configuration)
+    path = write_recipe(options, name, configuration)
+    tried = plan_for(load_recipe(path), for_show=True).plan.settings_tried
+    chosen, *others = tried or [None]
+    for place, one in enumerate((chosen, *spread(others, options.most - 1))):
+        values = {} if one is None else {**one.values, "train.gradient_accumulation_steps": "auto"}
+        measure(
+            options, name, load_recipe(path, [f"{key}={value}" for key, value in values.items()]), chosen=place == 0
+        )
+
+
+def spread(others: list, most: int) -> list:
+    """Return at most so many, evenly from the list."""
+    if len(others) <= most:
+        return others
+    return [others[round(place * (len(others) - 1) / (most - 1))] for place in range(most)]
+
+
+def key_of(plan) -> dict[str, object]:
+    """Return the settings of a plan."""
+    train = plan.settings["train"]
+    layers = plan.checkpointed_layers
+    return {
+        "rows": plan.batching.micro_batch_size,
+        "accumulated": plan.batching.accumulation,
+        "checkpointing": train["gradient_checkpointing"],
+        "layers": "all" if layers is None else layers,
+        "recompute": plan.settings["kernels"]["recompute"],
+    }
+
+
+def measure(options: argparse.Namespace, name: str, recipe: Recipe, *, chosen: bool) -> None:
+    """Train a few steps and say the point."""
+    import torch
+
+    from ligertune.run import run
+    from ligertune.training.resolve import plan_for
+
+    folder = Path(recipe.checkpoint.output_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    processes.release_memory()
+    job = plan_for(recipe)
+    plan = job.plan
+    ends: list[float] = []
+    failed = None
+    peak = 0
+    try:
+        report = run(job, lambda line: ends.append(time.perf_counter()) if "loss" in line else None)
+        peak = report.peak_memory["allocated_run"]
+    except Exception as error:
+        if not processes.is_out_of_memory(error):
+            raise
+        failed = "out of memory"
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    steps = [later - earlier for earlier, later in pairwise(ends)][WARMUP - 1 :]
+    processes.say({
+        "configuration": name,
+        **key_of(plan),
+        "chosen": chosen,
+        "seconds": statistics.median(steps) if steps else None,
+        "predicted": plan.time.total if plan.time is not None else None,
+        "parts": vars(plan.time) if plan.time is not None else None,
+        "graphs": bool(plan.build.execution.cuda_graphs),
+        "peak": peak,
+        "planned": plan.peak.total if plan.peak is not None else None,
+        "failed": failed,
+    })  # fmt: skip
+
+
+def limit_memory(configuration: Configuration) -> None:
+    """Let torch allocate only so much. The plan reads the limit."""
+    import torch
+
+    if configuration.memory is not None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(configuration.memory * GIB / total)
+
+
+def write_recipe(options: argparse.Namespace, name: str, configuration: Configuration) -> Path:
+    source = Inputs(options.corpus, options.out, options.small)
+    settings = inputs.model_settings(source, configuration.model, layers=configuration.layers)
+    adapter = {} if configuration.method == "full" else {"method.type": configuration.method}
+    length = configuration.length
+    return inputs.write_recipe(
+        options.out / f"{name.replace(' ', '-').replace(',', '')}.json",
+        {
+            **settings,
+            **adapter,
+            "data.datasets": inputs.random_words(source, length, configuration.rows + 2),
+            "data.max_length": length,
+            "data.on_overlength": "truncate",
+            "data.cache": False,
+            "data.num_proc": 1,
+            "train.global_batch_size": configuration.rows,
+            "train.max_steps": WARMUP + STEPS,
+            "train.learning_rate": 1e-5,
+            "report.warmup_steps": WARMUP,
+            "logging.logging_steps": 1,
+            "checkpoint.output_dir": options.out / "run",
+            "checkpoint.save_strategy": "no",
+            "checkpoint.save_model": False,
+            "checkpoint.overwrite": True,
+        },
+    )
+
+
+def publish(options: argparse.Namespace, rows: list[dict], left_out: list[str]) -> None:
+    best: dict[str, float] = {}
+    for row in rows:
+        if row["seconds"]:
+            best[row["configuration"]] = min(row["seconds"], best.get(row["configuration"], row["seconds"]))
+    shown = [
+        {
+            **row,
+            "chosen": "chosen" if row["chosen"] else "",
+            "over_best": row["seconds"] / best[row["configuration"]] if row["seconds"] else None,
+            "time_error": row["predicted"] / row["seconds"] - 1 if row["seconds"] and row["predicted"] else None,
+            "peak_gib": row["peak"] / GIB,
+            "planned_gib": row["planned"] / GIB if row["planned"] else None,
+        }
+        for row in rows
+    ]
+    pages.publish(
+        options,
+        page="choice" + "_small" * options.small,
+        title="Chosen settings" + " (with --small: a tiny model)" * options.small,
+        intro="This page compares the settings that a plan chooses with all that it could choose.",
+        caveats=[
+            f"Random weights and full rows. {WARMUP} steps of warm-up, then the median of {STEPS}. Memory limits are "
+            "kept by torch's allocator.",
+        ],
+        columns=[["configuration", "configuration", ""], ["rows", "rows", ""], ["accumulated", "accumulated", ""],
+                 ["checkpointing", "checkpointing", ""], ["layers", "layers", ""], ["recompute", "recompute", ""],
+                 ["chosen", "", ""], ["seconds", "step, s", ".3f"], ["over_best", "over the best", ".3f"],
+                 ["time_error", "predicted time", "+.1%"], ["peak_gib", "peak GiB", ".2f"],
+                 ["planned_gib", "predicted GiB", ".2f"]],
+        rows=shown,
+        left_out=left_out,
+    )  # fmt: skip
