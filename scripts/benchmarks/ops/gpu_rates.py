@@ -65,7 +65,7 @@ def main() -> int:
     options = parse_arguments(parser)
     device = torch.device("cpu" if options.small else "cuda")
     dtype = torch.float32 if options.small else torch.bfloat16
-    effort = Repetitions(1, 2, 0.05) if options.small else Repetitions(3, 10, 0.3)
+    effort = Repetitions(1, 2, 0.05) if options.small else Repetitions(3, 10, 0.2)
     setup = bench_setup(device, dtype, effort)
     about = report_header(setup)
     found = {
@@ -98,9 +98,9 @@ def median(setup: BenchSetup, run) -> float:
     """Return the median seconds of repetitions that take `setup.repetitions.seconds` in all, or three."""
     for _ in range(setup.repetitions.warmup):
         run()
-    once = setup.clock.time(run)[0]
-    repeats = min(max(3, math.ceil(setup.repetitions.seconds / once)), 100)
-    return Timing.of([setup.clock.time(run)[0] for _ in range(repeats)]).median
+    once, host = setup.clock.time(run)
+    repeats = min(max(3, math.ceil(setup.repetitions.seconds / once)), 50)
+    return Timing.of([setup.clock.time(run, host)[0] for _ in range(repeats)]).median
 
 
 def linear_rate(setup: BenchSetup, width: int, tokens: int) -> list[float]:

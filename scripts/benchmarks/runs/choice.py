@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import tempfile
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +70,8 @@ def run_configuration(options: argparse.Namespace, name: str) -> None:
     tried = plan_for(load_recipe(path), for_show=True).plan.settings_tried
     chosen, *others = tried or [None]
     for place, one in enumerate((chosen, *spread(others, options.most - 1))):
-        values = {} if one is None else {**one.values, "train.gradient_accumulation_steps": "auto"}
+        values = {} if one is None else dict(one.values)
+        values.pop("train.gradient_accumulation_steps", None)  # the global batch decides
         measure(
             options, name, load_recipe(path, [f"{key}={value}" for key, value in values.items()]), chosen=place == 0
         )
@@ -111,24 +109,24 @@ def measure(options: argparse.Namespace, name: str, recipe: Recipe, *, chosen: b
     processes.release_memory()
     job = plan_for(recipe)
     plan = job.plan
-    ends: list[float] = []
-    failed = None
+    failed = seconds = None
     peak = 0
     try:
-        report = run(job, lambda line: ends.append(time.perf_counter()) if "loss" in line else None)
+        report = run(job, lambda line: None)
         peak = report.peak_memory["allocated_run"]
+        tokens = plan.batching.global_batch_size * plan.row_length  # all rows are full
+        seconds = tokens / report.throughput.padded_tokens_per_second
     except Exception as error:
         if not processes.is_out_of_memory(error):
             raise
         failed = "out of memory"
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    steps = [later - earlier for earlier, later in pairwise(ends)][WARMUP - 1 :]
     processes.say({
         "configuration": name,
         **key_of(plan),
         "chosen": chosen,
-        "seconds": statistics.median(steps) if steps else None,
+        "seconds": seconds,
         "predicted": plan.time.total if plan.time is not None else None,
         "parts": vars(plan.time) if plan.time is not None else None,
         "graphs": bool(plan.build.execution.cuda_graphs),
@@ -197,7 +195,7 @@ def publish(options: argparse.Namespace, rows: list[dict], left_out: list[str]) 
         title="Chosen settings" + " (with --small: a tiny model)" * options.small,
         intro="This page compares the settings that a plan chooses with all that it could choose.",
         caveats=[
-            f"Random weights and full rows. {WARMUP} steps of warm-up, then the median of {STEPS}. Memory limits are "
+            f"Random weights and full rows. {WARMUP} steps of warm-up, then the mean of {STEPS}. Memory limits are "
             "kept by torch's allocator.",
         ],
         columns=[["configuration", "configuration", ""], ["rows", "rows", ""], ["accumulated", "accumulated", ""],
