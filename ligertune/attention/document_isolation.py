@@ -51,7 +51,7 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
     with slow_decay(model):
         logits = _logits_of(model, [first, second], multiple_of)
         exchanged = torch.stack([_logits_of(model, [other, second], multiple_of) for other in others])
-    change = (exchanged - logits).abs().amax(-1)[:, : FIRST + SECOND]  # (EXCHANGES, tokens), without padding
+    change = (exchanged - logits).abs().amax(-1)  # (EXCHANGES, tokens)
     if bool(change.isnan().any()):
         raise LogitsAreNaN(
             f"model.model_name_or_path: this {type(model).__name__} computes NaN before it is trained.",
@@ -63,7 +63,7 @@ def document_leak(model: PreTrainedModel, *, multiple_of: int) -> float:
 
 
 def _logits_of(model: PreTrainedModel, documents: Sequence[np.ndarray], multiple_of: int) -> Tensor:
-    """Return the logits (T, V) of a packed row, fp32."""
+    """Return the logits (tokens, V) of a packed row without its padding, fp32."""
     examples = [Example(tokens, tokens, "") for tokens in documents]
     batch = collate_packed(examples, pad_token_id=0, pad_to_multiple_of=multiple_of)
     del batch["labels"]
@@ -71,7 +71,7 @@ def _logits_of(model: PreTrainedModel, documents: Sequence[np.ndarray], multiple
         batch["score_rows"] = torch.arange(batch["input_ids"].numel())
     batch["position_ids"] = modality_of(model.config).text_positions(batch["position_ids"])
     logits: Tensor = evaluate_batch(model, batch, model.device).logits
-    return logits[0].float()
+    return logits[0, : sum(map(len, documents))].float()
 
 
 @contextlib.contextmanager

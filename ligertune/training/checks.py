@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -43,6 +44,7 @@ from ligertune.planning.plan import LOSS_KERNELS, KernelLine, Plan
 from ligertune.training.optim.algorithms import KernelAdamW
 from ligertune.training.parallel.distributed import reshard
 
+MOST_ALIGNED = 128  # tokens: each attention needs a divisor of it (`attention.choice`)
 # The largest relative differences of (logits, loss) between a row computed in parts and as a whole. bfloat16 rounds
 # attention's other order of summation; a part without its labels would miss at least 1 / C of them, 3 %.
 EXACT = (1e-4, 1e-4)
@@ -131,7 +133,9 @@ def _without_weights(options: BuildOptions, config: PreTrainedConfig, attention:
 def why_not_padding_free(plan: Plan, model: PreTrainedModel) -> str | None:
     """Return why padding-free batches would train wrongly, or None. Raises UserError if the recipe requires them."""
     try:
-        check_document_isolation(model, multiple_of=plan.rows.multiple_of)
+        # graphs need rows of one length, and this check does not: logits of a whole row would take gigabytes
+        multiple_of = math.gcd(plan.rows.multiple_of, MOST_ALIGNED * plan.parallel.cp_size)
+        check_document_isolation(model, multiple_of=multiple_of)
     except LogitsAreNaN:
         raise
     except UserError as problem:

@@ -13,6 +13,7 @@ A micro-batch takes the time of the GPU, or that of the host if its launches tak
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from ligertune.planning.memory.activation_bytes import ActivationPolicy
@@ -20,18 +21,21 @@ from ligertune.planning.memory.model_shape import LayerShape, ModelShape
 from ligertune.planning.memory.states import StateBytes
 from ligertune.planning.time.gpu_rates import GpuRates
 
-# Whole steps run slower than their kernels alone: the GPU lowers its clock under power, and small kernels are not
-# counted. The ratio of measured to counted time of Llama models of 1 and 8 B parameters on H200.
-WHOLE_STEP = 1.08
+# Whole steps run slower than their kernels alone: the GPU lowers its clock, there are gaps between kernels, and small
+# kernels are not counted. Fitted to 22 steps of models of 0.5 to 8 B parameters on an H200.
+WHOLE_STEP = 1.09
+LAYER_SECONDS = 2e-4  # of a layer's gaps, forward and backward
 # Elements per token that fused kernels read and write, in units of the width that they work on.
 NORM = (4, 4)  # add_rms_norm forward and backward, of the hidden size
 GATED = (3, 5)  # swiglu, of the MLP's width
 ROTATED = (2, 2)  # of queries and keys
-ADAPTER = (2, 2)  # of the inputs and outputs of adapted layers: both factors' products
+ADAPTER = (1.5, 1.5)  # of the inputs and outputs of adapted layers: both factors' products, fitted too
 FOUR_BIT_BYTES = 0.53 + 2.0  # read and written for each dequantised weight
 LINK_BYTES = 40e9  # bytes/s of one GPU's copies to host memory and back, both ways at a time
 NVLINK_BYTES = 300e9  # bytes/s of a GPU in a reduction or a gather
 HIDDEN = 0.7  # share of the backward that reductions can run beside
+# Rows of a product above which its rate alone falls, because the GPU lowers its clock; in a step it does not.
+MOST_ROWS = 8192
 FLOAT8_GAIN = 1.5  # products in float8 by products in bfloat16, quantisation included
 
 
@@ -65,6 +69,7 @@ class StepTime:
     attention: float = 0.0
     recurrence: float = 0.0
     elementwise: float = 0.0
+    gaps: float = 0.0
     loss: float = 0.0
     dequantise: float = 0.0
     offload: float = 0.0
@@ -86,8 +91,8 @@ def step_time(work: StepWork, rates: GpuRates) -> StepTime:
     elementwise = sum(share * _elementwise(work, rates, again) for share, again in layers)
     loss = _loss(work, rates)
     dequantise = sum(share * _dequantise(work, rates, again) for share, again in layers)
-    parts = (products, attention, recurrence, elementwise, loss, dequantise)
-    of_gpu = WHOLE_STEP * sum(parts)
+    gaps = LAYER_SECONDS * work.shape.num_hidden_layers
+    of_gpu = WHOLE_STEP * (products + attention + recurrence + elementwise + loss + dequantise) + gaps
     host = max(0.0, work.host_seconds - of_gpu)
     offload = max(0.0, _offload(work) - of_gpu)
     number = work.accumulation
@@ -97,6 +102,7 @@ def step_time(work: StepWork, rates: GpuRates) -> StepTime:
         attention=scale * attention,
         recurrence=scale * recurrence,
         elementwise=scale * elementwise,
+        gaps=number * gaps,
         loss=scale * loss,
         dequantise=scale * dequantise,
         offload=number * offload,
@@ -121,20 +127,45 @@ def _products(work: StepWork, rates: GpuRates, share: float, again: bool) -> flo
     head = shape.head.elements if shape.head is not None else 0
     in_layers = shape.n_matmul - head
     trained = max(0, shape.n_matmul_trainable - (head if shape.head is not None and shape.head.head_trains else 0))
-    weights: float = (4 + 2 * again) * in_layers - 2 * shape.n_matmul_in_front + 2 * trained
-    rate = rates.linear_rate(shape.hidden_size, work.tokens)
+    repeated = max(0, in_layers - _not_repeated(work)) if again else 0
+    flops: float = (4 * in_layers - 2 * shape.n_matmul_in_front + 2 * trained + 2 * repeated) * work.tokens
+    rate = _rate_of_layer(shape, rates, work.tokens)
     if work.policy.float8 != "no":
         rate *= FLOAT8_GAIN
-    experts = 0.0
     layer = shape.layer
-    if layer is not None and layer.experts is not None:
-        # the experts' products have fewer rows each, and run at the share that their kernel reaches
-        of_experts = 3 * layer.experts.chosen * layer.experts.mlp * layer.hidden * shape.num_hidden_layers
-        part = of_experts / max(in_layers, 1)
-        reached = rates.share("experts", layer.experts.number, 1) * rates.matmul
-        experts = share * part * weights * work.tokens / reached
-        weights *= 1 - part
-    return share * weights * work.tokens / rate + experts
+    if layer is None or layer.experts is None:
+        return share * flops / rate
+    # the experts' products have fewer rows each, and run at the share that their kernel reaches
+    of_experts = 3 * layer.experts.chosen * layer.experts.mlp * layer.hidden * shape.num_hidden_layers
+    part = min(1.0, of_experts / max(in_layers, 1))
+    reached = rates.share("experts", layer.experts.number, 1) * rates.matmul
+    return share * flops * (part / reached + (1 - part) / rate)
+
+
+def _rate_of_layer(shape: ModelShape, rates: GpuRates, tokens: float) -> float:
+    """Return FLOP/s of a layer's linear layers, each at the rate of a layer (E, 4 E) with as many weights."""
+    layer = shape.layer
+    rows = min(tokens, MOST_ROWS)
+    if layer is None:
+        return rates.linear_rate(shape.hidden_size, rows)
+    hidden = layer.hidden
+    sizes = [(hidden, layer.query), *[(hidden, layer.key)] * 2, (layer.query, hidden), *[(hidden, layer.dense_mlp)] * 3]
+    weights = [(inputs * outputs, math.sqrt(inputs * outputs / 4)) for inputs, outputs in sizes if inputs * outputs]
+    seconds = sum(number / rates.linear_rate(width, rows) for number, width in weights)
+    return sum(number for number, _ in weights) / seconds if seconds else rates.linear_rate(hidden, rows)
+
+
+def _not_repeated(work: StepWork) -> int:
+    """Return the weights whose products a checkpointed layer does not run again.
+
+    Its last product is of no use to the backward, and with offloading o_proj's output is kept.
+    """
+    layer = work.shape.layer
+    if layer is None:
+        return 0
+    last = layer.hidden * layer.mlp * (layer.experts is None)
+    kept = layer.query * layer.hidden * (work.policy.checkpointing == "offload")
+    return work.shape.num_hidden_layers * (last + kept)
 
 
 def _attention(work: StepWork, rates: GpuRates, again: bool) -> float:
