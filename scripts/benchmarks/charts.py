@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,9 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; ligertune is always the first
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-OTHER = "#8C8C8C"
-MARKERS = "osD^vPX"
+# light with a dark edge, because a middle grey has the brightness of ligertune's orange where a page is printed
+OTHER, OTHER_EDGE = "#D0D0D0", "#6E6E6E"
+MARKERS = "osD^vPX*h<>pd8"  # twice as many as colours, so that printed in grey 14 series differ
 STYLES = ("-", "--", ":", "-.")
 MAX_SERIES = len(COLOURS) * len(STYLES)
 TICKS = "{x:,.10g}"  # 1,000,000, where "g" alone writes 1e+06
@@ -24,12 +24,12 @@ TICKS = "{x:,.10g}"  # 1,000,000, where "g" alone writes 1e+06
 def series_style(number: int) -> tuple[str, str, str]:
     """Return colour, marker and line style of a series. No two of MAX_SERIES have the same colour and marker.
 
-    From the eighth on colours come again, with the next marker and the next line style.
+    From the eighth on colours come again, with the next line style. The first 14 have a marker each.
     """
     if number >= MAX_SERIES:
         raise ValueError(f"a chart has at most {MAX_SERIES} series")
     again, place = divmod(number, len(COLOURS))
-    return COLOURS[place], MARKERS[(place + again) % len(MARKERS)], STYLES[again]
+    return COLOURS[place], MARKERS[(number + again // 2) % len(MARKERS)], STYLES[again]
 
 
 def draw(page: Page, path: Path) -> None:
@@ -37,41 +37,70 @@ def draw(page: Page, path: Path) -> None:
 
     chart["limit"]: values above it are drawn at it.
     """
-    if (limit := page.chart.get("limit")) is not None:
-        page = dataclasses.replace(page, rows=[_limited(row, page.chart["values"], limit) for row in page.rows])
     kind, rows = page.chart["kind"], len(page.rows)
-    height = {"bars": 1.3 + 0.32 * rows, "dots": 1.6 + 0.24 * rows, "lines": 3.8, "curves": 3.8}[kind]
+    lines = rows + len(_bar_places(page)[1])
+    height = {"bars": 1.3 + 0.3 * lines, "dots": 1.6 + 0.24 * rows, "lines": 3.8, "curves": 3.8}[kind]
     figure = new_figure(8.0, height)
     {"bars": _bars, "dots": _dots, "lines": _lines, "curves": _curves}[kind](figure, page)
-    where = f"{page.count} x {page.device}" if page.count > 1 else page.device
-    figure.supxlabel(f"{where}, torch {page.versions['torch']}, {page.date}", fontsize=8, color="#555555")
+    figure.supxlabel(f"{page.devices}, torch {page.versions['torch']}, {page.date}", fontsize=8, color="#555555")
     figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
-def _limited(row: dict, keys: Iterable[str], limit: float) -> dict:
-    return row | {key: min(row[key], limit) for key in keys if row.get(key) is not None}
+def _limited(chart: dict, value: float) -> float:
+    return min(value, chart.get("limit", value))
+
+
+def _bar_places(page: Page) -> tuple[list[int], dict[int, str]]:
+    """Return the line of each row, and those of the headings: chart["group"], above the rows that share its value.
+
+    There are no headings where each row has a value of its own.
+    """
+    settings = [row.get(page.chart.get("group")) for row in page.rows]
+    if not any(settings) or len(set(settings)) == len(settings) > 1:
+        return list(range(len(settings))), {}
+    places: list[int] = []
+    headings: dict[int, str] = {}
+    for number, setting in enumerate(settings):
+        if number == 0 or setting != settings[number - 1]:
+            headings[number + len(headings)] = setting
+        places.append(number + len(headings))
+    return places, headings
 
 
 def _bars(figure: Any, page: Page) -> None:
     """Draw a panel per value, a bar per row that has it.
 
-    chart: values {key: axis label}, labels (keys), ours (bar in colour).
+    chart: values {key: axis label}, labels (keys), group (key of the headings), ours (bar in colour).
     """
     chart, rows = page.chart, page.rows
     formats = {key: how for key, _, how in page.columns}
+    places, headings = _bar_places(page)
+    labels = chart["labels"] if headings else [*chart["labels"], chart.get("group")]
+    figure.get_layout_engine().set(wspace=0.04)  # between the last tick of a panel and the 0 of the next
     panels = figure.subplots(1, len(chart["values"]), sharey=True, squeeze=False)[0]
     for panel, (key, label) in zip(panels, chart["values"].items(), strict=True):
-        drawn = {i: row for i, row in enumerate(rows) if row.get(key) is not None}
-        colours = [COLOURS[0] if row.get(chart.get("ours", "ours")) else OTHER for row in drawn.values()]
-        bars = panel.barh(list(drawn), [row[key] for row in drawn.values()], 0.72, color=colours)
-        panel.bar_label(bars, [format(row[key], formats[key]) for row in drawn.values()], padding=3, fontsize=9)
-        panel.set_xlabel(label, fontsize=9)
-        panel.set_xlim(0, 1.22 * max(row[key] for row in drawn.values()))
+        drawn = {place: row for place, row in zip(places, rows, strict=True) if row.get(key) is not None}
+        ours = [bool(row.get(chart.get("ours", "ours"))) for row in drawn.values()]
+        widths = [_limited(chart, row[key]) for row in drawn.values()]
+        bars = panel.barh(list(drawn), widths, 0.72, color=[COLOURS[0] if mine else OTHER for mine in ours],
+                          edgecolor=[COLOURS[0] if mine else OTHER_EDGE for mine in ours], linewidth=0.8)  # fmt: skip
+        said = [format(row[key], formats[key]) if row[key] == width else f"over {width:g}"
+                for row, width in zip(drawn.values(), widths, strict=True)]  # fmt: skip
+        panel.bar_label(bars, said, padding=3, fontsize=9)
+        for place in set(places) - set(drawn):  # an empty place reads as 0
+            panel.annotate("not known", (0, place), (3, 0), textcoords="offset points", va="center", fontsize=9)
+        panel.set_xlabel(label.replace(" (", "\n(") if len(chart["values"]) > 1 else label, fontsize=9)
+        panel.set_xlim(0, 1.3 * max(widths))
         panel.locator_params(axis="x", nbins=5)
         panel.xaxis.set_major_formatter(TICKS)
         _tidy(panel, "x")
-    panels[0].set_yticks(range(len(rows)), [_name(row, chart["labels"]) for row in rows], fontsize=9)
-    panels[0].invert_yaxis()
+    panels[0].set_yticks(places, [_name(row, labels) for row in rows], fontsize=9)
+    panels[0].set_ylim(places[-1] + 0.6, -0.6)
+    for place, heading in headings.items():
+        # from the left edge over the axis, so that a long one takes no room from the panels
+        panels[0].annotate(heading, (0.01, place + 0.1), xycoords=("figure fraction", "data"), va="center", fontsize=9,
+                           fontweight="bold", annotation_clip=False,
+                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     figure.suptitle(page.title, fontsize=11)
 
 
@@ -84,7 +113,7 @@ def _dots(figure: Any, page: Page) -> None:
     panel = figure.subplots()
     for number, (key, name) in enumerate(chart["values"].items()):
         colour, marker, _ = series_style(number)
-        drawn = [(row[key], i) for i, row in enumerate(rows) if row.get(key) is not None]
+        drawn = [(_limited(chart, row[key]), i) for i, row in enumerate(rows) if row.get(key) is not None]
         if drawn:
             first = number == 0
             fill = {"s": 28, "facecolors": colour} if first else {"s": 52, "facecolors": "none", "linewidths": 1.4}

@@ -63,6 +63,10 @@ class Page:
     chart: dict[str, Any] | None = None
 
     @property
+    def devices(self) -> str:
+        return f"{self.count} x {self.device}" if self.count > 1 else self.device
+
+    @property
     def file_name(self) -> str:
         words = [word for word in re.split(r"[\s-]+", NOT_THE_CHIP.sub("", self.device)) if word]
         hardware = "".join(words).lower()
@@ -166,8 +170,8 @@ def markdown(page: Page, picture: str | None) -> str:
     """Return the text of a page. picture: file name of its chart."""
     script = page.command.split()[0]
     versions = ", ".join(f"{name} {version}" for name, version in page.versions.items())
-    device = f"{page.count} x {page.device}" if page.count > 1 else page.device
-    lines = [f"# {page.title}", "", textwrap.fill(page.intro, 120), "", "## Caveats"]
+    intro = f"{page.intro} Measured on {page.devices}, {page.date}."
+    lines = [f"# {page.title}", "", textwrap.fill(intro, 120), "", "## Caveats"]
     lines += [textwrap.fill(f"- {caveat}", 120, subsequent_indent="  ") for caveat in page.caveats]
     lines += ["", "## Result"]
     for sentence in page.left_out:
@@ -177,7 +181,7 @@ def markdown(page: Page, picture: str | None) -> str:
         lines += ["", textwrap.fill(sentence, 120)]
     if picture:
         lines += ["", f"![{page.title}: the table as a chart]({picture})"]
-    lines += ["", "## Setup", "| | |", "|---|---|", f"| device | {device} |", f"| versions | {versions} |"]
+    lines += ["", "## Setup", "| | |", "|---|---|", f"| device | {page.devices} |", f"| versions | {versions} |"]
     lines += [f"| date, commit | {page.date}, {page.commit or 'not recorded'} |"]
     lines += [f"| script | [{script}](../../{script}) |", "", "## Reproduce", "```bash", page.command, "```"]
     if "--corpus FOLDER" in page.command:

@@ -406,7 +406,8 @@ def publish(options: argparse.Namespace, table: Table, found: list[Measured]) ->
 
 CHART = {
     "kind": "bars",
-    "labels": ["side", "about"],
+    "labels": ["side"],
+    "group": "about",
     "values": {
         "tokens_per_second": "tokens/s without padding (more is better)",
         "peak_gib": "peak memory per GPU, GiB (less is better)",

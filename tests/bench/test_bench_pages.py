@@ -54,6 +54,7 @@ def test_a_page_is_written_from_what_a_run_printed(pages, monkeypatch, tmp_path)
     assert (
         text.index("## Caveats\n- Weights are random.") < text.index("liger-kernel (out of memory)") < text.index("|")
     )
+    assert "two sides. Measured on NVIDIA H100 80GB HBM3, 2026-11-25.\n" in text
     assert "| date, commit | 2026-11-25, 1234567 |" in text and "--sides with\n```" in text
     pytest.importorskip("matplotlib")
     assert "](drawn_h100_202611.png)" in (tmp_path / "docs" / "drawn_h100_202611.md").read_text(encoding="utf-8")
@@ -121,6 +122,7 @@ def test_no_two_series_of_a_chart_look_the_same(drawn):
     styles = [charts.series_style(number) for number in range(charts.MAX_SERIES)]
     assert len({(colour, marker) for colour, marker, _ in styles}) == charts.MAX_SERIES
     assert len({(colour, line) for colour, _, line in styles}) == charts.MAX_SERIES
+    assert len({marker for _, marker, _ in styles[:14]}) == 14  # printed in grey
     with pytest.raises(ValueError, match="at most 28 series"):
         charts.series_style(charts.MAX_SERIES)
     names = [f"side {i}" for i in range(10)]
@@ -145,4 +147,65 @@ def test_ticks_have_no_exponent_and_values_above_the_limit_are_drawn_at_it(drawn
     rows = [{"op": "a", "share": 104.2}, {"op": "b", "share": 61.0}, {"op": "c", "share": None}]
     panel = drawn(chart, rows, (["share", "share", ".1f"],)).axes[0]
     assert [bar.get_width() for bar in panel.patches] == [100, 61.0]
+    assert [text.get_text() for text in panel.texts] == ["over 100", "61.0", "not known"]
     assert rows[0]["share"] == 104.2  # the table has what was measured
+
+
+BARS = {"kind": "bars", "labels": ["side"], "group": "about",
+        "values": {"tokens_per_second": "tokens/s without padding (more is better)",
+                   "peak_gib": "peak memory per GPU, GiB (less is better)"}}  # fmt: skip
+
+
+def rows_of(about: str, *sides: str) -> list[dict]:
+    return [{"about": about, "side": side, "ours": side.startswith("ligertune"), "tokens_per_second": 67435.0,
+             "peak_gib": 139.3} for side in sides]  # fmt: skip
+
+
+def names_and_headings(figure):
+    first = figure.axes[0]
+    return [label.get_text() for label in first.get_yticklabels()], [
+        text.get_text() for text in first.texts if text.get_fontweight() == "bold"
+    ]
+
+
+def test_bars_of_one_setting_stand_below_its_name(drawn):
+    long = "LoRA Llama-3-8B, 2 x 4,096, 4 accumulated, checkpointing"
+    rows = rows_of("full", "ligertune", "unsloth") + rows_of(long, "ligertune, offload")
+    figure = drawn(BARS, rows, PAGE["columns"])
+    names = ["ligertune", "unsloth", "ligertune, offload"]
+    assert names_and_headings(figure) == (names, ["full", long])
+    assert figure.axes[0].get_yticks().tolist() == [1, 2, 4]
+    # each row has a setting of its own
+    figure = drawn(BARS, rows_of("16 rows", "ligertune") + rows_of("32 records", "Hugging Face"), PAGE["columns"])
+    assert names_and_headings(figure) == (["ligertune, 16 rows", "Hugging Face, 32 records"], [])
+    figure = drawn(BARS, rows_of("", "ligertune", "Hugging Face"), PAGE["columns"])
+    assert names_and_headings(figure) == (["ligertune", "Hugging Face"], [])
+
+
+def test_no_text_of_a_bar_chart_lies_on_another(drawn):
+    about = "QLoRA Llama-3-8B, 1 x 4,096, 4 accumulated, checkpointing"
+    rows = rows_of(about, "ligertune", "Hugging Face + torch.compile + liger-kernel") + rows_of("full", "ligertune")
+    figure = drawn(BARS, rows, PAGE["columns"])
+    figure.draw_without_rendering()  # places in the figure's pixels, where those of the file are 160 an inch
+    texts = [panel.xaxis.label for panel in figure.axes] + [text for panel in figure.axes for text in panel.texts]
+    texts += figure.axes[0].get_yticklabels()
+    for panel in figure.axes:  # a tick above the limits is not drawn
+        texts += [tick.label1 for tick in panel.xaxis.get_major_ticks() if tick.get_loc() <= panel.get_xlim()[1]]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
+    assert len(boxes) > 15
+    on_another = [
+        (name, other) for i, (name, box) in enumerate(boxes) for other, place in boxes[:i] if box.overlaps(place)
+    ]
+    assert on_another == []
+    for panel in figure.axes:
+        ends = [text.get_window_extent().x1 for text in panel.texts if text.get_fontweight() != "bold"]
+        assert max(ends) < panel.get_window_extent().x1
+
+
+def test_bars_of_ligertune_are_darker_than_others_in_grey(drawn):
+    figure = drawn(BARS, rows_of("", "ligertune", "Hugging Face"), PAGE["columns"])
+    ours, other = [
+        0.299 * red + 0.587 * green + 0.114 * blue
+        for red, green, blue, _ in (bar.get_facecolor() for bar in figure.axes[0].patches)
+    ]
+    assert other - ours > 0.25

@@ -226,7 +226,7 @@ def page(options: argparse.Namespace, points: list[dict], left_out: list[str]) -
     for point in sorted(points, key=lambda p: (order[p["shape"]], p["tokens"])):
         other = theirs.get((point["shape"], point["tokens"]))
         more = {"kept_gib": point["kept"] / GIB, "peak_gib": point["peak"] / GIB, "ours": point["side"] in OURS,
-                "about": f"{point['shape']} {point['tokens'] // 1024}k"}  # fmt: skip
+                "about": f"{point['shape']}, {point['tokens']:,} tokens"}  # fmt: skip
         if other:
             more |= {
                 "times": other["ms"] / point["ms"],
@@ -259,7 +259,7 @@ def page(options: argparse.Namespace, points: list[dict], left_out: list[str]) -
         rows=rows,
         left_out=left_out,
         remarks=remarks(rows),
-        chart={"kind": "bars", "labels": ["side", "about"], "values": {
+        chart={"kind": "bars", "labels": ["side"], "group": "about", "values": {
             "tflops": "TFLOP/s of the products (more is better)",
             "kept_gib": "kept activations, GiB (less is better)"}},
     )  # fmt: skip

@@ -32,8 +32,8 @@ from ligertune.bench.measure import BenchSetup, Repetitions, Row, bench, bench_s
 BUDGET = 450.0  # seconds after which no further row starts
 NOISE = 1.02  # no slower than a peer: within 2 %
 SHARE_AXIS = (
-    "share of the floor, % (more is better)\nfloor: the least time at the measured copy and matmul rates; "
-    "faster than these: 100 %"
+    "share of the floor, % (more is better)\nfloor: the least time at the measured copy and matmul rates;\n"
+    "faster than these: drawn at 100 %"
 )
 NOTHING = 2 << 20  # bytes: losses of some rows, and what the allocator rounds up
 

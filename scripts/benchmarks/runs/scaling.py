@@ -164,7 +164,7 @@ def page(options: argparse.Namespace, table: list[dict]) -> None:
                  ["peak_gib", "peak GiB reserved per GPU", ".1f"]],
         rows=table,
         remarks=[f"Losses are within {max(row['losses'] for row in table):.0e} of those of {first}, relative."],
-        chart={"kind": "bars", "labels": ["batch", "gpus"], "values": {
+        chart={"kind": "bars", "labels": ["gpus"], "group": "batch", "values": {
             "tokens_per_second": "tokens/s of all GPUs (more is better)",
             "peak_gib": "peak memory per GPU, GiB (less is better)"}},
     )  # fmt: skip
