@@ -8,7 +8,6 @@ import transformers
 from ligertune_kernels.ops.distill.linear_jsd import divergence_workspace
 from support.quickstart_runs import bare_recipe
 
-from ligertune.errors import UserError
 from ligertune.models.shape import copied_shape, read_frozen_shape, read_shape
 from ligertune.models.trainable import apply_method
 from ligertune.planning.batch_layout import choose_batching
@@ -430,15 +429,6 @@ def test_adapters_that_copy_their_input_do_not_recompute(method, recomputes):
     assert not choose_policy(changed, "sdpa", {"rms_norm"}).recompute
 
 
-@pytest.mark.parametrize(
-    ("wanted", "world", "room", "micro"),
-    [(64, 1, 100, 64), (64, 1, 20, 16), (64, 4, 20, 16), (48, 2, 11, 8), (7, 1, 3, 1)],
-)
-def test_auto_keeps_the_global_batch(wanted, world, room, micro):
-    batching = choose_batching(bare_recipe(global_batch_size=wanted), world, lambda rows, accumulates: rows <= room)
-    assert (batching.micro_batch_size, batching.global_batch_size) == (micro, wanted)
-
-
 def test_a_share_of_the_steps_warms_up_rounded_up():
     train = bare_recipe(num_train_epochs=1, warmup_ratio=0.25)
     schedule = make_schedule(train, rows=10, global_batch_size=2)
@@ -446,31 +436,11 @@ def test_a_share_of_the_steps_warms_up_rounded_up():
 
 
 def test_context_parallel_ranks_share_their_rows(shapes):
-    shared = bare_recipe(global_batch_size=8).model_copy(update={"parallel": ParallelSpec(cp_size=2)})
-    found = choose_batching(shared, 4, lambda rows, accumulates: rows <= 2)
+    shared = bare_recipe(global_batch_size=8, per_device_train_batch_size=2)
+    found = choose_batching(shared.model_copy(update={"parallel": ParallelSpec(cp_size=2)}), 4)
     assert (found.micro_batch_size, found.accumulation, found.row_ranks) == (2, 2, 2)
     estimate = replace(estimate_of(shapes["full"]), cp_size=2, longest_document=10**6)
     assert estimate.visible_keys(100) == 250  # of 200 tokens, rank 0 reads 50 + 200: its pieces are the ends
-
-
-def test_auto_considers_the_gradients_of_earlier_micro_batches():
-    asked = []
-    fits = lambda rows, accumulates: asked.append((rows, accumulates)) or rows == 2  # noqa: E731
-    choose_batching(bare_recipe(global_batch_size=4), 1, fits)
-    assert asked == [(4, False), (2, True)]
-
-
-@pytest.mark.parametrize(
-    ("world", "fits", "message"),
-    [
-        (1, lambda rows, accumulates: False, "not even one row fits"),
-        (3, lambda rows, accumulates: True, "not a multiple of 3 processes"),
-        (1, None, "are not understood"),
-    ],
-)
-def test_auto_is_refused_if_no_micro_batch_fits(world, fits, message):
-    with pytest.raises(UserError, match=message):
-        choose_batching(bare_recipe(global_batch_size=4), world, fits)
 
 
 def test_temporaries_of_optimizer_steps():

@@ -1,8 +1,8 @@
 """Choice of the settings that a recipe leaves open: the fastest plan, by prediction, that fits on the device.
 
 All splits of the global batch are tried, each with all layers saved (also with `kernels.recompute`), with as few layers
-checkpointed as fit, and with offloaded inputs. Of plans within CLOSE of the fastest the one with the least memory is
-taken.
+checkpointed as fit, and with offloaded inputs. Of plans within CLOSE of the fastest the simplest is taken, and one that
+leaves some memory free where there is one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
 CLOSE = 0.01  # relative; the prediction is not more exact
+FREE = 0.05  # share of the device's memory that a plan leaves free if another one close to it does
 RECOMPUTED: tuple[Any, ...] = (False, "norms", True)
 
 
@@ -37,6 +38,22 @@ class Candidate:
         assert self.plan.peak is not None  # a candidate has a memory prediction
         return self.plan.peak.total
 
+    @property
+    def is_tight(self) -> bool:
+        return self.peak > (1 - FREE) * self.plan.machine.memory_bytes
+
+    @property
+    def effort(self) -> int:
+        """How much more than a plain step it does: nothing, recomputing parts or whole layers, or offloading."""
+        checkpointing = self.recipe.train.gradient_checkpointing
+        return (
+            3
+            if isinstance(checkpointing, str)
+            else 2
+            if checkpointing
+            else int(self.recipe.kernels.recompute is not False)
+        )
+
     def tried(self) -> TriedSettings:
         train = self.recipe.train
         values: dict[str, Any] = {
@@ -51,10 +68,10 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the least memory among those within CLOSE of the fastest."""
+    """Return the simplest candidate within CLOSE of the fastest, of those that leave memory free if there are any."""
     fastest = min(candidates, key=lambda one: one.time.total)
     close = [one for one in candidates if one.time.total <= (1 + CLOSE) * fastest.time.total]
-    return min(close, key=lambda one: (one.peak, one.time.total))
+    return min(close, key=lambda one: (one.is_tight, one.effort, one.time.total))
 
 
 def candidates_of(

@@ -34,7 +34,7 @@ class GpuRates:
     device: str
     measured: bool = True
 
-    def linear_rate(self, width: int, tokens: float) -> float:
+    def linear_rate(self, width: float, tokens: float) -> float:
         """Return FLOP/s of the products of a linear layer, between the measured sizes by their logarithms."""
         widths = sorted({size for size, _, _ in self.linear})
         rates = [self._rate_at(one, tokens) for one in widths]

@@ -150,9 +150,9 @@ def _rate_of_layer(shape: ModelShape, rates: GpuRates, tokens: float) -> float:
         return rates.linear_rate(shape.hidden_size, rows)
     hidden = layer.hidden
     sizes = [(hidden, layer.query), *[(hidden, layer.key)] * 2, (layer.query, hidden), *[(hidden, layer.dense_mlp)] * 3]
-    weights = [(inputs * outputs, math.sqrt(inputs * outputs / 4)) for inputs, outputs in sizes if inputs * outputs]
-    seconds = sum(number / rates.linear_rate(width, rows) for number, width in weights)
-    return sum(number for number, _ in weights) / seconds if seconds else rates.linear_rate(hidden, rows)
+    weights = [inputs * outputs for inputs, outputs in sizes if inputs * outputs]
+    seconds = sum(number / rates.linear_rate(math.sqrt(number) / 2, rows) for number in weights)
+    return sum(weights) / seconds if seconds else rates.linear_rate(hidden, rows)
 
 
 def _not_repeated(work: StepWork) -> int:

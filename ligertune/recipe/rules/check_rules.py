@@ -275,7 +275,6 @@ RULES = (
         ("train.gradient_checkpointing: not false|auto, method.lora_dropout",
          "{1} reads the random state of {2} on the host"),
         ("train.torch_compile", "{1} makes other graphs"),
-        ("train.per_device_train_batch_size: auto", "{1}: auto leaves no memory for the graph"),
         ("train.optim_in_backward", "{1} updates weights in between"),
         ("model.dtype: float16", "{1}: float16 changes the loss scale between steps"),
     ),
