@@ -49,6 +49,9 @@ def plan(
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=1, help="Plan for this many devices that shard the model with FSDP.")
     ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0.0, help="Price of a GPU for an hour, for the cost of the run.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Print what a recipe will do and its predicted peak memory, without loading the model.
@@ -78,7 +81,7 @@ def plan(
         spec = loaded.parallel
         processes = choose_processes(spec.num_processes, spec.strategy) if gpus is None else gpus
         made = plan_for(loaded, display.data, for_show=True, memory_gib=memory, gpus=gpus, processes=processes).plan
-    run_report.show_plan(made)
+    run_report.show_plan(made, price=price)
     fits = largest_fits(made) if fit is Fit.batch else None
     contexts = longest_contexts(made) if fit is Fit.context else None
     run_report.show_memory(made, fits)

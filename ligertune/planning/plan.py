@@ -18,7 +18,8 @@ from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strate
 from ligertune.planning.optimization import Cadence, Optimizer, TrainSchedule
 from ligertune.planning.options import RunOptions
 from ligertune.planning.precision import Dtype, Precision
-from ligertune.planning.time.step_time import StepTime
+from ligertune.planning.time.step_time import PredictedTime
+from ligertune.recipe.document import leaf
 from ligertune.recipe.plain_yaml import dump
 
 # Kernels that compute a loss in the output head, so that the logits are never stored.
@@ -62,7 +63,7 @@ class TriedSettings:
     peak: int  # bytes
 
     def __str__(self) -> str:
-        values = ", ".join(f"{key}: {str(value).lower()}" for key, value in self.values.items())
+        values = ", ".join(f"{leaf(key)}: {str(value).lower()}" for key, value in self.values.items())
         return f"{values} ({self.seconds:.3g} s a step, {format_bytes(self.peak)})"
 
 
@@ -114,7 +115,7 @@ class Plan(RunOptions):
     save: Cadence
     evaluate: Cadence
     notes: tuple[str, ...]
-    time: StepTime | None = None  # predicted for a step; None where it is not
+    time: PredictedTime | None = None  # of a step; None where it is not predicted
     settings_tried: tuple[TriedSettings, ...] = ()  # in place of `auto`, the chosen ones first; none: nothing was open
     teacher: TeacherPlan | None = None
     n_active: int | None = None  # parameters that one token uses, of a mixture of experts; None: all
@@ -170,6 +171,11 @@ class Plan(RunOptions):
         return self.memory.layers - self.memory.policy.not_checkpointed
 
     @property
+    def choice(self) -> dict[str, str]:
+        """What was chosen in place of `auto`, and the next best settings, as words."""
+        return dict(zip(("chosen", "next best"), map(str, self.settings_tried), strict=False))
+
+    @property
     def loss_in_head(self) -> bool:
         """Whether a fused loss runs in the output head. Batches then carry an index of the labelled rows."""
         return any(line.kernel in LOSS_KERNELS and line.applied for line in self.kernels)
@@ -194,6 +200,7 @@ class Plan(RunOptions):
             f"{plural(self.data.examples, self.rows.example_noun)}, {self.data.tokens:,} tokens",
             f"{plural(self.schedule.total_steps, 'step')} of {plural(batching.global_batch_size, 'row')}",
             f"peak memory {peak}",
+            *([f"{self.time.total:.3g} s a step, predicted"] if self.time is not None else []),
             f"output {self.output_dir}",
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

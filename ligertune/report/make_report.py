@@ -40,6 +40,8 @@ class Throughput:
     warmup_steps_excluded: int
     images_per_second: float | None  # None without images
     image_tokens_per_second: float | None  # part of tokens_per_second
+    step_seconds: float  # mean of the measured steps
+    predicted_step_seconds: float | None  # by the plan; None: it predicts no time
     mfu: float | None  # model FLOP/s over the devices' dense peak; None if that is unknown
 
 
@@ -174,7 +176,7 @@ def make_report(
         git_commit=git_commit(),
         recipe_sha256=hashlib.sha256(mask_secrets(plan.recipe_text).encode()).hexdigest(),
         versions=versions(),
-        notes=(*plan.notes, *fitted.notes, *notes),
+        notes=(*plan.notes, *(f"{name}: {words}" for name, words in plan.choice.items()), *fitted.notes, *notes),
         measured=measured,
         task=plan.build.task,
         seconds_to_first_step=seconds_to_first_step,
@@ -217,6 +219,8 @@ def throughput(plan: Plan, work: Counts, seconds: float, warmup_excluded: bool) 
         warmup_steps_excluded=plan.measurement.warmup_steps if warmup_excluded else 0,
         images_per_second=work.images / seconds if has_images else None,
         image_tokens_per_second=work.image_tokens / seconds if has_images else None,
+        step_seconds=seconds / work.steps,
+        predicted_step_seconds=None if plan.time is None else plan.time.total,
         mfu=work.flops / seconds / (peak * plan.batching.world_size) if mfu_known and peak is not None else None,
     )
 

@@ -34,8 +34,8 @@ PHASES = {
 }
 
 
-def show_plan(plan: Plan) -> None:
-    """Print the plan, before anything is trained."""
+def show_plan(plan: Plan, *, price: float | None = None) -> None:
+    """Print the plan, before anything is trained. price: of a GPU for an hour, for the cost of the run."""
     from ligertune.planning.feature_spec import feature_of
 
     batching = plan.batching
@@ -62,6 +62,7 @@ def show_plan(plan: Plan) -> None:
         ("steps", f"{schedule.total_steps}{warmup}, {schedule.type}, learning rate {schedule.learning_rate:g}"),
         ("states", f"{format_bytes(plan.bytes.total)} {place} for weights, gradients and {plan.optimizer.name}"),
         ("peak memory", _predicted(plan)),
+        *_time(plan, price),
         ("output", str(plan.output_dir)),
     ]  # fmt: skip
     if plan.checkpoint.resume_from_checkpoint != "never":
@@ -108,6 +109,20 @@ def _predicted(plan: Plan) -> str:
     if plan.machine.vendor == "cpu":
         return f"{total} of tensors predicted, of {available} of host memory; Python and torch themselves take more"
     return f"{total} predicted of {available} on each device"
+
+
+def _time(plan: Plan, price: float | None) -> list[tuple[str, str]]:
+    """Return the predicted time and cost, what was chosen in place of `auto`, and the next best settings."""
+    rows = []
+    if plan.time is not None:
+        seconds = plan.time.total * plan.schedule.total_steps
+        cost = ""
+        if price is not None:
+            cost = f", {seconds / 3600 * plan.batching.world_size * price:,.2f} at {price:g} per GPU and hour"
+        where = "" if plan.time.measured else f", from rates of {plan.time.rates}"
+        words = f"{plan.time.total:.3g} s a step, {format_duration(seconds)} for all steps{cost}"
+        rows.append(("time", f"{words}, predicted to about {plan.time.error:.0%}{where}"))
+    return [*rows, *plan.choice.items()]
 
 
 def _resume(plan: Plan) -> str:
@@ -280,7 +295,9 @@ def _throughput(speed: Throughput) -> list[tuple[str, str]]:
         images = f"{speed.images_per_second:,.1f} ({speed.image_tokens_per_second:,.0f} of the tokens/s)"
         rows.append(("images/s", images))
         mfu = "not measured for vision-language models"
-    return [*rows, ("MFU", mfu)]
+    predicted = speed.predicted_step_seconds
+    words = "" if predicted is None else f", {predicted:.3g} s predicted"
+    return [*rows, ("time of a step", f"{speed.step_seconds:.3g} s{words}"), ("MFU", mfu)]
 
 
 def show_tables(tables: Iterable[ResultTable]) -> None:

@@ -111,6 +111,6 @@ def rates_of(machine: Machine) -> GpuRates | None:
         linear=tuple((width, tokens, rate * flops) for width, tokens, rate in reference.linear),
         shares=reference.shares,
         optimizer=reference.optimizer * traffic,
-        device=machine.name,
+        device=reference.device,
         measured=False,
     )

@@ -9,10 +9,10 @@ from ligertune.planning.graph_choice import host_seconds
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS
 from ligertune.planning.open_settings import OpenSettings
-from ligertune.planning.plan import Plan
+from ligertune.planning.plan import Plan, TriedSettings
 from ligertune.planning.time.choice import candidates_of, choose
 from ligertune.planning.time.gpu_rates import GpuRates, rates_of
-from ligertune.planning.time.step_time import StepTime, StepWork, step_time
+from ligertune.planning.time.step_time import PredictedTime, StepTime, StepWork, step_time
 from ligertune.recipe.schema import Recipe
 
 PADDED_FILL = 0.9  # share of real tokens in padded batches of similar length, a guess
@@ -67,19 +67,21 @@ def with_choice(recipe: Recipe, given: OpenSettings, plan_of: Callable[[Recipe],
     """
     plan = plan_of(recipe)
     rates = rates_of(plan.machine)
-    if rates is None:
+    time = None if rates is None else time_of_plan(plan, shape, rates)
+    if rates is None or time is None:
         return plan
-    time = time_of_plan(plan, shape, rates)
-    if time is None or not given:
-        return replace(plan, time=time if _counts_all(plan) else None)
-    found = candidates_of(recipe, given, plan.batching, plan_of, lambda one: time_of_plan(one, shape, rates))
-    if not found:
-        return replace(plan, time=time if _counts_all(plan) else None)
-    best = choose(found)
-    final = plan_of(best.recipe)
-    others = sorted((one for one in found if one is not best), key=lambda one: one.time.total)
-    tried = tuple(one.tried() for one in (best, *others))
-    return replace(final, time=best.time if _counts_all(final) else None, settings_tried=tried)
+    found = []
+    if given:
+        found = candidates_of(recipe, given, plan.batching, plan_of, lambda one: time_of_plan(one, shape, rates))
+    tried: tuple[TriedSettings, ...] = ()
+    if found:
+        best = choose(found)
+        plan = plan_of(best.recipe)
+        time = best.time
+        others = sorted((one for one in found if one is not best), key=lambda one: one.time.total)
+        tried = tuple(one.tried() for one in (best, *others))
+    shown = PredictedTime(time, rates.device, rates.measured) if _counts_all(plan) else None
+    return replace(plan, time=shown, settings_tried=tried)
 
 
 def _counts_all(plan: Plan) -> bool:
