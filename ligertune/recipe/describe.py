@@ -16,16 +16,7 @@ from ligertune.recipe.read import apply_overrides
 from ligertune.recipe.train_sections import EITHER_OR
 
 # Keys that users change first: `init` writes them out, and all others as comments.
-FIRST = (
-    "version",
-    "data.val_split",
-    "data.max_length",
-    "train.per_device_train_batch_size",
-    "train.gradient_accumulation_steps",
-    "train.num_train_epochs",
-    "train.learning_rate",
-    "train.gradient_checkpointing",
-)
+FIRST = ("version", "data.val_split", "data.max_length", "train.num_train_epochs", "train.learning_rate")
 
 
 def new_recipe(model: str, datasets: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""The settings that a plan chooses, and the predicted time of a step."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from support.quickstart_runs import EXCLUSIVE, bare_recipe, recipe_for
+
+from ligertune.errors import UserError
+from ligertune.hardware import this_machine
+from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
+from ligertune.planning.memory.estimate import FRAGMENTATION
+from ligertune.planning.open_settings import OpenSettings, with_batch_of_tokens, with_usual_values
+from ligertune.planning.time import gpu_rates
+from ligertune.planning.time.gpu_rates import rates_of
+from ligertune.training import resolve
+from ligertune.training.resolve import plan_for
+
+RATES = json.loads((Path(gpu_rates.__file__).parent / "rates" / "h200.json").read_text())
+OPEN = {"train.per_device_train_batch_size": "auto", "train.gradient_accumulation_steps": "auto"}
+ROWS = {
+    **OPEN,
+    "data.packing": True,
+    "data.max_length": 256,
+    "data.on_overlength": "truncate",
+    "model.dtype": "bfloat16",
+}
+BATCH = ("train.per_device_train_batch_size", "train.gradient_accumulation_steps")
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """Plan for one H200 with so many bytes."""
+
+    def planned(folder, *, memory=140 << 30, **changes):
+        machine = dataclasses.replace(
+            this_machine(), device="cuda", vendor="nvidia", arch="sm90", name="NVIDIA H200", memory_bytes=memory,
+            peak_flops=989e12, peak_bandwidth=4.8e12, has_bfloat16=True,
+        )  # fmt: skip
+        monkeypatch.setattr(resolve, "simulated_machine", lambda **_: machine)
+        rows = {key: value for key, value in ROWS.items() if EXCLUSIVE.get(key) not in changes}
+        return plan_for(recipe_for(folder, **{**rows, **changes}), for_show=True).plan
+
+    return planned
+
+
+def test_without_written_settings_a_step_has_four_rows(h200, tmp_path):
+    """The quickstart's recipe names none of these keys."""
+    plan = h200(tmp_path)
+    assert plan.batching.global_batch_size == 4
+    splits = {tuple(one.values[key] for key in BATCH) for one in plan.settings_tried}
+    assert splits == {(4, 1), (2, 2), (1, 4)}
+    seconds = [one.seconds for one in plan.settings_tried]
+    assert seconds[1:] == sorted(seconds[1:]) and seconds[0] <= 1.01 * min(seconds)
+    assert plan.time.measured and plan.time.total == pytest.approx(seconds[0])
+
+
+def test_the_chosen_settings_are_those_of_the_resolved_recipe(h200, tmp_path):
+    plan = h200(tmp_path, **{"train.global_batch_size": 16})
+    chosen = plan.settings_tried[0]
+    assert plan.batching.micro_batch_size == chosen.values[BATCH[0]]
+    assert plan.batching.accumulation == chosen.values[BATCH[1]] and plan.batching.global_batch_size == 16
+    again = h200(tmp_path, **{f"train.{key}": value for key, value in plan.settings["train"].items()
+                              if key in ("per_device_train_batch_size", "global_batch_size", "gradient_checkpointing")},
+                 **{"kernels.recompute": plan.settings["kernels"]["recompute"]})  # fmt: skip
+    assert again.settings_tried == () and again.batching == plan.batching and again.peak == plan.peak
+
+
+def test_written_settings_stay(h200, tmp_path):
+    written = {BATCH[0]: 2, BATCH[1]: 3, "train.gradient_checkpointing": "offload"}
+    plan = h200(tmp_path, **written)
+    assert (plan.batching.micro_batch_size, plan.batching.accumulation) == (2, 3)
+    assert plan.settings["train"]["gradient_checkpointing"] == "offload"
+    assert h200(tmp_path, **{BATCH[1]: 3}).batching.global_batch_size == 12  # four rows, as ever
+
+
+def test_less_memory_gives_a_plan_that_fits(h200, tmp_path):
+    """Each plan of the list fits; with too little memory the usual one is left, and training says what to change."""
+    large = h200(tmp_path, **{"train.global_batch_size": 64})
+    peaks = sorted(one.peak for one in large.settings_tried)
+    room = peaks[len(peaks) // 4]
+    memory = round((1 + FRAGMENTATION) * room) + CUDA_CONTEXT
+    small = h200(tmp_path, memory=memory, **{"train.global_batch_size": 64})
+    assert 0 < len(small.settings_tried) < len(large.settings_tried)
+    assert max(one.peak for one in small.settings_tried) <= room
+    assert small.peak.total == small.settings_tried[0].peak
+    assert h200(tmp_path, memory=600 << 20).settings_tried == ()
+
+
+def test_checkpointing_is_chosen_where_nothing_else_fits(h200, tmp_path):
+    one_row = {BATCH[0]: 64, "kernels.recompute": False}
+    whole = h200(tmp_path, **one_row, **{"train.gradient_checkpointing": False}).peak.total
+    plan = h200(tmp_path, memory=whole + CUDA_CONTEXT, **one_row)
+    assert plan.settings["train"]["gradient_checkpointing"] is not False
+    layers = plan.settings["train"]["gradient_checkpointing_layers"]
+    assert layers == "all" or 0 < layers < 5  # the model has five
+
+
+def test_a_batch_in_tokens_is_whole_rows(h200, tmp_path):
+    plan = h200(tmp_path, **{"train.global_batch_tokens": 2000})
+    mean = plan.data.tokens / plan.rows.count
+    assert abs(plan.batching.global_batch_size * mean - 2000) <= mean / 2
+    recipe = bare_recipe(global_batch_tokens=10_000)
+    assert with_batch_of_tokens(recipe, 1000.0, row_ranks=4).train.global_batch_size == 8
+    assert with_batch_of_tokens(recipe, 90_000.0, row_ranks=4).train.global_batch_size == 4
+
+
+@pytest.mark.parametrize(("wanted", "ranks", "micro"), [(64, 1, 4), (6, 1, 3), (6, 2, 3), (7, 1, 1), (2, 2, 1)])
+def test_usual_values_divide_the_global_batch(wanted, ranks, micro):
+    train = with_usual_values(bare_recipe(global_batch_size=wanted), ranks).train
+    assert (train.per_device_train_batch_size, train.gradient_checkpointing) == (micro, False)
+
+
+def test_a_global_batch_that_processes_cannot_share_is_refused():
+    with pytest.raises(UserError, match="global_batch_size: 6 is not a multiple of 4 processes") as caught:
+        with_usual_values(bare_recipe(global_batch_size=6), 4)
+    assert caught.value.hint == "Write 4."
+
+
+def test_which_settings_are_open():
+    assert OpenSettings.of(bare_recipe()) == OpenSettings(split=True, checkpointing=True, recompute=True)
+    written = bare_recipe(per_device_train_batch_size=2, gradient_checkpointing=False)
+    assert OpenSettings.of(written) == OpenSettings(split=False, checkpointing=False, recompute=True)
+    assert not OpenSettings.of(bare_recipe(gradient_accumulation_steps=2)).split
+
+
+def test_a_cpu_has_no_predicted_time(tmp_path):
+    plan = plan_for(recipe_for(tmp_path, **ROWS)).plan
+    assert plan.time is None and plan.settings_tried == ()
+    assert plan.batching.micro_batch_size == 4 and plan.settings["train"]["gradient_checkpointing"] is False
+
+
+def test_rates_between_measured_sizes_lie_between_their_rates():
+    rates = gpu_rates.parse(RATES)
+    (width, tokens, rate), *_ = rates.linear
+    assert rates.linear_rate(width, tokens) == rate == rates.linear_rate(width, 1)
+    at = {count: value for size, count, value in rates.linear if size == width}
+    low, high, *_ = sorted(at)
+    between = rates.linear_rate(width, (low * high) ** 0.5)
+    assert between == pytest.approx((at[low] + at[high]) / 2)
+
+
+def test_a_gpu_without_rates_has_those_of_the_reference_at_its_own_peaks():
+    """An MI300X has 1.32 times the FLOP/s of an H200; a GPU of unknown peaks has no prediction."""
+    machine = dataclasses.replace(
+        this_machine(), device="cuda", vendor="amd", name="AMD Instinct MI300X", peak_flops=1307.4e12,
+        peak_bandwidth=5.3e12,
+    )  # fmt: skip
+    rates = rates_of(machine)
+    assert not rates.measured and rates.device == RATES["device"]
+    assert rates.matmul == pytest.approx(RATES["matmul"] * 1307.4 / 989)
+    assert rates_of(dataclasses.replace(machine, peak_flops=None)) is None
+
+
+def test_steps_that_were_measured_are_predicted(h200, tmp_path):
+    """More rows take longer, recomputation costs time and saves memory, offloading saves the most."""
+    tried = {tuple(one.values.values()): one for one in h200(tmp_path, **{"train.global_batch_size": 8}).settings_tried}
+    plain, recomputed, offloaded = (
+        tried[key] for key in ((8, 1, False, False), (8, 1, False, True), (8, 1, "offload", False))
+    )
+    assert plain.seconds < recomputed.seconds < offloaded.seconds
+    assert plain.peak > recomputed.peak > offloaded.peak
