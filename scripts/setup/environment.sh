@@ -46,6 +46,9 @@ use_oldest_environment() {
     fail "the installation failed; the lines above say why."
 }
 
+# Install uv, which resolves and unpacks in 20 s of CPU what takes pip 75.
+install_uv() { "$PYTHON" -m pip install -q --retries 0 uv 2>/dev/null; }
+
 install_torch() {
   local found
   found=$(torch_version) || true
@@ -58,9 +61,11 @@ PY
   fi
   if has_gpu; then return; fi # the default torch is a dependency of the package
   say "No GPU found: installing the CPU build of torch"
+  local find_links=${PIP_FIND_LINKS:-} # uv does not read pip's configuration
+  install_uv && UV_FIND_LINKS=${find_links// /,} "$PYTHON" -m uv pip install -q --python "$PYTHON" "torch==2.13.0+cpu" \
+    2>/dev/null && return
   "$PYTHON" -m pip install -q --no-compile "torch==2.13.0+cpu" 2>/dev/null && return
-  "$PYTHON" -m pip install -q uv 2>/dev/null &&
-    "$PYTHON" -m uv pip install -q --python "$PYTHON" --torch-backend cpu "torch>=2.11" 2>/dev/null && return
+  install_uv && "$PYTHON" -m uv pip install -q --python "$PYTHON" --torch-backend cpu "torch>=2.11" 2>/dev/null && return
   say "No CPU build found: installing the default torch"
 }
 
@@ -71,7 +76,12 @@ install() {
   install_checkout "$@"
 }
 
+# install_checkout [EXTRA] [PACKAGE...]: the checkout, editable, and packages.
+# pip installs where uv would not see a torch: it would install a second one beside that of the system.
 install_checkout() {
+  local wanted=(-e ".${1:+[$1]}" "${@:2}")
   say "Installing ligertune"
-  "$PYTHON" -m pip install -q --no-compile -e ".${1:+[$1]}" || fail "the installation failed; the lines above say why."
+  install_uv && "$PYTHON" -m uv pip show -q --python "$PYTHON" torch 2>/dev/null &&
+    "$PYTHON" -m uv pip install -q --python "$PYTHON" "${wanted[@]}" && return
+  "$PYTHON" -m pip install -q --no-compile "${wanted[@]}" || fail "the installation failed; the lines above say why."
 }

@@ -30,7 +30,8 @@ def hopper() -> ModuleType:
 
 @pytest.mark.parametrize("width, heads, lengths, window, softcap", CASES)
 def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengths, window, softcap) -> None:
-    """In three random orders of the warps, which give the same bits."""
+    """In three random orders of the warps, or two with options, which give the same bits."""
+    orders = 3 if window is None and softcap is None and heads[1] == 1 else 2
     monkeypatch.setattr(tiles, "GROUPED_FROM", 0)  # some heads at a time, as for large tensors
     generator = torch.Generator().manual_seed(0)
     sizes = ((sum(lengths), n, width) for n in (heads[0], heads[1], heads[1], heads[0]))
@@ -41,7 +42,7 @@ def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengt
     expected = document_attention_reference(*leaves, Documents(starts, ends), window=window, softcap=softcap)
     gradients = torch.autograd.grad(expected, leaves, d_out.double())
     terms, runs = hopper.AttentionTerms(width**-0.5, window, softcap), []
-    for seed in range(3):
+    for seed in range(orders):
         monkeypatch.setattr(Function, "seed", seed)
         out, lse = hopper.forward(q, k, v, starts, terms)
         kept = hopper.HopperInputs(q, k, v, starts, ends, out, lse)
