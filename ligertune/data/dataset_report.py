@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ligertune.data.bad_rows import DROP_REASONS, LENGTH_REASONS
@@ -49,6 +49,10 @@ class DatasetReport:
     def dropped_share(self) -> float:
         """Dropped rows / rows read."""
         return sum(self.dropped.values()) / max(self.rows_read, 1)
+
+    def with_note(self, sentence: str) -> DatasetReport:
+        """Return this report with a further sentence for the user; an empty one changes nothing."""
+        return replace(self, note=f"{self.note} {sentence}".strip())
 
     def warning(self, data: DataOptions) -> str | None:
         """Return a sentence if many rows are dropped, with the key to change; else None."""

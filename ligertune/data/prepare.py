@@ -18,7 +18,7 @@ from ligertune.data.interleave import expected_examples, interleave
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.row_kind import row_kinds
-from ligertune.data.rows.sources import RecordStream
+from ligertune.data.rows.sources import RecordStream, unread_note
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError, plural
 from ligertune.hardware import is_first_on_node, ranks_on_node
@@ -231,7 +231,7 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
                 hint="Restore it, or write data.cache: false to prepare the data again.",
             )
     report = DatasetReport(**about, examples=len(entry.block), cached=entry.cached, **counts.totals)
-    return LoadedDataset(entry.block, counts, report)
+    return LoadedDataset(entry.block, counts, report.with_note(unread_note(spec)))  # of the files as they are now
 
 
 def _build(

@@ -21,7 +21,7 @@ from ligertune.data.examples import Example, Preparation
 from ligertune.data.interleave import drawn_sets
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.sources import RecordStream, files_of
+from ligertune.data.rows.sources import RecordStream, unread_note, files_of
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import plural
 
@@ -46,7 +46,8 @@ class StreamedDataset:
         self.rows = RowPipeline(spec, preparation, first)
         counts = RowCounts()
         examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
-        self.report = DatasetReport(self.path, **self.rows.about, examples=len(examples), sample=True, **counts.totals)
+        report = DatasetReport(self.path, **self.rows.about, examples=len(examples), sample=True, **counts.totals)
+        self.report = report.with_note(unread_note(spec))
 
     def examples(self, records: list[Record]) -> Iterator[Example]:
         """Yield the examples of these records. Raises UserError after many rows without a usable one."""

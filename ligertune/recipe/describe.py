@@ -39,7 +39,7 @@ def new_recipe(model: str, datasets: Sequence[str]) -> dict[str, Any]:
 
 def run_folder(model: str, dataset: str) -> str:
     """Return runs/MODEL-DATA, made of the last parts of both names."""
-    data = re.sub(r"(\.(jsonl?|parquet|csv|txt|gz))+$|[*?\[\]]", "", Path(dataset).name)
+    data = re.sub(r"(\.(jsonl?|parquet|arrow|feather|csv|tsv|txt|md|gz|zst))+$|[*?\[\]]", "", Path(dataset).name)
     return "runs/" + "-".join(filter(None, (Path(model).name.lower(), data.lower())))
 
 

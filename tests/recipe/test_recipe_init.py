@@ -177,6 +177,34 @@ def test_init_writes_the_learning_rate_of_preference_pairs(init):
         assert load_recipe(Path(f"{method}.yaml")).train.learning_rate == rate
 
 
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        ({"max_position_embeddings": 512}, (), 512),
+        ({"n_positions": 1024}, (), 1024),
+        ({"text_config": {"max_position_embeddings": 512}}, (), 512),
+        ({"max_position_embeddings": 131072}, (), 2048),
+        ({"max_position_embeddings": 512}, ("data.max_length=256",), 256),
+        ({"max_position_embeddings": 512}, ("model.rope_parameters.factor=8",), 2048),
+        ({"max_position_embeddings": "many"}, (), 2048),
+    ],
+)
+def test_init_writes_no_longer_examples_than_the_model_reads(init, config, overrides, expected):
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(config))
+    options = [part for override in overrides for part in ("--set", override)]
+    done = init("model", "some/data", *options)
+    assert load_recipe(Path("recipe.yaml")).data.max_length == expected
+    assert ("the context of the model" in done.output) == (expected in (512, 1024))
+
+
+def test_the_folder_of_a_run_is_no_model_and_the_message_names_the_one_in_it(init):
+    Path("runs/first/model").mkdir(parents=True)
+    Path("runs/first/model/config.json").write_text("{}")
+    refused = init("runs/first", "some/data").exception
+    assert isinstance(refused, UserError) and str(refused).endswith("runs/first/model")
+
+
 def test_a_second_init_names_overwrite_which_replaces_a_file_and_never_the_target_of_a_link(init):
     assert init("some/model", "some/data").exit_code == 0
     refused = init("other/model", "some/data").exception
@@ -202,6 +230,7 @@ def test_a_second_init_names_overwrite_which_replaces_a_file_and_never_the_targe
         ("Qwen/Qwen2.5-0.5B", "tatsu-lab/alpaca", "runs/qwen2.5-0.5b-alpaca"),
         ("models/mine/", "data/answers.jsonl.gz", "runs/mine-answers"),
         ("a/b", "parts/*.parquet", "runs/b"),
+        ("a/b", "notes.md", "runs/b-notes"),
     ],
 )
 def test_the_run_folder_is_named_after_model_and_data(model, data, name):
