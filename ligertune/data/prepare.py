@@ -372,7 +372,15 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
             f"{plural(counts.unplaced, 'answer')} without labels: the text of the template does not hold the answer "
             f"exactly once. The first is at {counts.first_unplaced['answer']}."
         )
-    counted = {name: value for name, value in vars(counts).items() if name not in ("rows_used", "unended")}
+    if 2 * counts.glued > counts.rows_used:
+        notes.append(
+            f"{counts.glued} of {plural(counts.rows_used, 'prompt')} and "
+            f"{'its answer is' if counts.glued == 1 else 'their answers are'} one text without white space between "
+            f"them, the first {counts.first_glued['prompt']}. Write data.prompt_template: chat, or end the prompts "
+            "with a line break."
+        )
+    uncounted = ("rows_used", "unended", "glued", "first_glued")
+    counted = {name: value for name, value in vars(counts).items() if name not in uncounted}
     counted |= {name: dict(counted[name].most_common()) for name in ("dropped", "repaired")}
     return DataReport(
         **counted,

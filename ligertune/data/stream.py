@@ -21,7 +21,7 @@ from ligertune.data.examples import Example, Preparation
 from ligertune.data.interleave import drawn_sets
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.sources import RecordStream, unread_note, files_of
+from ligertune.data.rows.sources import RecordStream, files_of, unread_note
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import plural
 
