@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.data.row_files import write_rows
 
+from ligertune.data.dataset_report import remedy
 from ligertune.data.examples import Example, Examples, Preparation
 from ligertune.data.prepare import mix_datasets, prepare
 from ligertune.data.row_pipeline import ROWS_PER_CHUNK, RowCounts, RowPipeline, build_blocks, count_processes
@@ -108,6 +109,17 @@ def test_on_bad_row_error_names_the_source(prepared, output, says):
     for policy in ("drop", "error"):  # what is not a row is always an error
         with pytest.raises(UserError, match=r"d\.jsonl:2: expected an object with named columns, found a list"):
             prepared([*alpaca("a"), ["i", "o"]], dataset={"on_bad_row": policy})
+
+
+@pytest.mark.parametrize(
+    ("reason", "columns", "repair"),
+    [("equal answers", False, False), ("missing value", True, False), ("empty answer", False, True),
+     ("not text", True, True)],
+)  # fmt: skip
+def test_the_remedy_for_dropped_rows_names_only_what_helps(reason, columns, repair):
+    text = remedy({reason: 3}, DataOptions(datasets=[{"path": "rows.jsonl"}]))
+    assert "Repair or remove these rows" in text
+    assert ("name the columns" in text) == columns and ("on_bad_row: repair" in text) == repair
 
 
 def test_a_data_set_without_examples_is_an_error(prepared):

@@ -39,6 +39,7 @@ _LABEL_NAMES = (
 _TEXT_NAMES = (*(names[0] for names in TEXT_COLUMNS if len(names) == 1), "body", "comment", "message", "document",
                "description", "sms", "statement", "utterance", "headline",
                "comment_text", "review_text", "review_body", "sentence_text", "tweet_text", "full_text")  # fmt: skip
+_ROW_IDS = ("id", "_id", "idx", "index", "uid", "unnamed: 0", "")
 # A column that is not called `label` is one of labels only if its values repeat: a score of 100 rows does not.
 _MOST_LABELS = 20
 _MOST_DISTINCT = 0.5
@@ -100,6 +101,9 @@ def _detect(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions
     format = _label_format(columns, first, spec.path)
     texts = [name for name in sample.spelled(_TEXT_NAMES) if name != label and sample.is_text(name)]
     # a column whose name a format reads comes first; without one, the first name that is often that of a text
+    if format is None and not texts:  # the only other column, whatever its name is
+        others = [name for name in sample.names if name != label and name.lower() not in _ROW_IDS]
+        texts = [name for name in others if len(others) == 1 and sample.is_text(name)]
     if format is None and texts:
         columns["text"] = texts[0]
         format = _label_format(columns, first, spec.path)
