@@ -61,6 +61,7 @@ class RowCounts:
     overlength: int = 0
     truncated: int = 0
     straddling: int = 0  # tokens
+    systems: int = 0  # rows with a system prompt of their own
     glued: int = 0  # rows whose prompt and answer are joined to one text without white space
     first_glued: dict[str, str] = field(default_factory=dict)  # "prompt" -> the words at the joint, and the source
     unended: int = 0  # rows, or documents of token ids, that were not truncated and do not end with a special token
@@ -240,6 +241,8 @@ class RowPipeline:
         for repair in repairs or ():
             counts.repaired[repair] += 1
             counts.first_repaired.setdefault(repair, record.source)
+        opening = parsed.conversations[0].messages[:1]
+        counts.systems += not self._whole_texts and any(turn.role == "system" for turn in opening)
         sides = [self.template.render(conversation) for conversation in parsed.conversations]
         files: Sequence[RowFile] = ()
         if self._files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,18 @@ class LoadedModel:
     def uses_chat_template(self) -> bool:
         return _uses_chat_template(self.tokenizer, self.template)
 
+    def with_system(self, text: str) -> LoadedModel:
+        """Return the model with another system prompt; an empty text removes it.
+
+        Raises UserError if the prompt format has no place for one.
+        """
+        if not self.uses_chat_template and self.template["prompt_template"] != "alpaca":
+            raise UserError(
+                "A system prompt has no place in plain text.", hint=f"{self.name} is prompted without a chat template."
+            )
+        template: PromptFormat = {**self.template, "system_prompt": text or None}
+        return replace(self, template=template)
+
 
 def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> LoadedModel:
     """Load a folder or hub id. raw: texts are continued without a prompt template. Raises UserError."""
@@ -99,7 +111,8 @@ def _refuse_scores(name: str, trust_remote_code: bool) -> None:
     if config.architectures and gives_scores(config):
         raise UserError(
             f"{name} is a {config.architectures[0]}, which scores texts and writes none.",
-            hint=f"Load it with transformers' {SCORE_AUTO_CLASS.__name__}.",
+            hint=f"Load it with transformers' {SCORE_AUTO_CLASS.__name__}, or score texts that have labels with "
+            "ligertune eval RUN --data FILE --predict FILE.",
         )
 
 

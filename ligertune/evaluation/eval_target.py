@@ -184,8 +184,8 @@ def _data(recipe: Recipe | None, options: EvalOptions) -> tuple[dict[str, Any], 
         held_out = True
     else:
         raise UserError(
-            f"{KEY}: its recipe holds no data out (data.eval_datasets, data.val_split).",
-            hint="Name a file: --data FILE.",
+            f"{KEY}: the run held no data out (data.val_split, data.eval_datasets).",
+            hint="Name other data than it trained on: --data FILE. For the next run, write data.val_split: 0.05.",
         )
     if options.max_samples is not None and not held_out:  # with fewer rows, other examples would be held out
         sets = [{**one, "max_samples": options.max_samples} for one in sets]

@@ -162,6 +162,15 @@ def test_a_template_without_end_of_turn_is_noted(tmp_path, hundred, prepared):
     )
 
 
+def test_system_prompts_of_most_rows_are_noted(prepared):
+    plain = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    own = [{"role": "system", "content": "Be brief."}, *plain]
+    for rows, noted in (([own, own, plain], "2 of 3 rows have a system prompt"), ([own, plain, plain], "")):
+        notes = " ".join(prepared([{"messages": turns} for turns in rows]).report.notes)
+        assert noted in notes if noted else "system prompt" not in notes
+    assert "system prompt" not in " ".join(prepared([{"messages": plain}], system_prompt="Be brief.").report.notes)
+
+
 def test_examples_are_a_sequence(hundred, prepared):
     train = prepared(hundred).train
     assert len(train) == len(list(train)) == 100

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -95,6 +96,16 @@ def test_a_fused_loss_that_was_planned_but_did_not_run_is_a_warning_after_the_fi
     show_report(report)
     printed = "".join(capsys.readouterr())  # on standard error if an earlier command printed JSON
     assert "5 from logits" in printed and "linear_cross_entropy" not in printed
+
+
+def test_a_loss_that_was_logged_once_is_printed_once(resumed, capsys):
+    report = resumed[2]
+    once = replace(report, loss_first=report.loss_last)
+    for one, arrows in ((report, 1), (once, 0)):
+        show_report(one)
+        (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("training loss")]
+        assert line.count("->") == arrows and f"{report.loss_last:.4f}" in line
+        assert str(one).count("->") == arrows
 
 
 def test_every_line_has_a_time_in_utc_within_the_run(resumed, lines):

@@ -198,6 +198,12 @@ def report_notes(summary: dict[str, Any]) -> list[str]:
     if report["literal"]:
         count = plural(report["literal"], "row")
         notes.append(f"{count} with text that looks like a control token: it is tokenized as ordinary text.")
+    outlook = summary["outlook"]
+    if outlook["few_steps"] and not summary["streamed"]:
+        notes.append(
+            f"The whole run has only {plural(outlook['steps'], 'optimizer step')}. `ligertune plan` names the keys "
+            "that give more."
+        )
     return notes
 
 
