@@ -51,7 +51,7 @@ class DatasetReport:
         return sum(self.dropped.values()) / max(self.rows_read, 1)
 
     def with_note(self, sentence: str) -> DatasetReport:
-        """Return this report with a further sentence for the user; an empty one changes nothing."""
+        """Return this report with a further sentence for the user."""
         return replace(self, note=f"{self.note} {sentence}".strip())
 
     def warning(self, data: DataOptions) -> str | None:

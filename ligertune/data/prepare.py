@@ -231,7 +231,9 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
                 hint="Restore it, or write data.cache: false to prepare the data again.",
             )
     report = DatasetReport(**about, examples=len(entry.block), cached=entry.cached, **counts.totals)
-    return LoadedDataset(entry.block, counts, report.with_note(unread_note(spec)))  # of the files as they are now
+    if note := unread_note(spec):  # not from the cache: of the files as they are now
+        report = report.with_note(note)
+    return LoadedDataset(entry.block, counts, report)
 
 
 def _build(

@@ -187,9 +187,7 @@ class RowPipeline:
         counts.rows_used += 1
         counts.literal += any(side.literal for side in row.sides)
         counts.straddling += sum(side.straddling for side in sides)
-        if self.template.name == "plain" and (joint := _joint(row.sides[0])):
-            counts.glued += 1
-            counts.first_glued.setdefault("prompt", f'"{joint}" at {row.source}')
+        self._count_joint(row, counts)
         for fault in (fault for side in row.sides for fault in side.unplaced):
             counts.unplaced += 1
             counts.first_unplaced.setdefault("answer", f"{row.source} ({fault})")
@@ -205,6 +203,12 @@ class RowPipeline:
             Example(part.input_ids, part.labels, row.source, paths, desirable=row.desirable, targets=row.targets)
             for part in fitting
         ]
+
+    def _count_joint(self, row: RenderedRow, counts: RowCounts) -> None:
+        """Count a row whose prompt runs into its answer. A template puts text between them."""
+        if self.template.name == "plain" and (joint := _joint(row.sides[0])):
+            counts.glued += 1
+            counts.first_glued.setdefault("prompt", f'"{joint}" at {row.source}')
 
     def _examples_of_documents(self, documents: Sequence[Encoded], source: str, counts: RowCounts) -> list[Example]:
         """Return an example for each document that has labels. A document that is too long drops the row."""

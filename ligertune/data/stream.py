@@ -46,8 +46,9 @@ class StreamedDataset:
         self.rows = RowPipeline(spec, preparation, first)
         counts = RowCounts()
         examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
-        report = DatasetReport(self.path, **self.rows.about, examples=len(examples), sample=True, **counts.totals)
-        self.report = report.with_note(unread_note(spec))
+        self.report = DatasetReport(self.path, **self.rows.about, examples=len(examples), sample=True, **counts.totals)
+        if note := unread_note(spec):
+            self.report = self.report.with_note(note)
 
     def examples(self, records: list[Record]) -> Iterator[Example]:
         """Yield the examples of these records. Raises UserError after many rows without a usable one."""

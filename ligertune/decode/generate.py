@@ -25,12 +25,12 @@ from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.decode.batched_answers import FiniteLogits
 from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.model_files import reason_of
+from ligertune.files.storage import PROMPT_FILE
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
 from ligertune.planning.options import ModelOptions
-from ligertune.planning.saved_model import PROMPT_FILE
 
 SAMPLE_TOKENS = 64  # new tokens of an answer during training
 

@@ -201,8 +201,13 @@ def check_model_path(name: str, *, key: str) -> None:
         raise UserError(f"{key}: there is no folder {name}.", hint=hint)
     if not folder.exists() or _holds_model(folder):
         return
-    if _holds_model(folder / "model"):
+    if (folder / "model" / "config.json").is_file():
         raise UserError(f"{key}: {name} is the folder of a run.", hint=f"Name its model: {Path(name) / 'model'}")
+    if _holds_model(folder / "model"):
+        raise UserError(
+            f"{key}: {name} is the folder of a run, whose model is an adapter.",
+            hint=f"Merge it, and name the merged model: ligertune export {name} --out FOLDER",
+        )
     raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
 
 

@@ -13,10 +13,13 @@ from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
 from ligertune.cli.render.data_report import BAR, data_page, histogram_rows, visible_text
 from ligertune.data.batching.packing import pack
+from ligertune.data.prepare import prepare
 from ligertune.data.preview import length_statistics, preview, preview_summary
 from ligertune.data.statistics import data_statistics
 from ligertune.errors import UserError
+from ligertune.features.scores.recipe import ClassificationSpec
 from ligertune.planning.batch_layout import StatisticsOptions
+from ligertune.planning.options import DataOptions, DatasetOptions
 from ligertune.planning.preflight import check_report_path
 from ligertune.recipe.schema import Recipe
 
@@ -168,6 +171,15 @@ def test_both_answers_of_a_pair_are_shown_with_what_is_trained(prepared, stories
     assert found["lengths"]["max"] == data.train.document_lengths.max()
     assert "The whole run has only 1 optimizer step." in page
     assert "3 of 3 rows" in page and "Tokens per sequence" in page and "rejected" in data_page(found, title="t")
+
+
+def test_texts_to_classify_are_shown_with_the_token_that_learns_the_label(stories, printed, tmp_path):
+    path = write_rows(tmp_path / "d.jsonl", [{"text": "A cat.", "label": "b"}, {"text": "A dog.", "label": "a"}])
+    options = DataOptions(datasets=[DatasetOptions(path=str(path))])
+    data = prepare(options, stories, seed=0, rows="texts", label_options=ClassificationSpec())
+    page = printed(data, preview(data.train, stories, 1, labels=data.labels), terminal=False)
+    assert "Trained: [[between double brackets]]. The label in each heading is learned there." in page
+    assert "d.jsonl:1, b, " in page and "A cat[[.]]" in page
 
 
 def test_labelled_answers_are_shown_with_their_label(prepared, stories, printed):

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from ligertune.cli.app import app
 from ligertune.errors import UserError
+from ligertune.models.read_config import read_config
+from ligertune.planning.options import ModelOptions
 from ligertune.recipe import load_recipe, recipe_schema
 from ligertune.recipe.describe import matching_keys, recipe_reference, run_folder
 from ligertune.recipe.document import keys
@@ -208,6 +210,15 @@ def test_the_folder_of_a_run_is_no_model_and_the_message_names_the_one_in_it(ini
     assert isinstance(refused, UserError) and str(refused).endswith("runs/first/model")
 
 
+def test_the_folder_of_a_run_with_an_adapter_says_how_to_make_a_model_of_it(init):
+    Path("runs/first/model").mkdir(parents=True)
+    Path("runs/first/model/adapter_config.json").write_text("{}")
+    refused = init("runs/first", "some/data").exception
+    assert isinstance(refused, UserError) and "ligertune export" in str(refused) and refused.exit_code == 2
+    with pytest.raises(UserError, match="holds an adapter, and no whole model"):
+        read_config(ModelOptions(model_name_or_path="runs/first/model"))
+
+
 def test_a_second_init_names_overwrite_which_replaces_a_file_and_never_the_target_of_a_link(init):
     assert init("some/model", "some/data").exit_code == 0
     refused = init("other/model", "some/data").exception
@@ -234,6 +245,7 @@ def test_a_second_init_names_overwrite_which_replaces_a_file_and_never_the_targe
         ("models/mine/", "data/answers.jsonl.gz", "runs/mine-answers"),
         ("a/b", "parts/*.parquet", "runs/b"),
         ("a/b", "notes.md", "runs/b-notes"),
+        ("runs/First/model", "pairs.jsonl", "runs/first-pairs"),
     ],
 )
 def test_the_run_folder_is_named_after_model_and_data(model, data, name):

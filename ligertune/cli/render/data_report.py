@@ -32,7 +32,9 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
     colour = OUTPUT.console.is_terminal
     if previews:
         marks = "Trained: green; every second token is underlined; control tokens are reversed."
-        text(marks if colour else "Trained: [[between double brackets]].")
+        marks = marks if colour else "Trained: [[between double brackets]]."
+        # a text with a label has one such token, the last
+        text(f"{marks} The label in each heading is learned there." if summary["labels"] else marks)
     for shown in previews:
         answer = f", {shown.answer}" if shown.answer else ""
         head = (
