@@ -160,14 +160,28 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
     level = [folder]
     for _ in range(_MAX_DEPTH):
         found = sorted(file for place in level for file in _data_files(place))
-        files = [file for file in found if file_type(file) not in _TEXTS] or found  # a text next to data is a note
+        files = _rows_in(found)
+        paths = [] if files else [path for place in level for path in _visible(place)]
+        folders = [path for path in paths if path.is_dir()][:_MAX_FOLDERS]
+        # texts next to rows, or above a folder of them as in the hub's layouts, are notes
+        if not files and not any(_rows_in(_data_files(inner)) for inner in folders if _is_part(inner)):
+            files = found
         if files:
             parts: dict[str, list[Path]] = {}
             for file in files:
                 parts.setdefault(_split_of(file.relative_to(folder)), []).append(file)
             return parts
-        level = [inner for place in level for inner in _visible(place) if inner.is_dir()][:_MAX_FOLDERS]
+        level = folders
     raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {FILE_TYPES}.")
+
+
+def _rows_in(files: list[Path]) -> list[Path]:
+    return [file for file in files if file_type(file) not in _TEXTS]
+
+
+def _is_part(folder: Path) -> bool:
+    """Return whether the name is that of the data, or of a split, in a data set of the hub."""
+    return folder.name.lower() in ("data", *_SPLITS)
 
 
 def _visible(folder: Path) -> list[Path]:

@@ -48,6 +48,7 @@ LAYOUTS = {
     ("part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl", "__pycache__/train.jsonl"):
         {"train": ["part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl"]},
     ("test.jsonl",): {"train": ["test.jsonl"], "test": ["test.jsonl"]},
+    ("datasheet.md", "notes.txt", "data/a.jsonl"): {"train": ["data/a.jsonl"]},
     ("deep/er/data/a.jsonl",): {"train": ["deep/er/data/a.jsonl"]},
 }  # fmt: skip
 
@@ -122,9 +123,12 @@ def test_txt_and_markdown_files_of_a_folder_are_read_together(tmp_path):
     place = texts_in(tmp_path, ("b.txt", "a.md", "README.md", "LICENSE.md"))
     assert texts(place) == ["a.md\n", "b.txt\n"]
     assert unread_note(DatasetOptions(path=str(place))) == ""
+    texts_in(place, ("tables/b.txt",))
+    (place / "tables/prices.jsonl").write_text('{"text": "of a table"}\n')  # not a layout of the hub
+    assert texts(place) == ["a.md\n", "b.txt\n"]
     (place / "rows.jsonl").write_text('{"text": "a row"}\n')  # texts next to rows are notes on them
     assert texts(place) == ["a row"]
-    assert unread_note(DatasetOptions(path=str(place))) == ""
+    assert "not read: 1 .jsonl." in unread_note(DatasetOptions(path=str(place)))  # that of the table
 
 
 @pytest.mark.parametrize(
