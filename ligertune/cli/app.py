@@ -41,8 +41,21 @@ def _escaped_usage_errors() -> Iterator[None]:
     except Exception as problem:
         if hasattr(problem, "format_message"):
             usage_error: Any = problem  # click's
-            usage_error.message = printable(usage_error.message, one_line=True)
+            usage_error.message = printable(usage_error.message + _recipe_keys_of(usage_error), one_line=True)
         raise
+
+
+def _recipe_keys_of(usage_error: Any) -> str:
+    """Return how the recipe key is set that an unknown option is called like; else an empty text."""
+    option = getattr(usage_error, "option_name", None)
+    context = usage_error.ctx
+    if option is None or context is None or not any("--set" in each.opts for each in context.command.params):
+        return ""
+    from ligertune.recipe.document import keys
+
+    name = option.lstrip("-").replace("-", "_")
+    named = [key for key in keys() if key.rpartition(".")[2] == name and "[]" not in key]
+    return f". It is a key of the recipe: --set {named[0]}=VALUE" if named else ""
 
 
 app = typer.Typer(
@@ -75,7 +88,7 @@ with importing():
 
 # in the order of `ligertune --help`
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    init, *TRAINERS, report, plan, compare, bench, data, evaluate, generate, chat, serve, export, doctor
+    init, data, plan, train, generate, chat, serve, evaluate, report, export, compare, bench, *TRAINERS[1:], doctor
 )  # fmt: skip
 _NAMES = {evaluate: "eval"}  # a function of this name would hide Python's own
 _KINDS: dict[Callable[..., None], type[TyperCommand]] = {plan: PlanCommand, **dict.fromkeys(TRAINERS, TrainCommand)}

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 Model = Annotated[
     str, typer.Argument(help="Folder of a run, a model or an adapter, or a hub id of a model.", show_default=False)
 ]
+System = Annotated[
+    str | None,
+    typer.Option("--system", help="System prompt. Default: data.system_prompt of training.", show_default=False),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a prompt template.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this probability mass.")]
@@ -48,6 +52,7 @@ def generate(
         list[str] | None,
         typer.Option("--image", help="Image file for a vision-language model. May be repeated.", show_default=False),
     ] = None,
+    system: System = None,
     raw: Raw = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -68,6 +73,7 @@ def generate(
     request = GenerateRequest(
         model=model,
         prompts=asked,
+        system=system,
         raw=raw,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -97,6 +103,8 @@ def _questions(prompt: str | None, prompts: Path | None) -> list[str]:
 def _answer_prompts(request: GenerateRequest, json: bool) -> None:
     """Answer all prompts with one loaded model, and print each answer as it is made."""
     loaded = _load(request.model, raw=request.raw, trust_remote_code=request.trust_remote_code)
+    if request.system is not None:
+        loaded = loaded.with_system(request.system)
     from ligertune.decode.generate import Decoding, generate_answer
 
     decoding = Decoding(request.max_new_tokens, request.temperature, request.top_p)
@@ -122,9 +130,7 @@ def _answer_prompts(request: GenerateRequest, json: bool) -> None:
 
 def chat(
     model: Model,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System prompt. Default: the one of training.", show_default=False)
-    ] = None,
+    system: System = None,
     raw: Raw = False,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,

@@ -67,6 +67,7 @@ class GenerateRequest:
 
     model: str
     prompts: list[str]
+    system: str | None
     raw: bool
     max_new_tokens: int
     temperature: float

@@ -15,7 +15,7 @@ from ligertune.cli.render import console as render
 if TYPE_CHECKING:
     from ligertune.data.rows.row_kind import DetectedTask
     from ligertune.recipe.importers.import_state import Import
-    from ligertune.recipe.schema import Recipe
+    from ligertune.recipe.schema import ModelSpec, Recipe
 
 ADAPTER_RATE = 2e-4  # as in the bundled recipes
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file that --out names.")]
@@ -206,6 +206,10 @@ def init(
         rate = part_of_task(loaded.task).adapter_learning_rate or ADAPTER_RATE
         changes.append(f"train.learning_rate={rate}")
         render.note(f"train.learning_rate is {rate} for an adapter ({loaded.train.learning_rate} in full fine-tuning).")
+    context = _known_context(loaded.model)
+    if context is not None and context < loaded.data.max_length and "max_length" not in loaded.data.model_fields_set:
+        changes.append(f"data.max_length={context}")
+        render.note(f"data.max_length is {context}, the context of the model.")
     write_new(out, commented_recipe(new_recipe(model, data), changes, remarks), overwrite=overwrite)
     command = run_report.command()
     recipe = shlex.quote(str(out))
@@ -229,6 +233,28 @@ def _draft(model: str, data: list[str], changes: list[str]) -> Recipe:
         draft = Path(folder) / "recipe.yaml"
         draft.write_text(dump(new_recipe(model, data)), encoding="utf-8")
         return load_recipe(draft, changes)
+
+
+def _known_context(model: ModelSpec) -> int | None:
+    """Return the model's context in tokens; None if a recipe changes it, or config.json is not on this machine."""
+    if model.rope_parameters.model_fields_set:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    from ligertune.files.checked_files import read_json_value
+
+    file: object = Path(model.model_name_or_path).expanduser() / "config.json"
+    try:
+        if not Path(str(file)).is_file():
+            file = try_to_load_from_cache(model.model_name_or_path, "config.json", revision=model.revision)
+        values = read_json_value(Path(file)) if isinstance(file, str | Path) else {}
+    except (OSError, ValueError, HFValidationError):  # what is wrong with the file is said where the model is read
+        return None
+    places = [values, values.get("text_config")] if isinstance(values, dict) else []
+    names = ("max_position_embeddings", "n_positions")
+    lengths = [place.get(name) for place in places if isinstance(place, dict) for name in names]
+    return next((length for length in lengths if type(length) is int and length >= 2), None)
 
 
 def _columns_override(index: int, columns: dict[str, str]) -> str:

@@ -34,8 +34,8 @@ DROP_REASONS: dict[str, str] = {
     "no text": "the row is empty: there is nothing to learn",
     "equal answers": "the chosen and the rejected answer are the same, so neither can be preferred",
     "equal scores": "the scores of the chosen and the rejected answer are equal: neither is preferred",
-    "no label": "the label is neither 1 nor 0, neither true nor false",
-    "label of another kind": "the label is null, negative, not finite, or of another kind than most first rows have",
+    "no label": "the label is null or empty; labels of answers must be 1 or 0, true or false",
+    "label of another kind": "the label is negative, not finite, or of another kind than most first rows have",
     "label is too large": "ids must be below 1,048,576, lists have at most as many labels, and numbers be at most 1e18",
     "margin is not a number": "the column `margin` of a pair must hold a number",
     "no trained token": "its answers have weight 0, the tokenizer merged them into the prompt, or all labels are -100",
@@ -44,6 +44,13 @@ DROP_REASONS: dict[str, str] = {
 }
 # reasons that data.on_overlength decides on, not on_bad_row
 LENGTH_REASONS = ("too long", "cut before the answer", "cut through an image")
+
+# reasons that `on_bad_row: repair` fixes in most rows
+REPAIRED_REASONS = (
+    "not text", "roles out of order", "last turn is not an answer", "empty prompt", "empty answer",
+)  # fmt: skip
+# reasons that most often are a wrong column or format
+COLUMN_REASONS = ("missing value", "not text", "not a list of turns", "no answer", "no text")
 
 
 class BadRow(Exception):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ligertune.data.bad_rows import DROP_REASONS, LENGTH_REASONS
+from ligertune.data.bad_rows import COLUMN_REASONS, DROP_REASONS, LENGTH_REASONS, REPAIRED_REASONS
 from ligertune.data.rows.row_kind import row_kinds
 from ligertune.errors import UserError, plural
 
@@ -50,6 +50,10 @@ class DatasetReport:
         """Dropped rows / rows read."""
         return sum(self.dropped.values()) / max(self.rows_read, 1)
 
+    def with_note(self, sentence: str) -> DatasetReport:
+        """Return this report with a further sentence for the user."""
+        return replace(self, note=f"{self.note} {sentence}".strip())
+
     def warning(self, data: DataOptions) -> str | None:
         """Return a sentence if many rows are dropped, with the key to change; else None."""
         if self.dropped_share < WARN_SHARE:
@@ -91,10 +95,12 @@ def remedy(dropped: dict[str, int], data: DataOptions) -> str:
         return f"Raise data.max_record_bytes (now {data.max_record_bytes})."
     if reason == "several exchanges":
         return "Write data.prompt_template: chat."
-    advice = (
-        "Repair the data, name its columns or its format in data.datasets[], or write data.datasets[].on_bad_row: "
-        "repair."
-    )
+    ways = ["Repair or remove these rows"]
+    if reason in COLUMN_REASONS:
+        ways.append("name the columns or the format in data.datasets[]")
+    if reason in REPAIRED_REASONS:
+        ways.append("write data.datasets[].on_bad_row: repair")
+    advice = f"{', or '.join(ways)}."
     for kind in row_kinds().values():
         advice = kind.remedies.get(reason, advice)
     return f"{reason[0].upper()}{reason[1:]}: {DROP_REASONS[reason]}. {advice}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from ligertune.data.interleave import expected_examples, interleave
 from ligertune.data.row_pipeline import RowCounts, RowPipeline, build_blocks, count_processes
 from ligertune.data.rows.data_files import display_path
 from ligertune.data.rows.row_kind import row_kinds
-from ligertune.data.rows.sources import RecordStream
+from ligertune.data.rows.sources import RecordStream, unread_note
 from ligertune.data.stream import ExampleStream, StreamedExamples
 from ligertune.errors import UserError, plural
 from ligertune.hardware import is_first_on_node, ranks_on_node
@@ -231,6 +231,8 @@ def _load_dataset(spec: DatasetOptions, preparation: Preparation, progress: Prog
                 hint="Restore it, or write data.cache: false to prepare the data again.",
             )
     report = DatasetReport(**about, examples=len(entry.block), cached=entry.cached, **counts.totals)
+    if note := unread_note(spec):  # not from the cache: of the files as they are now
+        report = report.with_note(note)
     return LoadedDataset(entry.block, counts, report)
 
 
@@ -360,19 +362,8 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
     for part in sets:
         counts.add(part.counts)
     examples = sum(len(part.block) for part in sets)
-    notes = []
-    if counts.unended and data.train_on != "all" and data.train_on_eos != "none":
-        notes.append(
-            f"{counts.unended} of {plural(examples, 'example')} "
-            f"{'ends' if counts.unended == 1 else 'end'} without a special "
-            "token: the model does not learn from them where to stop."
-        )
-    if counts.unplaced:
-        notes.append(
-            f"{plural(counts.unplaced, 'answer')} without labels: the text of the template does not hold the answer "
-            f"exactly once. The first is at {counts.first_unplaced['answer']}."
-        )
-    counted = {name: value for name, value in vars(counts).items() if name not in ("rows_used", "unended")}
+    uncounted = ("rows_used", "unended", "systems", "glued", "first_glued")
+    counted = {name: value for name, value in vars(counts).items() if name not in uncounted}
     counted |= {name: dict(counted[name].most_common()) for name in ("dropped", "repaired")}
     return DataReport(
         **counted,
@@ -381,5 +372,33 @@ def _report(sets: Sequence[LoadedDataset], kept: Examples, data: DataOptions) ->
         tokens=int(kept.lengths.sum()),
         trained_tokens=int(kept.trained.sum()),
         sets=tuple(part.report for part in sets),
-        notes=tuple(notes),
+        notes=tuple(_notes(counts, examples, data)),
     )
+
+
+def _notes(counts: RowCounts, examples: int, data: DataOptions) -> Iterator[str]:
+    """Yield what the user should know about the texts of the rows that are used."""
+    if counts.unended and data.train_on != "all" and data.train_on_eos != "none":
+        yield (
+            f"{counts.unended} of {plural(examples, 'example')} "
+            f"{'ends' if counts.unended == 1 else 'end'} without a special "
+            "token: the model does not learn from them where to stop."
+        )
+    if counts.unplaced:
+        yield (
+            f"{plural(counts.unplaced, 'answer')} without labels: the text of the template does not hold the answer "
+            f"exactly once. The first is at {counts.first_unplaced['answer']}."
+        )
+    if 2 * counts.glued > counts.rows_used:
+        yield (
+            f"{counts.glued} of {plural(counts.rows_used, 'prompt')} and "
+            f"{'its answer is' if counts.glued == 1 else 'their answers are'} one text without white space between "
+            f"them, the first {counts.first_glued['prompt']}. Write data.prompt_template: chat, or end the prompts "
+            "with a line break."
+        )
+    if 2 * counts.systems > counts.rows_read:
+        have = "has a system prompt of its own" if counts.systems == 1 else "have a system prompt of their own"
+        yield (
+            f"{counts.systems} of {plural(counts.rows_read, 'row')} {have}, which the model learns to read: send one "
+            "with later prompts (generate and chat: --system)."
+        )

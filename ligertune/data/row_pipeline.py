@@ -41,6 +41,9 @@ from ligertune.hardware import usable_cores
 if TYPE_CHECKING:
     from ligertune.planning.options import DatasetOptions
 
+_JOINT = 12  # characters on each side of a joint that a note shows
+_SENTENCE_ENDS = ".?!,;\"'\u2026\u3002\uff1f\uff01"
+
 
 @dataclass
 class RowCounts:
@@ -58,6 +61,9 @@ class RowCounts:
     overlength: int = 0
     truncated: int = 0
     straddling: int = 0  # tokens
+    systems: int = 0  # rows with a system prompt of their own
+    glued: int = 0  # rows whose prompt and answer are joined to one text without white space
+    first_glued: dict[str, str] = field(default_factory=dict)  # "prompt" -> the words at the joint, and the source
     unended: int = 0  # rows, or documents of token ids, that were not truncated and do not end with a special token
 
     def __post_init__(self) -> None:
@@ -181,6 +187,7 @@ class RowPipeline:
         counts.rows_used += 1
         counts.literal += any(side.literal for side in row.sides)
         counts.straddling += sum(side.straddling for side in sides)
+        self._count_joint(row, counts)
         for fault in (fault for side in row.sides for fault in side.unplaced):
             counts.unplaced += 1
             counts.first_unplaced.setdefault("answer", f"{row.source} ({fault})")
@@ -196,6 +203,12 @@ class RowPipeline:
             Example(part.input_ids, part.labels, row.source, paths, desirable=row.desirable, targets=row.targets)
             for part in fitting
         ]
+
+    def _count_joint(self, row: RenderedRow, counts: RowCounts) -> None:
+        """Count a row whose prompt runs into its answer. A template puts text between them."""
+        if self.template.name == "plain" and (joint := _joint(row.sides[0])):
+            counts.glued += 1
+            counts.first_glued.setdefault("prompt", f'"{joint}" at {row.source}')
 
     def _examples_of_documents(self, documents: Sequence[Encoded], source: str, counts: RowCounts) -> list[Example]:
         """Return an example for each document that has labels. A document that is too long drops the row."""
@@ -232,6 +245,8 @@ class RowPipeline:
         for repair in repairs or ():
             counts.repaired[repair] += 1
             counts.first_repaired.setdefault(repair, record.source)
+        opening = parsed.conversations[0].messages[:1]
+        counts.systems += not self._whole_texts and any(turn.role == "system" for turn in opening)
         sides = [self.template.render(conversation) for conversation in parsed.conversations]
         files: Sequence[RowFile] = ()
         if self._files:
@@ -283,6 +298,18 @@ class RowPipeline:
             ) from bad
         counts.dropped[bad.reason] += 1
         counts.first_dropped.setdefault(bad.reason, f"{source} ({bad.detail})" if bad.detail else source)
+
+
+def _joint(rendered: Rendered) -> str:
+    """Return the end of a prompt and the begin of its answer if no white space is between them; else an empty text.
+
+    A prompt that ends with another sign than that of a sentence ("Answer:", "[/INST]") was most likely meant to.
+    """
+    start = rendered.trained[0][0] if rendered.trained else 0
+    before = rendered.text[max(0, start - _JOINT) : start]
+    after = rendered.text[start : start + _JOINT]
+    meant = not before or not (before[-1].isalnum() or before[-1] in _SENTENCE_ENDS)
+    return "" if meant or not after or after[0].isspace() else before + after
 
 
 def _pair(chosen: Encoded, rejected: Encoded, source: str, targets: tuple[str | float, ...] = ()) -> Example:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ligertune.data.batching.packing import pack
 from ligertune.planning.batch_layout import DataSummary, Rows, StatisticsOptions
-from ligertune.planning.optimization import total_steps
+from ligertune.planning.optimization import FEW_STEPS, total_steps
 
 if TYPE_CHECKING:
     from ligertune.data.examples import Examples
@@ -113,6 +113,8 @@ def data_statistics(
     # a run of epochs stops exactly at the end of the last one, a run of max_steps anywhere
     whole = steps * batching.global_batch_size / rows
     epochs = whole if train.num_train_epochs is None or train.max_steps else round(train.num_train_epochs * rows) / rows
+    # all rows of a run of epochs may be fewer than a full batch
+    rows_per_step = min(batching.global_batch_size, max(1, round(epochs * rows)))
     return {
         "packed": kind == "packed",
         "padding_free": padding_free,
@@ -121,10 +123,11 @@ def data_statistics(
         **{f"fill_{name}": fill for name, fill in fills.items()},
         "fill_to_max_length": float(lengths.mean()) / max_length,  # each example padded to data.max_length
         "processes": batching.world_size,
-        "rows_per_step": batching.global_batch_size,
+        "rows_per_step": rows_per_step,
         "steps": steps,
-        "steps_per_epoch": rows / batching.global_batch_size,
-        "tokens_per_step": float(lengths.sum()) / rows * batching.global_batch_size,
+        "few_steps": steps < FEW_STEPS and not train.max_steps,
+        "steps_per_epoch": rows / rows_per_step,
+        "tokens_per_step": float(lengths.sum()) / rows * rows_per_step,
         "tokens": round(tokens * epochs),  # of the run
         "trained_tokens": round(float(trained.sum()) * epochs),
     }

@@ -21,7 +21,7 @@ from ligertune.data.examples import Example, Preparation
 from ligertune.data.interleave import drawn_sets
 from ligertune.data.row_pipeline import RowCounts, RowPipeline
 from ligertune.data.rows.data_files import Record, display_path
-from ligertune.data.rows.sources import RecordStream, files_of
+from ligertune.data.rows.sources import RecordStream, files_of, unread_note
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import plural
 
@@ -47,6 +47,8 @@ class StreamedDataset:
         counts = RowCounts()
         examples = self.rows.examples(first, counts)  # raises errors in the first rows before a model is loaded
         self.report = DatasetReport(self.path, **self.rows.about, examples=len(examples), sample=True, **counts.totals)
+        if note := unread_note(spec):
+            self.report = self.report.with_note(note)
 
     def examples(self, records: list[Record]) -> Iterator[Example]:
         """Yield the examples of these records. Raises UserError after many rows without a usable one."""

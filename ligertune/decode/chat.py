@@ -29,7 +29,7 @@ class Chat:
             return ""
         if self.loaded.template["prompt_template"] == "alpaca":
             return "Trained on single exchanges (Alpaca): earlier ones are sent with your message; /reset forgets them."
-        return "No chat template: each message is continued as plain text, without the ones before it."
+        return "Plain text without a chat template: each message is continued as it is, without the ones before it."
 
     @property
     def context(self) -> int | None:
@@ -38,9 +38,7 @@ class Chat:
 
     def set_system(self, text: str) -> None:
         """Replace the system prompt; an empty text removes it. Raises UserError if the prompt format has none."""
-        if not self.loaded.uses_chat_template and self.loaded.template["prompt_template"] != "alpaca":
-            raise UserError("A system prompt has no place in plain text.", hint="The model has no chat template.")
-        self.loaded = replace(self.loaded, template={**self.loaded.template, "system_prompt": text or None})
+        self.loaded = self.loaded.with_system(text)
 
     def ask(self, message: str) -> str:
         """Answer a message and remember both; end the line. KeyboardInterrupt ends the answer. Raises UserError."""

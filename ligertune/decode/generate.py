@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.decode.batched_answers import FiniteLogits
 from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.model_files import reason_of
+from ligertune.files.storage import PROMPT_FILE
 from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
 from ligertune.planning.options import ModelOptions
-from ligertune.planning.saved_model import PROMPT_FILE
 
 SAMPLE_TOKENS = 64  # new tokens of an answer during training
 
@@ -81,6 +81,18 @@ class LoadedModel:
     def uses_chat_template(self) -> bool:
         return _uses_chat_template(self.tokenizer, self.template)
 
+    def with_system(self, text: str) -> LoadedModel:
+        """Return the model with another system prompt; an empty text removes it.
+
+        Raises UserError if the prompt format has no place for one.
+        """
+        if not self.uses_chat_template and self.template["prompt_template"] != "alpaca":
+            raise UserError(
+                "A system prompt has no place in plain text.", hint=f"{self.name} is prompted without a chat template."
+            )
+        template: PromptFormat = {**self.template, "system_prompt": text or None}
+        return replace(self, template=template)
+
 
 def load_model(name: str, *, raw: bool, trust_remote_code: bool = False) -> LoadedModel:
     """Load a folder or hub id. raw: texts are continued without a prompt template. Raises UserError."""
@@ -99,7 +111,8 @@ def _refuse_scores(name: str, trust_remote_code: bool) -> None:
     if config.architectures and gives_scores(config):
         raise UserError(
             f"{name} is a {config.architectures[0]}, which scores texts and writes none.",
-            hint=f"Load it with transformers' {SCORE_AUTO_CLASS.__name__}.",
+            hint=f"Load it with transformers' {SCORE_AUTO_CLASS.__name__}, or score texts that have labels with "
+            "ligertune eval RUN --data FILE --predict FILE.",
         )
 
 

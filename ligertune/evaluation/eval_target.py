@@ -8,11 +8,12 @@ from typing import Any
 
 from ligertune.errors import UserError
 from ligertune.evaluation.eval_options import EvalOptions
+from ligertune.files.storage import PROMPT_FILE
 from ligertune.hardware import this_machine
 from ligertune.models.load import stored_dtype
 from ligertune.models.save import adapter_base_model, is_adapter, read_prompt, read_saved_config, saved_spec
 from ligertune.planning.feature_spec import feature_of
-from ligertune.planning.saved_model import PROMPT_FILE, check_can_generate, find_saved_model, trained_base
+from ligertune.planning.saved_model import check_can_generate, find_saved_model, trained_base
 from ligertune.recipe.feature import modality_parts, part_of_task
 from ligertune.recipe.read import load_recipe, recipe_of
 from ligertune.recipe.schema import Recipe
@@ -184,8 +185,8 @@ def _data(recipe: Recipe | None, options: EvalOptions) -> tuple[dict[str, Any], 
         held_out = True
     else:
         raise UserError(
-            f"{KEY}: its recipe holds no data out (data.eval_datasets, data.val_split).",
-            hint="Name a file: --data FILE.",
+            f"{KEY}: the run held no data out (data.val_split, data.eval_datasets).",
+            hint="Name other data than it trained on: --data FILE. For the next run, write data.val_split: 0.05.",
         )
     if options.max_samples is not None and not held_out:  # with fewer rows, other examples would be held out
         sets = [{**one, "max_samples": options.max_samples} for one in sets]

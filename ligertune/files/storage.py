@@ -21,6 +21,7 @@ from ligertune.errors import UserError, format_bytes
 from ligertune.files.checked_files import DamagedFileError, check_line, open_regular, parse_json_text, read_json_value
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+PROMPT_FILE = "ligertune.json"  # saved with the model: the prompt template of training, and the base as it was trained
 PROGRESS_FILE = "progress.json"  # the last file that a checkpoint writes: with it a checkpoint is complete
 
 

@@ -87,6 +87,11 @@ def _read_values(spec: ModelOptions, origin: ModelOrigin) -> tuple[str, dict[str
 
 def _check_name(name: str, path: Path, origin: ModelOrigin) -> None:
     if path.is_dir():
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise origin.error(
+                f"the folder {name} holds an adapter, and no whole model.",
+                hint=f"Merge it, and name the merged model: ligertune export {name} --out FOLDER",
+            )
         if not (path / "config.json").is_file():
             raise origin.error(
                 f"the folder {name} holds no config.json.",

@@ -30,7 +30,7 @@ from ligertune.files.model_files import (
     read_json,
     stored_shapes,
 )
-from ligertune.files.storage import new_folder, write_text
+from ligertune.files.storage import PROMPT_FILE, new_folder, write_text
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
 from ligertune.models.block_scaled.block_format import block_format
 from ligertune.models.carried_tensors import add_carried
@@ -41,7 +41,7 @@ from ligertune.models.score_head import HEADS, SEQ_CLS, embedding_rows, gives_sc
 from ligertune.models.shape import base_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import DataOptions, ModelOptions, TokenizerOptions
-from ligertune.planning.saved_model import PROMPT_FILE, saved_options, trained_base
+from ligertune.planning.saved_model import saved_options, trained_base
 from ligertune.recipe.section import RESERVED_VARIABLES, path_fault
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ligertune.files.storage import PROMPT_FILE, read_object
 from ligertune.recipe.feature import TaskOptions, package_of_task
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class MeasureChart:
 
 def _generate(folder: Path, command: str) -> str:
     run = shlex.quote(str(folder.parent))
+    prompt = read_object(folder / PROMPT_FILE) or {}
+    if prompt.get("prompt_template") == "raw":  # texts are continued
+        return f"Generate from it:  {command} generate {run} 'The first words of a text'"
     return f"Generate from it:  {command} generate {run} 'Give three tips for staying healthy.'"
 
 

@@ -34,6 +34,7 @@ from ligertune.planning.memory.layer_bytes import dequantised_bytes
 from ligertune.planning.memory.model_shape import ExpertsShape, ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.optimization import (
+    FEW_STEPS,
     Cadence,
     TrainSchedule,
     interval,
@@ -91,7 +92,6 @@ class PlanInputs:
         return self.largest_batch(rows, batching, max(in_run, 1))
 
 
-FEW_STEPS = 10  # optimizer steps below which a run of whole epochs hardly trains: warm-up and decay share them
 MAX_EVALUATION = 0.02  # share of a run that eval.eval_on_start: auto spends on the evaluation before the first step
 
 

@@ -12,6 +12,8 @@ from ligertune.recipe.optimizer_table import OPTIMIZERS
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import FOLLOW_EVALUATIONS, TrainSpec
 
+FEW_STEPS = 10  # optimizer steps below which a run of whole epochs hardly trains: warm-up and decay share them
+
 
 @dataclass(frozen=True)
 class TrainSchedule:

@@ -144,7 +144,7 @@ def check_paths(recipe: Recipe) -> None:
             if looks_local(path) and not any(c in path for c in "*?[") and not Path(path).exists():
                 raise UserError(
                     f"data.{key}[{i}].path: there is no file or folder {path}.",
-                    hint="Name a json, jsonl, parquet, csv or txt file, a folder of them, or a hub id: "
+                    hint="Name a json, jsonl, parquet, csv, txt or md file, a folder of them, or a hub id: "
                     "tatsu-lab/alpaca.",
                 )
 
@@ -199,8 +199,20 @@ def check_model_path(name: str, *, key: str) -> None:
     hint = "Name a folder with config.json and the weights, or a hub id such as Qwen/Qwen2.5-0.5B."
     if looks_local(name) and not folder.exists():
         raise UserError(f"{key}: there is no folder {name}.", hint=hint)
-    if folder.exists() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
+    if not folder.exists() or _holds_model(folder):
+        return
+    if (folder / "model" / "config.json").is_file():
+        raise UserError(f"{key}: {name} is the folder of a run.", hint=f"Name its model: {Path(name) / 'model'}")
+    if _holds_model(folder / "model"):
+        raise UserError(
+            f"{key}: {name} is the folder of a run, whose model is an adapter.",
+            hint=f"Merge it, and name the merged model: ligertune export {name} --out FOLDER",
+        )
+    raise UserError(f"{key}: {name} holds no config.json, so it is not a model.", hint=hint)
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def check_trained_folder(wanted: TrainedFolder, name: str, *, key: str = "") -> None:
@@ -312,7 +324,7 @@ def looks_local(name: str) -> bool:
     Such a name is absolute, dotted, ends with / or a data suffix, is deeper than org/name, or lies in a folder that
     exists here.
     """
-    endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt", "/")
+    endings = (".json", ".jsonl", ".parquet", ".csv", ".gz", ".txt", ".md", "/")
     return (
         name.startswith(("/", ".", "~"))
         or name.lower().endswith(endings)

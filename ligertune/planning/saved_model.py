@@ -13,14 +13,13 @@ from typing import Any
 from ligertune.errors import UserError, message_of
 from ligertune.files.base_model import STORED_AS, TrainedBase
 from ligertune.files.hub import MODEL_FILES, check_hub_model
-from ligertune.files.storage import PROGRESS_FILE, newest_checkpoint, read_object
+from ligertune.files.storage import PROGRESS_FILE, PROMPT_FILE, newest_checkpoint, read_object
 from ligertune.planning.options import RunOptions
 from ligertune.planning.preflight import looks_local
 from ligertune.recipe.feature import TrainedFolder, feature_parts
 from ligertune.recipe.read import load_recipe
 from ligertune.recipe.section import path_fault
 
-PROMPT_FILE = "ligertune.json"  # saved with the model: the prompt template of training, and the base as it was trained
 _HINT = "Name the folder of a run, of a model or of an adapter"
 
 

@@ -30,8 +30,10 @@ def new_recipe(model: str, datasets: Sequence[str]) -> dict[str, Any]:
 
 def run_folder(model: str, dataset: str) -> str:
     """Return runs/MODEL-DATA, made of the last parts of both names."""
-    data = re.sub(r"(\.(jsonl?|parquet|csv|txt|gz))+$|[*?\[\]]", "", Path(dataset).name)
-    return "runs/" + "-".join(filter(None, (Path(model).name.lower(), data.lower())))
+    data = re.sub(r"(\.(jsonl?|parquet|arrow|feather|csv|tsv|txt|md|gz|zst))+$|[*?\[\]]", "", Path(dataset).name)
+    place = Path(model)
+    name = place.parent.name if place.name == "model" else place.name  # of a run, whose model lies in it
+    return "runs/" + "-".join(filter(None, (name.lower(), data.lower())))
 
 
 def commented_recipe(data: dict[str, Any], overrides: Sequence[str] = (), remarks: Sequence[str] = ()) -> str:

@@ -26,6 +26,7 @@ from ligertune.recipe.section import SWITCHES
 from ligertune.recipe.train_sections import EITHER_OR
 
 MAX_BYTES = 2**20  # of a recipe; read whole, unlike a device or a pipe, which may never end
+DATA_FILES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")  # endings that no recipe has
 # Required keys, with a placeholder that lets the rules check the rest of a recipe that lacks one.
 REQUIRED = {
     ("model", "model_name_or_path"): "?",
@@ -48,6 +49,10 @@ def load_recipe(path: Path, overrides: Sequence[str] | None = ()) -> Recipe:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"load_recipe: path must be a path of a file, and is {path!r}")
     path = Path(path)
+    if path.suffix.lower() in DATA_FILES and path.is_file():
+        raise UserError(
+            f"{path} is a data file, and no recipe.", hint=f"Write a recipe for it: ligertune init MODEL {path}"
+        )
     document = read_document(path)
     foreign = _file_of_another_tool(document)
     recipe = _recipe_of_document(document, overrides, path.absolute().parent, foreign)

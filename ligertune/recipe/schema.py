@@ -234,7 +234,7 @@ class DatasetSpec(Section):
     """A data set: where it is, its format, and how much of it to use."""
 
     path: FileOrHub
-    """Hub id, file, folder or glob; json, jsonl, parquet, arrow, csv, tsv or txt, also .gz or .zst."""
+    """Hub id, file, folder or glob; json, jsonl, parquet, arrow, csv, tsv, txt or md, also .gz or .zst."""
     name: Text | None = None
     """Configuration (subset) of a hub data set."""
     split: Text = "train"

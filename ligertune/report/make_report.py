@@ -104,7 +104,9 @@ class Report:
     def __str__(self) -> str:
         """Return the result in a few lines; `as_dict` has all of it."""
         lines = [f"run {self.status}: step {self.steps} of {self.total_steps}"]
-        if self.loss_last is not None:
+        if self.loss_last is not None and self.loss_last == self.loss_first:
+            lines.append(f"loss {self.loss_last:.4f} (logged once)")
+        elif self.loss_last is not None:
             lines.append(f"loss {self.loss_first:.4f} -> {self.loss_last:.4f} (first and last logged interval)")
         if self.eval_loss is not None:
             lines.append(f"evaluation loss {self.eval_loss:.4f}")

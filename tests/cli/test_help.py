@@ -45,6 +45,22 @@ def test_bash_completes_recipe_keys_after_set():
     assert "train.learning_rate=" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "says"),
+    [
+        ("train", "--learning-rate", "--set train.learning_rate=VALUE"),
+        ("plan", "--output_dir", "--set checkpoint.output_dir=VALUE"),
+        ("train", "--nothing", ""),
+        ("generate", "--learning-rate", ""),  # it sets no keys
+    ],
+)
+def test_an_unknown_option_with_the_name_of_a_recipe_key_says_how_it_is_set(command, option, says, tmp_path):
+    refused = run_here(command, "r.yaml", option, "1", cwd=tmp_path)
+    words = " ".join(refused.err.replace("│", " ").split())
+    assert refused.code == 2 and f"No such option: {option}" in words
+    assert says in words if says else "--set" not in words
+
+
 def test_ligertune_alone_prints_its_help_and_is_no_error(tmp_path):
     alone, asked = run_here(cwd=tmp_path), run_here("--help", cwd=tmp_path)
     assert alone.code == asked.code == 0

@@ -64,6 +64,23 @@ def test_texts_are_joined_and_only_answers_are_trained(of_pairs, stories):
     assert (chosen.first_length, chosen.documents()) == (0, [chosen])
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "is_noted"),
+    [("Say it.", "No.", True), ("Say it", "no", True), ("Say it.\n", "No.", False), ("Say it.", " No.", False),
+     ("Say it. Answer:", "No.", False), ("[INST] Say it. [/INST]", "No.", False), ("言って。", "いいえ", True)],
+)  # fmt: skip
+def test_prompts_that_run_into_their_answers_are_noted(prompt, answer, is_noted, of_pairs, prepared):
+    texts = {"prompt": prompt, "chosen": answer, "rejected": answer + " Or not."}
+    few = {"prompt": "Say it.", "chosen": " Yes.", "rejected": " No."}
+    for rows, noted in (([texts, texts, few], is_noted), ([texts, few, few], False)):
+        notes = " ".join(of_pairs(rows).report.notes)
+        assert ("without white space" in notes and f'{prompt[-12:]}{answer}"' in notes) == noted
+    report = prepared([{"prompt": prompt, "completion": answer}] * 3).report
+    assert any("3 of 3 prompts" in note for note in report.notes) == is_noted
+    under_chat = of_pairs([texts] * 3, prompt_template="chat").report
+    assert not any("white space" in note for note in under_chat.notes)
+
+
 def test_train_on_last_trains_the_last_turn_only(of_pairs, tokenizer_named):
     tokenizer = tokenizer_named("qwen2.5")
     row = {"chosen": turns("Q", "A one", "R", "B two"), "rejected": turns("Q", "C three", "R", "D four")}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.data.row_files import write_rows
 
+from ligertune.data.dataset_report import remedy
 from ligertune.data.examples import Example, Examples, Preparation
 from ligertune.data.prepare import mix_datasets, prepare
 from ligertune.data.row_pipeline import ROWS_PER_CHUNK, RowCounts, RowPipeline, build_blocks, count_processes
@@ -110,6 +111,17 @@ def test_on_bad_row_error_names_the_source(prepared, output, says):
             prepared([*alpaca("a"), ["i", "o"]], dataset={"on_bad_row": policy})
 
 
+@pytest.mark.parametrize(
+    ("reason", "columns", "repair"),
+    [("equal answers", False, False), ("missing value", True, False), ("empty answer", False, True),
+     ("not text", True, True)],
+)  # fmt: skip
+def test_the_remedy_for_dropped_rows_names_only_what_helps(reason, columns, repair):
+    text = remedy({reason: 3}, DataOptions(datasets=[{"path": "rows.jsonl"}]))
+    assert "Repair or remove these rows" in text
+    assert ("name the columns" in text) == columns and ("on_bad_row: repair" in text) == repair
+
+
 def test_a_data_set_without_examples_is_an_error(prepared):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
     for rows, says in (
@@ -148,6 +160,15 @@ def test_a_template_without_end_of_turn_is_noted(tmp_path, hundred, prepared):
         == prepared(hundred, prompt_template=str(source), train_on="all").report.notes
         == ()
     )
+
+
+def test_system_prompts_of_most_rows_are_noted(prepared):
+    plain = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    own = [{"role": "system", "content": "Be brief."}, *plain]
+    for rows, noted in (([own, own, plain], "2 of 3 rows have a system prompt"), ([own, plain, plain], "")):
+        notes = " ".join(prepared([{"messages": turns} for turns in rows]).report.notes)
+        assert noted in notes if noted else "system prompt" not in notes
+    assert "system prompt" not in " ".join(prepared([{"messages": plain}], system_prompt="Be brief.").report.notes)
 
 
 def test_examples_are_a_sequence(hundred, prepared):

@@ -13,10 +13,13 @@ from ligertune.cli.render import console as render
 from ligertune.cli.render import data_report as render_data
 from ligertune.cli.render.data_report import BAR, data_page, histogram_rows, visible_text
 from ligertune.data.batching.packing import pack
+from ligertune.data.prepare import prepare
 from ligertune.data.preview import length_statistics, preview, preview_summary
 from ligertune.data.statistics import data_statistics
 from ligertune.errors import UserError
+from ligertune.features.scores.recipe import ClassificationSpec
 from ligertune.planning.batch_layout import StatisticsOptions
+from ligertune.planning.options import DataOptions, DatasetOptions
 from ligertune.planning.preflight import check_report_path
 from ligertune.recipe.schema import Recipe
 
@@ -166,7 +169,17 @@ def test_both_answers_of_a_pair_are_shown_with_what_is_trained(prepared, stories
     assert answers["chosen"]["trained_tokens"] + answers["rejected"]["trained_tokens"] == data.report.trained_tokens
     assert answers["chosen"]["trained_tokens"] > answers["rejected"]["trained_tokens"]
     assert found["lengths"]["max"] == data.train.document_lengths.max()
+    assert "The whole run has only 1 optimizer step." in page
     assert "3 of 3 rows" in page and "Tokens per sequence" in page and "rejected" in data_page(found, title="t")
+
+
+def test_texts_to_classify_are_shown_with_the_token_that_learns_the_label(stories, printed, tmp_path):
+    path = write_rows(tmp_path / "d.jsonl", [{"text": "A cat.", "label": "b"}, {"text": "A dog.", "label": "a"}])
+    options = DataOptions(datasets=[DatasetOptions(path=str(path))])
+    data = prepare(options, stories, seed=0, rows="texts", label_options=ClassificationSpec())
+    page = printed(data, preview(data.train, stories, 1, labels=data.labels), terminal=False)
+    assert "Trained: [[between double brackets]]. The label in each heading is learned there." in page
+    assert "d.jsonl:1, b, " in page and "A cat[[.]]" in page
 
 
 def test_labelled_answers_are_shown_with_their_label(prepared, stories, printed):
@@ -194,12 +207,15 @@ def test_statistics_of_rows_padding_steps_and_tokens():
     lengths = np.array([10, 60, 20, 30, 40, 50, 5], dtype=np.int64)
     found = data_statistics(lengths, lengths // 2, StatisticsOptions.of(recipe(num_train_epochs=2), processes=2))
     packs = pack(lengths, 64)
-    assert (found["rows"], found["fill"], found["rows_per_step"]) == (len(packs), packs.fill, 12)
+    assert (found["rows"], found["fill"], found["rows_per_step"]) == (len(packs), packs.fill, 2 * len(packs))
     assert (found["steps"], found["tokens"], found["trained_tokens"]) == (1, 2 * 215, 2 * int((lengths // 2).sum()))
     assert found["fill_shuffled"] < found["fill_grouped"] == pytest.approx(215 / (2 * 10 + 2 * 30 + 2 * 50 + 60))
     assert found["fill_to_max_length"] == pytest.approx(215 / (7 * 64))
     per_step = found["steps_per_epoch"], found["tokens_per_step"]
-    assert per_step == pytest.approx((len(packs) / 12, 12 * 215 / len(packs)))
+    assert per_step == pytest.approx((0.5, 2 * 215)) and found["few_steps"]  # the run has fewer rows than a batch
+    found = data_statistics(lengths, lengths, StatisticsOptions.of(recipe(num_train_epochs=99), processes=2))
+    assert (found["rows_per_step"], found["few_steps"]) == (12, False)
+    assert found["tokens_per_step"] == pytest.approx(12 * 215 / len(packs))
     padded = recipe().model_copy(update={"data": recipe().data.model_copy(update={"packing": False})})
     alone = data_statistics(lengths, lengths // 2, StatisticsOptions.of(padded, processes=1))
     assert (alone["rows"], alone["packed"], alone["fill"]) == (7, False, alone["fill_grouped"])
@@ -208,6 +224,7 @@ def test_statistics_of_rows_padding_steps_and_tokens():
     assert (alone["padding_free"], padding_free["padding_free"], padding_free["fill"]) == (False, True, 1.0)
     found = data_statistics(lengths, lengths, StatisticsOptions.of(recipe(max_steps=4), processes=1))
     assert found["tokens"] == round(215 * 4 * 6 / len(packs))
+    assert (found["rows_per_step"], found["few_steps"]) == (6, False)  # max_steps was chosen
 
 
 def test_statistics_of_the_lengths_1_to_101():

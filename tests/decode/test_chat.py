@@ -66,7 +66,7 @@ def test_streamed_pieces_are_the_text_of_generate(folder):
 
 
 def test_chat_reads_a_pipe_and_starts_as_generate_does(folder, talk, tmp_path):
-    for template, says in (("chat", ""), ("alpaca", "single exchanges"), ("raw", "plain text")):
+    for template, says in (("chat", ""), ("alpaca", "single exchanges"), ("raw", "Plain text without a chat template")):
         run = folder(template)
         done = talk(["Say hi.", "", "/help", "/nothing", "/reset", "Say hi.", "/exit", "Not read."], run)
         assert done.code == 0, done.err
@@ -84,6 +84,14 @@ def test_a_turn_is_prompted_with_the_turns_before_it(folder):
     ids = loaded.tokenizer(f"<s>{prompt}\n\n### assistant:\n", add_special_tokens=False, return_tensors="pt")
     expected = loaded.model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert said[1] == loaded.tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_generate_puts_a_system_prompt_where_chat_does(folder, tmp_path):
+    run = folder("chat")
+    done = run_here("generate", run, "Say hi.", "--system", "Be brief.", "--max-new-tokens", 1, "--json", cwd=tmp_path)
+    assert json.loads(done.out)["prompt"] == ("<s>### system:\nBe brief.\n\n### user:\nSay hi.\n\n### assistant:\n")
+    refused = run_here("generate", folder("raw"), "Say hi.", "--system", "Be brief.", cwd=tmp_path)
+    assert refused.code == 2 and "prompted without a chat template" in refused.err
 
 
 def test_the_oldest_turns_leave_a_full_context(folder):

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from ligertune.cli.app import app
 from ligertune.errors import UserError
+from ligertune.models.read_config import read_config
+from ligertune.planning.options import ModelOptions
 from ligertune.recipe import load_recipe, recipe_schema
 from ligertune.recipe.describe import matching_keys, recipe_reference, run_folder
 from ligertune.recipe.document import keys
@@ -137,6 +139,9 @@ DATA = [
      {"task": "classification"}, "a conversation"),
     ("steps.jsonl", '{"prompt": "q", "completions": ["a", "b"], "labels": [true, false]}\n', {"task": "sft"}, ""),
     ("alpaca.jsonl", '{"instruction": "q", "input": "", "output": "a", "category": "x"}\n' * 9, {"task": "sft"}, ""),
+    ("tickets.csv", "id,ticket,category\n1,lost,post\n2,late,post\n3,dear,bill\n4,twice,bill\n",
+     {"task": "classification", "data.datasets.0.columns": {"label": "category", "text": "ticket"}}, "a text (ticket)"),
+    ("two.csv", "ticket,answer_to,category\na,b,post\nc,d,post\ne,f,bill\ng,h,bill\n", {"task": "sft"}, ""),
     ("graded.jsonl", '{"question": "q", "answer": "a", "label": "easy"}\n', {"task": "sft"}, ""),
     ("words.jsonl", '{"text": "a"}\n{"text": "b"}\n', {"task": "sft"}, ""),
     ("articles.jsonl", "".join(f'{{"text": "{i}", "score": {i}}}\n' for i in range(30)), {"task": "sft"}, ""),
@@ -177,6 +182,43 @@ def test_init_writes_the_learning_rate_of_preference_pairs(init):
         assert load_recipe(Path(f"{method}.yaml")).train.learning_rate == rate
 
 
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        ({"max_position_embeddings": 512}, (), 512),
+        ({"n_positions": 1024}, (), 1024),
+        ({"text_config": {"max_position_embeddings": 512}}, (), 512),
+        ({"max_position_embeddings": 131072}, (), 2048),
+        ({"max_position_embeddings": 512}, ("data.max_length=256",), 256),
+        ({"max_position_embeddings": 512}, ("model.rope_parameters.factor=8",), 2048),
+        ({"max_position_embeddings": "many"}, (), 2048),
+    ],
+)
+def test_init_writes_no_longer_examples_than_the_model_reads(init, config, overrides, expected):
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(config))
+    options = [part for override in overrides for part in ("--set", override)]
+    done = init("model", "some/data", *options)
+    assert load_recipe(Path("recipe.yaml")).data.max_length == expected
+    assert ("the context of the model" in done.output) == (expected in (512, 1024))
+
+
+def test_the_folder_of_a_run_is_no_model_and_the_message_names_the_one_in_it(init):
+    Path("runs/first/model").mkdir(parents=True)
+    Path("runs/first/model/config.json").write_text("{}")
+    refused = init("runs/first", "some/data").exception
+    assert isinstance(refused, UserError) and str(refused).endswith("runs/first/model")
+
+
+def test_the_folder_of_a_run_with_an_adapter_says_how_to_make_a_model_of_it(init):
+    Path("runs/first/model").mkdir(parents=True)
+    Path("runs/first/model/adapter_config.json").write_text("{}")
+    refused = init("runs/first", "some/data").exception
+    assert isinstance(refused, UserError) and "ligertune export" in str(refused) and refused.exit_code == 2
+    with pytest.raises(UserError, match="holds an adapter, and no whole model"):
+        read_config(ModelOptions(model_name_or_path="runs/first/model"))
+
+
 def test_a_second_init_names_overwrite_which_replaces_a_file_and_never_the_target_of_a_link(init):
     assert init("some/model", "some/data").exit_code == 0
     refused = init("other/model", "some/data").exception
@@ -202,6 +244,8 @@ def test_a_second_init_names_overwrite_which_replaces_a_file_and_never_the_targe
         ("Qwen/Qwen2.5-0.5B", "tatsu-lab/alpaca", "runs/qwen2.5-0.5b-alpaca"),
         ("models/mine/", "data/answers.jsonl.gz", "runs/mine-answers"),
         ("a/b", "parts/*.parquet", "runs/b"),
+        ("a/b", "notes.md", "runs/b-notes"),
+        ("runs/First/model", "pairs.jsonl", "runs/first-pairs"),
     ],
 )
 def test_the_run_folder_is_named_after_model_and_data(model, data, name):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ligertune.errors import UserError
 from ligertune.recipe import load_recipe
 
 # override -> value
@@ -120,6 +121,13 @@ def test_existing_paths_become_absolute_and_others_are_unchanged(tmp_path, monke
     assert recipe.model.tokenizer.chat_template == "chat"  # a built-in name; a folder is not a template
     assert recipe.checkpoint.output_dir == "runs/one"
     assert recipe.source == recipes / "recipe.yaml"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.CSV", "rows.txt"])
+def test_a_data_file_in_place_of_a_recipe_is_told_from_one(name, tmp_path):
+    (tmp_path / name).write_text('{"instruction": "a", "output": "b"}\n' * 2)
+    with pytest.raises(UserError, match=rf"no recipe\. Write .*ligertune init MODEL .*{name}"):
+        load_recipe(tmp_path / name)
 
 
 def test_the_home_folder_is_expanded(monkeypatch, tmp_path, required, load):

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -15,9 +16,10 @@ import torch
 from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM
 
-from ligertune.cli.render.run_report import show_report
+from ligertune.cli.render.run_report import next_step, show_report
 from ligertune.data.batching.order import DataOrder
 from ligertune.errors import format_bytes, format_count, format_rate
+from ligertune.models.save import write_prompt
 from ligertune.report import loss_unit, model_title
 from ligertune.report.make_report import command_line, git_commit
 from ligertune.report.svg_chart import tick_labels, ticks
@@ -95,6 +97,23 @@ def test_a_fused_loss_that_was_planned_but_did_not_run_is_a_warning_after_the_fi
     show_report(report)
     printed = "".join(capsys.readouterr())  # on standard error if an earlier command printed JSON
     assert "5 from logits" in printed and "linear_cross_entropy" not in printed
+
+
+@pytest.mark.parametrize(("template", "prompt"), [("raw", "first words"), ("chat", "Give three tips")])
+def test_the_command_after_a_run_continues_a_text_or_asks(template, prompt, resumed, tmp_path, capsys):
+    write_prompt(tmp_path, {"prompt_template": template, "system_prompt": None})
+    next_step(replace(resumed[2], model_path=str(tmp_path)), [], launched=False)
+    assert prompt in "".join(capsys.readouterr())
+
+
+def test_a_loss_that_was_logged_once_is_printed_once(resumed, capsys):
+    report = resumed[2]
+    once = replace(report, loss_first=report.loss_last)
+    for one, arrows in ((report, 1), (once, 0)):
+        show_report(one)
+        (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("training loss")]
+        assert line.count("->") == arrows and f"{report.loss_last:.4f}" in line
+        assert str(one).count("->") == arrows
 
 
 def test_every_line_has_a_time_in_utc_within_the_run(resumed, lines):

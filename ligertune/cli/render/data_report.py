@@ -32,7 +32,9 @@ def data_preview(summary: dict[str, Any], previews: Sequence[PreviewExample]) ->
     colour = OUTPUT.console.is_terminal
     if previews:
         marks = "Trained: green; every second token is underlined; control tokens are reversed."
-        text(marks if colour else "Trained: [[between double brackets]].")
+        marks = marks if colour else "Trained: [[between double brackets]]."
+        # a text with a label has one such token, the last
+        text(f"{marks} The label in each heading is learned there." if summary["labels"] else marks)
     for shown in previews:
         answer = f", {shown.answer}" if shown.answer else ""
         head = (
@@ -198,6 +200,12 @@ def report_notes(summary: dict[str, Any]) -> list[str]:
     if report["literal"]:
         count = plural(report["literal"], "row")
         notes.append(f"{count} with text that looks like a control token: it is tokenized as ordinary text.")
+    outlook = summary["outlook"]
+    if outlook["few_steps"] and not summary["streamed"]:
+        notes.append(
+            f"The whole run has only {plural(outlook['steps'], 'optimizer step')}. `ligertune plan` names the keys "
+            "that give more."
+        )
     return notes
 
 

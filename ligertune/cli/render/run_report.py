@@ -243,6 +243,8 @@ def _training_loss(report: Report) -> str:
     """Return the losses of the first and the last logged steps, and that they are of different rows."""
     if report.loss_first is None:
         return "none logged"
+    if report.loss_first == report.loss_last:  # of one line: two have different rows
+        return f"{report.loss_last:.4f} (logged once: the mean over the steps)"
     return f"{report.loss_first:.4f} -> {report.loss_last:.4f} (first and last logged steps, on different rows)"
 
 

@@ -10,14 +10,16 @@ silently leave out files that name no split, add notes and the copies in `backup
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ligertune.data.rows.data_card import card_parts, matches, path_inside
 from ligertune.data.rows.data_files import display_path
-from ligertune.data.rows.file_readers import FILE_TYPES, file_type, reader_of
+from ligertune.data.rows.file_readers import FILE_TYPES, READABLE, file_type, reader_of
 from ligertune.errors import UserError
 
 DEFAULT_SPLIT = "train"
@@ -33,6 +35,8 @@ _SHARD = re.compile(r"(?:\A|[/-])([\w.]+)-\d{3,}-of-\d{3,}(?:-[0-9a-f]+)?\Z")  #
 _NO_SPLITS = ("data", "part", "shard", "file", "chunk")  # other words before the number of a shard
 _METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 _NOTES = {"readme", "license", "licence", "notice", "changelog", "citation"}
+_TEXTS = (".txt", ".md")
+_DOCUMENTS = {".doc", ".docx", ".epub", ".htm", ".html", ".odt", ".pdf", ".rst", ".rtf", ".tex"}  # of no known reader
 _MAX_DEPTH = 4  # of subfolders: a level for the configuration, one for the split, and two for the rest
 _MAX_FOLDERS = 10_000  # of one level, so that a search from / ends
 _MAX_METADATA = 1 << 24  # bytes of a file that `datasets` wrote about a data set
@@ -56,12 +60,39 @@ def files_in(folder: Path, choice: Choice = ALL) -> list[Path]:
         folder = _subfolder(folder, choice.data_dir)
     files = _named_files(folder, choice) if choice.data_files else _files_of_split(folder, choice.split, choice.name)
     types = sorted({file_type(file) for file in files})
-    if len(types) > 1:
+    if len(types) > 1 and not set(types) <= set(_TEXTS):
         raise UserError(
             f"{folder}: the folder holds files of several types ({', '.join(types)}).",
             hint=f"Choose one, for instance with {folder / ('*' + types[0])}.",
         )
     return files
+
+
+def unread_files(folder: Path, read: list[Path]) -> dict[str, int]:
+    """Return the number of data files and documents in a folder that are not among `read`, by their type.
+
+    Left out are notes, texts next to data files, and all files where splits or `datasets` divide the folder.
+    """
+    is_divided = any(_split_of(file.relative_to(folder)) for file in read)
+    if is_divided or _configured(folder):
+        return {}
+    kinds = {*READABLE, *_DOCUMENTS}
+    if not {file_type(file) for file in read} <= set(_TEXTS):
+        kinds -= {*_TEXTS, *_DOCUMENTS}
+    level = [folder]
+    counts: Counter[str] = Counter()
+    for _ in range(_MAX_DEPTH):
+        inside = [path for place in level if os.access(place, os.R_OK | os.X_OK) for path in _visible(place)]
+        files = [path for path in inside if file_type(path) in kinds and path.is_file() and not _is_note(path)]
+        counts.update(file_type(path) for path in files if path not in read)
+        level = [path for path in inside if path.is_dir()][:_MAX_FOLDERS]
+    return dict(sorted(counts.items()))
+
+
+def _configured(folder: Path) -> bool:
+    """Return whether README.md or `save_to_disk` says which files of a folder are data."""
+    saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return saved or bool(card_parts(folder, None))
 
 
 def _files_of_split(folder: Path, split: str, name: str | None) -> list[Path]:
@@ -129,14 +160,28 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
     level = [folder]
     for _ in range(_MAX_DEPTH):
         found = sorted(file for place in level for file in _data_files(place))
-        files = [file for file in found if file_type(file) != ".txt"] or found  # a .txt next to data is a note
+        files = _rows_in(found)
+        paths = [] if files else [path for place in level for path in _visible(place)]
+        folders = [path for path in paths if path.is_dir()][:_MAX_FOLDERS]
+        # texts next to rows, or above a folder of them as in the hub's layouts, are notes
+        if not files and not any(_rows_in(_data_files(inner)) for inner in folders if _is_part(inner)):
+            files = found
         if files:
             parts: dict[str, list[Path]] = {}
             for file in files:
                 parts.setdefault(_split_of(file.relative_to(folder)), []).append(file)
             return parts
-        level = [inner for place in level for inner in _visible(place) if inner.is_dir()][:_MAX_FOLDERS]
+        level = folders
     raise UserError(f"{folder}: the folder holds no data file.", hint=f"Known: {FILE_TYPES}.")
+
+
+def _rows_in(files: list[Path]) -> list[Path]:
+    return [file for file in files if file_type(file) not in _TEXTS]
+
+
+def _is_part(folder: Path) -> bool:
+    """Return whether the name is that of the data, or of a split, in a data set of the hub."""
+    return folder.name.lower() in ("data", *_SPLITS)
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -153,7 +198,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _is_note(path: Path) -> bool:
-    return path.name.lower() in _METADATA or (file_type(path) == ".txt" and path.stem.lower() in _NOTES)
+    return path.name.lower() in _METADATA or (file_type(path) in _TEXTS and path.stem.lower() in _NOTES)
 
 
 def _split_of(path: Path) -> str:

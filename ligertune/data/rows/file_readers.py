@@ -433,7 +433,7 @@ def _read_text(file: DataFile) -> Iterator[Record]:
     begin = 1
     with file.open() as stream:
         for line, n_bytes in file.lines(stream):
-            pieces.append(line)
+            pieces.append(line.replace("\r\n", "\n"))  # as Windows ends lines; a model would learn to write both
             length += n_bytes
             if length >= min(_DOCUMENT, file.max_bytes) or n_bytes > file.max_bytes:
                 yield file.record({"text": "".join(pieces)}, begin, length)
@@ -453,8 +453,10 @@ _READERS: dict[str, Callable[[DataFile], Iterator[Record]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".txt": _read_text,
+    ".md": _read_text,
 }
-FILE_TYPES = f"{', '.join(_READERS)}, each also with {' or '.join(COMPRESSED)} appended"
+READABLE = tuple(_READERS)
+FILE_TYPES = f"{', '.join(READABLE)}, each also with {' or '.join(COMPRESSED)} appended"
 
 
 def file_type(path: Path) -> str:

@@ -139,8 +139,16 @@ def recognise_format(name: str, columns: Collection[str], path: str, formats: Se
     what = "fit no known format; nearest is" if name == "auto" else "do not fit"
     raise UserError(
         f"{path}: its columns ({found}) {what} {nearest.name}, which also needs {missing}.",
-        hint=_renames(columns, candidates),
+        hint=header_hint(columns, path) or _renames(columns, candidates),
     )
+
+
+def header_hint(columns: Collection[str], path: str) -> str:
+    """Return what to write if the columns of a csv file look like its first row; else an empty text."""
+    sentences = [column for column in columns if len(column.split()) >= _WORDS_OF_VALUES]
+    if not sentences or not re.search(r"\.(csv|tsv)(\.gz|\.zst)?\Z", path, re.IGNORECASE):
+        return ""
+    return f"If {min(sentences)!r:.60} is no name but a value, write the names of the columns into the first line."
 
 
 def check_format_name(name: str, formats: Sequence[Format], needs: str) -> None:
@@ -153,6 +161,7 @@ def check_format_name(name: str, formats: Sequence[Format], needs: str) -> None:
         )
 
 
+_WORDS_OF_VALUES = 4  # a name of so many words is rather a value
 # Names of columns in published data sets, by our name; the first that a data set has is taken.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("instruction", "question", "prompt"), PROMPT_NAMES),

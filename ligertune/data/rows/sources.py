@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligertune.data.rows.arrow_tables import TableRows, arrow_schema
-from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, n_bytes_of
-from ligertune.data.rows.data_folders import ALL, DEFAULT_SPLIT, Choice, files_in, no_configurations
+from ligertune.data.rows.data_files import MAX_RECORD_BYTES, DataFile, Record, display_path, n_bytes_of
+from ligertune.data.rows.data_folders import ALL, DEFAULT_SPLIT, Choice, files_in, no_configurations, unread_files
 from ligertune.data.rows.file_readers import file_type, read_records, reader_of
 from ligertune.data.rows.row_kind import check_columns
 from ligertune.data.shapes.column_names import check_columns_exist, renamed_row
@@ -125,6 +125,21 @@ def files_of(spec: DatasetOptions) -> list[Path]:
     """Return the data files that a data set names, sorted; none if it is one on the hub. Raises UserError."""
     choice = Choice(_split_name(spec.split), spec.name, spec.data_dir, spec.data_files)
     return find_files(spec.path, choice, revision=spec.revision)
+
+
+def unread_note(spec: DatasetOptions) -> str:
+    """Return a sentence on the files of a folder that are not read although they may be meant; else an empty text."""
+    folder = Path(spec.path).expanduser()
+    if not folder.is_dir() or spec.data_dir or spec.data_files or spec.name:
+        return ""
+    counts = unread_files(folder, files_of(spec))
+    if not counts:
+        return ""
+    listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return (
+        f"{display_path(folder)}: files in this folder that are not read: {listed}. Data files of one type are read, "
+        "or .txt and .md files, of the topmost level that has any."
+    )
 
 
 def find_files(path: str, choice: Choice = ALL, *, revision: str | None = None) -> list[Path]:

@@ -95,6 +95,7 @@ def decode(
         "--top-p": request.top_p < 1,
         "--image": bool(request.images),
         "--prompts": bool(request.prompts_file),
+        "--system": request.system is not None,
     }
     for option, is_given in unsupported.items():
         if is_given:

@@ -39,6 +39,7 @@ _LABEL_NAMES = (
 _TEXT_NAMES = (*(names[0] for names in TEXT_COLUMNS if len(names) == 1), "body", "comment", "message", "document",
                "description", "sms", "statement", "utterance", "headline",
                "comment_text", "review_text", "review_body", "sentence_text", "tweet_text", "full_text")  # fmt: skip
+_ROW_IDS = ("id", "_id", "idx", "index", "uid", "unnamed: 0", "")
 # A column that is not called `label` is one of labels only if its values repeat: a score of 100 rows does not.
 _MOST_LABELS = 20
 _MOST_DISTINCT = 0.5
@@ -98,7 +99,7 @@ def _detect(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions
         return None
     columns = {} if label in LABEL_COLUMNS else {"label": label}
     format = _label_format(columns, first, spec.path)
-    texts = [name for name in sample.spelled(_TEXT_NAMES) if name != label and sample.is_text(name)]
+    texts = _text_columns(sample, label)
     # a column whose name a format reads comes first; without one, the first name that is often that of a text
     if format is None and texts:
         columns["text"] = texts[0]
@@ -110,6 +111,14 @@ def _detect(sample: SampleColumns, first: Sequence[Record], spec: DatasetOptions
     what = columns.get("text") or " and ".join(format.texts) or "a conversation"
     settings = {"classification.problem_type": problem}
     return DetectedTask("classification", f"has a text ({what}) and a label ({label})", settings, columns)
+
+
+def _text_columns(sample: SampleColumns, label: str) -> list[str]:
+    """Return the columns that can be the text: those with the name of one, or the only other column."""
+    if texts := [name for name in sample.spelled(_TEXT_NAMES) if name != label and sample.is_text(name)]:
+        return texts
+    others = [name for name in sample.names if name != label and name.lower() not in _ROW_IDS]
+    return others if len(others) == 1 and sample.is_text(others[0]) else []
 
 
 def _is_label(sample: SampleColumns, name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ligertune.data.bad_rows import BadRow
 from ligertune.data.rows.conversation import Conversation, Message, ParsedRow
 from ligertune.data.rows.data_files import Record
-from ligertune.data.rows.formats import Format, checked
+from ligertune.data.rows.formats import Format, checked, header_hint
 from ligertune.data.rows.row_kind import FirstRows
 from ligertune.data.rows.sources import class_names
 from ligertune.data.rows.turns import MAX_NUMBER, RowReader, finite_number, parse_tools
@@ -61,6 +61,8 @@ class LabelFormat(Format):
 
     def _targets(self, value: Any) -> tuple[str | float, ...]:
         """Return the labels of a row: names, or numbers. Raises BadRow for another kind than most first rows have."""
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise BadRow("no label")
         if isinstance(value, list | tuple) != self.labels.many:
             raise BadRow("label of another kind", f"{value!r:.40}")
         if self.labels.many and len(value) > MAX_LABELS:
@@ -143,7 +145,8 @@ def recognise_labels(first: FirstRows) -> LabelFormat:
     if label is None:
         raise UserError(
             f"{first.path}: its columns ({first.found}) lack `label`, which task: classification needs.",
-            hint="If it has another name, write data.datasets[].columns: {label: its name}.",
+            hint=header_hint(first.columns, first.path)
+            or "If it has another name, write data.datasets[].columns: {label: its name}.",
         )
     named = [row for row in LABEL_FORMATS if first.format in ("auto", row.name)]
     fitting = next((row for row in named if set(row.required) <= first.columns), None)

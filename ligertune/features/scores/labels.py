@@ -108,7 +108,7 @@ def resolve_labels(
             f"classification: all rows have the same label, so there is nothing to tell apart{_dropped(reports)}.",
             hint="Give data with at least 2 labels, or write classification.problem_type: regression.",
         )
-    return found, LabelSet(count, problem, names, (_note(found, names, count),), why)
+    return found, LabelSet(count, problem, names, (_note(found, names, count), *_similar(names)), why)
 
 
 def _common_kind(reports: Sequence[DatasetReport]) -> tuple[str, bool]:
@@ -140,7 +140,7 @@ def _why(reports: Sequence[DatasetReport], options: ClassificationSpec) -> str:
 
 def _dropped(reports: Sequence[DatasetReport]) -> str:
     """Return how many rows were dropped for their label, and the first of them, to be appended to an error."""
-    reasons = ("label of another kind", "label is too large")
+    reasons = ("no label", "label of another kind", "label is too large")
     found = [(report.dropped[reason], report.first_dropped[reason], reason)
              for report in reports for reason in reasons if reason in report.dropped]  # fmt: skip
     if not found:
@@ -300,11 +300,28 @@ def _check_ids_are_used(blocks: Sequence[Block], highest: int) -> None:
 def _note(blocks: Sequence[Block], names: tuple[str, ...], count: int) -> str:
     """Return how many texts have each label."""
     found = np.sum([np.bincount(block.targets.astype(np.int64), minlength=count) for block in blocks], axis=0)
-    shown = [f"{names[i] if names else i} {number:,}" for i, number in enumerate(found[:_SHOWN].tolist())]
+    shown = [f"{_shown(names[i]) if names else i} {number:,}" for i, number in enumerate(found[:_SHOWN].tolist())]
     more = [f"and {count - _SHOWN} more"] if count > _SHOWN else []
     unused = int((found == 0).sum())
     without = f"; {unused} of them {'is' if unused == 1 else 'are'} in no row" if unused else ""
     return f"{plural(count, 'label')} by number of texts: {', '.join([*shown, *more])}{without}."
+
+
+def _shown(name: str) -> str:
+    """Return the name of a label, in quotes if white space around it would be overlooked."""
+    return name if name == name.strip() else repr(name)
+
+
+def _similar(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note on labels that differ in case or white space only, which most often are one."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
+    groups = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
+    if not groups:
+        return ()
+    shown = "; ".join(groups[:_SHOWN])
+    return (f"Labels that differ in case or white space only, and are learned as different ones: {shown}.",)
 
 
 def note_unseen(labels: LabelSet, training: Sequence[Block], evaluation: Sequence[Block]) -> LabelSet:

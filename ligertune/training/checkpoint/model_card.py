@@ -13,14 +13,14 @@ from ligertune.data.templates.prompt_templates import ALPACA_PROMPT
 from ligertune.errors import UserError, printable
 from ligertune.files.base_model import CarriedTensors, StoredAs, TrainedBase, four_bit_format
 from ligertune.files.model_files import ADAPTER_CONFIG
-from ligertune.files.storage import mask_secrets, read_object, write_text
+from ligertune.files.storage import PROMPT_FILE, mask_secrets, read_object, write_text
 from ligertune.models.carried_tensors import carried_note
 from ligertune.models.save import adapter_base_model, prompt_of, read_prompt
 from ligertune.models.score_head import PIPELINE_TAG, SCORE_AUTO_CLASS, is_scored_class
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.options import MethodOptions, RunOptions
 from ligertune.planning.preflight import looks_local
-from ligertune.planning.saved_model import PROMPT_FILE, SavedModel, saved_options, trained_base
+from ligertune.planning.saved_model import SavedModel, saved_options, trained_base
 from ligertune.serving.server_commands import GgufNames, ServedFiles, adapter_facts, server_commands, serving_note
 
 CARD = "README.md"

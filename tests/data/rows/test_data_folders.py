@@ -8,7 +8,7 @@ import pytest
 from support.data.row_files import write_rows
 
 from ligertune.data.rows.data_folders import Choice
-from ligertune.data.rows.sources import RecordStream, find_files
+from ligertune.data.rows.sources import RecordStream, find_files, unread_note
 from ligertune.errors import UserError
 from ligertune.planning.options import DatasetOptions
 
@@ -48,6 +48,7 @@ LAYOUTS = {
     ("part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl", "__pycache__/train.jsonl"):
         {"train": ["part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl"]},
     ("test.jsonl",): {"train": ["test.jsonl"], "test": ["test.jsonl"]},
+    ("datasheet.md", "notes.txt", "data/a.jsonl"): {"train": ["data/a.jsonl"]},
     ("deep/er/data/a.jsonl",): {"train": ["deep/er/data/a.jsonl"]},
 }  # fmt: skip
 
@@ -109,6 +110,38 @@ def test_a_choice_that_fits_no_file_is_refused(given, says, folder):
     with pytest.raises(UserError, match=says) as error:
         texts(folder("a.jsonl"), **given)
     assert error.value.exit_code == 2
+
+
+def texts_in(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name}\n")
+    return folder
+
+
+def test_txt_and_markdown_files_of_a_folder_are_read_together(tmp_path):
+    place = texts_in(tmp_path, ("b.txt", "a.md", "README.md", "LICENSE.md"))
+    assert texts(place) == ["a.md\n", "b.txt\n"]
+    assert unread_note(DatasetOptions(path=str(place))) == ""
+    texts_in(place, ("tables/b.txt",))
+    (place / "tables/prices.jsonl").write_text('{"text": "of a table"}\n')  # not a layout of the hub
+    assert texts(place) == ["a.md\n", "b.txt\n"]
+    (place / "rows.jsonl").write_text('{"text": "a row"}\n')  # texts next to rows are notes on them
+    assert texts(place) == ["a row"]
+    assert "not read: 1 .jsonl." in unread_note(DatasetOptions(path=str(place)))  # that of the table
+
+
+@pytest.mark.parametrize(
+    ("names", "counted"),
+    [
+        (("a.txt", "scan.pdf", "letter.docx", "old.docx", "photo.jpg", "more/b.md"), "2 .docx, 1 .md, 1 .pdf"),
+        (("a.jsonl", "scan.pdf", "more/b.jsonl", ".git/c.jsonl"), "1 .jsonl"),
+        (("train.txt", "test.txt", "more/b.txt"), ""),  # the other files are of other splits
+    ],
+)
+def test_a_note_names_the_files_of_a_folder_that_are_not_read(names, counted, tmp_path):
+    note = unread_note(DatasetOptions(path=str(texts_in(tmp_path, names))))
+    assert f"not read: {counted}." in note if counted else note == ""
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from ligertune.data.bad_rows import DROP_REASONS, BadRow
 from ligertune.data.rows.conversation import ROLES, Conversation
 from ligertune.data.rows.formats import FORMATS, recognise_format
 from ligertune.data.rows.pairs import PAIR_FORMATS
-from ligertune.data.rows.row_kind import check_columns
+from ligertune.data.rows.row_kind import FirstRows, check_columns
 from ligertune.data.rows.sources import Record
 from ligertune.errors import UserError
+from ligertune.features.scores.label_formats import recognise_labels
 
 
 def convert(row: dict, repairs: list[str] | None = None) -> Conversation:
@@ -309,6 +310,16 @@ def test_formats_are_recognised_by_columns(columns, name):
 def test_other_columns_name_the_nearest_format(name, columns, says):
     with pytest.raises(UserError, match=says):
         recognise_format(name, columns, "d")
+
+
+def test_a_csv_without_names_of_columns_is_told_by_its_values():
+    columns = ("When will my order arrive?", "delivery")
+    with pytest.raises(UserError, match="names of the columns into the first line"):
+        recognise_format("auto", columns, "tickets.csv")
+    with pytest.raises(UserError, match=r"data.datasets\[\]\.columns"):
+        recognise_format("auto", columns, "tickets.jsonl")
+    with pytest.raises(UserError, match="names of the columns into the first line"):
+        recognise_labels(FirstRows([Record(dict.fromkeys(columns, "a"), "tickets.csv:2")], "auto", "tickets.csv"))
 
 
 @pytest.mark.parametrize(

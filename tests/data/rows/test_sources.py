@@ -293,6 +293,11 @@ def test_a_text_file_is_one_document_and_a_long_one_several(tmp_path):
     assert second.source == f"{tmp_path}/r.txt:{1_048_586 // 11 + 1}"
 
 
+def test_line_ends_of_windows_are_read_as_those_of_a_text(tmp_path):
+    (tmp_path / "r.txt").write_bytes(b"\xef\xbb\xbfa\r\n\r\nb\rc\r\n")
+    assert read(tmp_path / "r.txt") == [Record({"text": "a\n\nb\rc\n"}, f"{tmp_path}/r.txt:1")]
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_list_longer_than_a_chunk(tmp_path, indent):
     """3 MiB with characters of three bytes, so that chunks end inside records and inside characters."""

@@ -90,8 +90,16 @@ def test_labels_that_make_no_sense_are_refused(labels, options, message, read):
 def test_rows_without_a_usable_label_or_text_are_dropped_and_counted(read):
     rows = [*labelled(0, 1, -1, None, [0]), {"text": "  ", "label": 1}]
     found = read(rows)
-    assert found.report.dropped == {"label of another kind": 3, "no text": 1} and len(found.train) == 2
+    assert found.report.dropped == {"label of another kind": 2, "no label": 1, "no text": 1} and len(found.train) == 2
     assert found.report.notes == ("2 labels by number of texts: 0 1, 1 1.",)
+
+
+def test_labels_that_differ_in_case_or_white_space_only_are_noted(read):
+    found = read(labelled("spam", "ham", "Spam ", "spam", "new  york", "new york"))
+    counts, similar = found.labels.notes
+    assert "'Spam ' 1," in counts and " spam 2" in counts
+    assert similar.endswith(": 'Spam ' and 'spam'; 'new  york' and 'new york'.")
+    assert len(read(labelled("spam", "ham")).labels.notes) == 1
 
 
 def test_tokens_are_those_of_the_tokenizer(read, tokenizer):
