@@ -4,17 +4,22 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.quickstart_runs import EXCLUSIVE, bare_recipe, recipe_for
+from transformers import AutoModelForCausalLM
 
+from ligertune.attention.document_isolation import _logits_of
 from ligertune.errors import UserError
 from ligertune.hardware import this_machine
+from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION
 from ligertune.planning.open_settings import OpenSettings, with_batch_of_tokens, with_usual_values
 from ligertune.planning.time import gpu_rates
 from ligertune.planning.time.gpu_rates import rates_of
 from ligertune.training import resolve
+from ligertune.training.checks import why_not_padding_free
 from ligertune.training.resolve import plan_for
 
 RATES = json.loads((Path(gpu_rates.__file__).parent / "rates" / "h200.json").read_text())
@@ -161,3 +166,18 @@ def test_steps_that_were_measured_are_predicted(h200, tmp_path):
     )
     assert plain.seconds < recomputed.seconds < offloaded.seconds
     assert plain.peak > recomputed.peak > offloaded.peak
+
+
+def test_the_check_of_documents_reads_short_rows_where_graphs_need_long_ones(tmp_path):
+    """The logits of a whole row would take more memory than the step; a row's padding is left out of what is kept."""
+    job = plan_for(recipe_for(tmp_path, **PACKED, **{"train.cuda_graphs": True}))
+    assert job.plan.rows.multiple_of == 256
+    model = AutoModelForCausalLM.from_config(job.config, attn_implementation=job.plan.attn_implementation)
+    install_packing_checks(model)
+    lengths = []
+    model.register_forward_pre_hook(
+        lambda _, __, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert why_not_padding_free(job.plan, model) is None
+    assert lengths and max(lengths) <= 128
+    assert _logits_of(model, [np.arange(3), np.arange(4)], multiple_of=64).shape[0] == 7

@@ -1,0 +1,138 @@
+"""Predicted time of a step, against numbers by hand, for a GPU whose kernels all reach the copy and matmul rates."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from support.quickstart_runs import bare_recipe
+
+from ligertune.models.shape import read_shape
+from ligertune.models.trainable import apply_method
+from ligertune.planning.memory.activation_bytes import ActivationPolicy
+from ligertune.planning.memory.states import states_of
+from ligertune.planning.options import MethodOptions
+from ligertune.planning.time.gpu_rates import GpuRates
+from ligertune.planning.time.step_time import (
+    FOUR_BIT_BYTES,
+    HIDDEN,
+    LAYER_SECONDS,
+    LINK_BYTES,
+    NVLINK_BYTES,
+    WHOLE_STEP,
+    StepWork,
+    step_time,
+)
+
+LAYERS, E, F, V, HEADS, KEYS, WIDTH = 2, 64, 160, 1000, 4, 2, 16
+Q, K = HEADS * WIDTH, KEYS * WIDTH
+IN_LAYER = E * Q + 2 * E * K + Q * E + 3 * E * F
+TOKENS, PAIRS = 1000.0, 1000.0 * 250  # documents of 250 tokens
+COPY, MATMUL, ADAM = 1e9, 1e12, 5e8
+OPS = ("add_rms_norm", "linear_cross_entropy", "document_attention", "dequantize_nf4", "experts", "gated_delta_rule")
+RATES = GpuRates(
+    copy=COPY,
+    matmul=MATMUL,
+    linear=((1.0, 1.0, MATMUL),),
+    shares=dict.fromkeys(OPS, (((1, 1, 1, 1, 1), 1.0),)),
+    optimizer=ADAM,
+    device="a GPU",
+)
+CONFIG = {"hidden_size": E, "intermediate_size": F, "num_hidden_layers": LAYERS, "vocab_size": V,
+          "num_attention_heads": HEADS, "num_key_value_heads": KEYS, "head_dim": WIDTH,
+          "tie_word_embeddings": False}  # fmt: skip
+
+
+def work(method: str = "full", **changes) -> StepWork:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).to(torch.bfloat16)
+        shape = read_shape(apply_method(model, MethodOptions(type=method)))
+    states = states_of(bare_recipe(method), shape.parameters, "bfloat16")
+    made = StepWork(shape, ActivationPolicy(), states, TOKENS, PAIRS, labels=400.0, accumulation=1)
+    return replace(made, **changes)
+
+
+def time_of(method: str = "full", **changes):
+    return step_time(work(method, **changes), RATES)
+
+
+def scaled(seconds: float) -> object:
+    return pytest.approx(WHOLE_STEP * seconds)
+
+
+def test_a_full_step():
+    found = time_of()
+    assert found.products == scaled(6 * LAYERS * IN_LAYER * TOKENS / MATMUL)
+    assert found.attention == scaled(7 * LAYERS * Q * PAIRS / MATMUL)  # two products forward, five backward
+    per_layer = 2 * 8 * E + 4 * (Q + K) + 8 * F  # norms, rotary embeddings, gated product
+    assert found.elementwise == scaled(2 * LAYERS * per_layer * TOKENS / COPY)
+    assert found.loss == scaled(6 * 400 * V * E / MATMUL)
+    assert found.gaps == pytest.approx(LAYERS * LAYER_SECONDS)
+    n = (
+        work().shape.n_parameters
+    )  # clipping and AdamW: gradients four times, weights and two moments twice, in bfloat16
+    assert found.update == pytest.approx((4 + 2 + 4) * 2 * n / ADAM)
+    assert found.total == pytest.approx(sum(vars(found).values()))
+
+
+def test_adapters_have_no_gradients_of_the_frozen_weights():
+    found = time_of("lora")
+    trained = work("lora").shape.n_matmul_trainable
+    assert 0 < trained < LAYERS * IN_LAYER
+    assert found.products == scaled((4 * (LAYERS * IN_LAYER + trained) + 2 * trained) * TOKENS / MATMUL)
+    assert found.loss == scaled(4 * 400 * V * E / MATMUL)
+    states = work("lora").states  # adapters, their gradients and moments are float32
+    assert found.update == pytest.approx((4 * states.gradients + 2 * states.trained + 2 * states.optimizer) / ADAM)
+
+
+@pytest.mark.parametrize(("how", "left_out"), [(True, E * F), ("offload", E * F + Q * E)])
+def test_checkpointed_layers_run_again_without_their_last_product(how, left_out):
+    plain = time_of()
+    again = time_of(policy=ActivationPolicy(checkpointing=how))
+    repeated = 2 * LAYERS * (IN_LAYER - left_out) * TOKENS / MATMUL
+    assert again.products - plain.products == scaled(repeated)
+    attends = 2 * LAYERS * Q * PAIRS / MATMUL
+    assert again.attention - plain.attention == scaled(attends if how is True else 0)
+    half = time_of(policy=ActivationPolicy(checkpointing=how, not_checkpointed=1))
+    assert half.products == pytest.approx((plain.products + again.products) / 2)
+
+
+def test_recomputed_norms_and_products_cost_their_bytes():
+    plain, norms, both = (time_of(policy=ActivationPolicy(recompute=kind)) for kind in (False, "norms", True))
+    assert norms.elementwise - plain.elementwise == scaled(2 * LAYERS * 4 * E * TOKENS / COPY)
+    assert both.elementwise - norms.elementwise == scaled(2 * LAYERS * 3 * F * TOKENS / COPY)
+
+
+def test_accumulated_micro_batches_repeat_all_but_the_update():
+    one, three = time_of(), time_of(accumulation=3)
+    assert three.products == pytest.approx(3 * one.products) and three.gaps == pytest.approx(3 * one.gaps)
+    gradients = work().states.gradients
+    assert three.update - one.update == pytest.approx(2 * 3 * gradients / COPY)
+
+
+def test_the_gpu_waits_for_launches_and_copies_that_take_longer():
+    plain = time_of()
+    of_gpu = plain.total - plain.update
+    assert time_of(host_seconds=0.5 * of_gpu).host == 0
+    assert time_of(host_seconds=of_gpu + 1.0, accumulation=2).host == pytest.approx(2.0)
+    slow = time_of(policy=ActivationPolicy(checkpointing="offload"), tokens=1e9, squared_lengths=0.0, labels=0.0)
+    copied = 2 * LAYERS * 1e9 * 3 * E * 2 / LINK_BYTES
+    computed = slow.products + slow.elementwise + slow.gaps
+    assert slow.offload == pytest.approx(max(0.0, copied - computed))
+
+
+def test_weights_in_four_bits_are_dequantised_for_each_use():
+    assert time_of("qlora", four_bits=10**6).dequantise == scaled(2 * 10**6 * FOUR_BIT_BYTES / COPY)
+    checkpointed = time_of("qlora", four_bits=10**6, policy=ActivationPolicy(checkpointing=True))
+    assert checkpointed.dequantise == scaled(3 * 10**6 * FOUR_BIT_BYTES / COPY)
+
+
+def test_ranks_exchange_what_the_computation_does_not_cover():
+    states = replace(work().states, weights=10**12, gradients=10**12)
+    alone = time_of(states=states)
+    assert alone.communication == 0
+    hidden = HIDDEN * (alone.total - alone.update)
+    reduced = time_of(states=states, world_size=4)
+    assert reduced.communication == pytest.approx(2 * 3 / 4 * 1e12 / NVLINK_BYTES - hidden)
+    sharded = time_of(states=states, world_size=4, sharded=True, accumulation=2)
+    assert sharded.communication == pytest.approx(2 * 3 / 4 * 4 * 3e12 / NVLINK_BYTES - 2 * hidden)
