@@ -24,13 +24,8 @@ from ligertune.training.resolve import plan_for
 
 RATES = json.loads((Path(gpu_rates.__file__).parent / "rates" / "h200.json").read_text())
 OPEN = {"train.per_device_train_batch_size": "auto", "train.gradient_accumulation_steps": "auto"}
-ROWS = {
-    **OPEN,
-    "data.packing": True,
-    "data.max_length": 256,
-    "data.on_overlength": "truncate",
-    "model.dtype": "bfloat16",
-}
+PACKED = {"data.packing": True, "data.max_length": 256, "data.on_overlength": "truncate"}
+ROWS = {**OPEN, **PACKED, "model.dtype": "bfloat16"}
 BATCH = ("train.per_device_train_batch_size", "train.gradient_accumulation_steps")
 
 
