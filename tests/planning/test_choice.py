@@ -15,9 +15,11 @@ from ligertune.hardware import this_machine
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION
-from ligertune.planning.open_settings import OpenSettings, with_batch_of_tokens, with_usual_values
+from ligertune.planning.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
 from ligertune.planning.time import gpu_rates
+from ligertune.planning.time.choice import Candidate, choose
 from ligertune.planning.time.gpu_rates import rates_of
+from ligertune.planning.time.step_time import StepTime
 from ligertune.training import resolve
 from ligertune.training.checks import why_not_padding_free
 from ligertune.training.resolve import plan_for
@@ -72,7 +74,27 @@ def test_written_settings_stay(h200, tmp_path):
     plan = h200(tmp_path, **written)
     assert (plan.batching.micro_batch_size, plan.batching.accumulation) == (2, 3)
     assert plan.settings["train"]["gradient_checkpointing"] == "offload"
+    whole = h200(tmp_path, **{"train.gradient_checkpointing": True})
+    assert whole.settings["train"]["gradient_checkpointing"] is True and whole.checkpointed_layers is None
     assert h200(tmp_path, **{BATCH[1]: 3}).batching.global_batch_size == 12  # four rows, as ever
+
+
+def test_the_simplest_of_the_fastest_is_chosen(h200, tmp_path):
+    plan = h200(tmp_path)
+    recipe = with_usual_values(recipe_for(tmp_path, **{**ROWS, "kernels.recompute": False}), 1)
+    tight = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, memory_bytes=plan.peak.total))
+
+    def candidate(seconds, *, plan=plan, **train):
+        return Candidate(with_train(recipe, **train), plan, StepTime(products=seconds))
+
+    fast = candidate(1.0, gradient_checkpointing=True)
+    simple = candidate(1.005)
+    slow = candidate(1.02)
+    full = candidate(1.0, plan=tight)
+    assert choose([slow, fast]) is fast  # 2 % are worth a checkpointed layer
+    assert choose([fast, slow, simple]) is simple
+    assert choose([candidate(1.0, gradient_checkpointing="offload"), fast]) is fast
+    assert choose([full, simple]) is simple and choose([full, slow]) is full
 
 
 def test_less_memory_gives_a_plan_that_fits(h200, tmp_path):
@@ -103,6 +125,7 @@ def test_a_batch_in_tokens_is_whole_rows(h200, tmp_path):
     assert abs(plan.batching.global_batch_size * mean - 2000) <= mean / 2
     recipe = bare_recipe(global_batch_tokens=10_000)
     assert with_batch_of_tokens(recipe, 1000.0, row_ranks=4).train.global_batch_size == 8
+    assert with_batch_of_tokens(recipe, 1400.0, row_ranks=4).train.global_batch_size == 8  # 7.1 rows
     assert with_batch_of_tokens(recipe, 90_000.0, row_ranks=4).train.global_batch_size == 4
 
 
