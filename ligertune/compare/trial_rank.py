@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ligertune.compare.trial import RESULT, Failure
 from ligertune.errors import UserError, message_of, printable
 from ligertune.files.storage import write_json
-from ligertune.hardware import is_main_process
+from ligertune.hardware import is_main_process, world_size
 from ligertune.launcher.signals import handle_by_leaving
 from ligertune.progress import importing
 from ligertune.recipe.read import load_recipe
@@ -90,11 +90,14 @@ def failure_of(error: Exception) -> Failure | None:
 def _train(recipe: Path, change: str | None) -> dict[str, Any]:
     """Train, and return the report with facts of the plan that a comparison shows."""
     with importing():
+        from ligertune.planning.open_settings import with_usual_values
         from ligertune.report import batch_words
         from ligertune.run import run
         from ligertune.training.resolve import plan_for
 
-    job = plan_for(load_recipe(recipe))
+    loaded = load_recipe(recipe)
+    # all sides train with the same settings: a plan would choose others for each
+    job = plan_for(with_usual_values(loaded, max(1, world_size() // loaded.parallel.cp_size)))
     report = run(job, lambda line: None, change=partial(change_model, change) if change else None)
     plan = job.plan
     return {

@@ -17,7 +17,10 @@ USUAL_ROWS = 4  # of a micro-batch
 
 @dataclass(frozen=True)
 class OpenSettings:
-    """Which settings the recipe leaves open. split: micro-batch and accumulation, for a fixed global batch."""
+    """Which settings the recipe leaves open. split: micro-batch and accumulation, for a fixed global batch.
+
+    `kernels.recompute: auto` alone keeps its own rule (`activation_policy.recomputes`).
+    """
 
     split: bool
     checkpointing: bool
@@ -27,14 +30,12 @@ class OpenSettings:
     def of(recipe: Recipe) -> OpenSettings:
         train = recipe.train
         fixed_steps = train.gradient_accumulation_steps not in (None, AUTO)
-        return OpenSettings(
-            split=train.per_device_train_batch_size == AUTO and not fixed_steps,
-            checkpointing=train.gradient_checkpointing == AUTO,
-            recompute=recipe.kernels.recompute == AUTO,
-        )
+        split = train.per_device_train_batch_size == AUTO and not fixed_steps
+        checkpointing = train.gradient_checkpointing == AUTO
+        return OpenSettings(split, checkpointing, (split or checkpointing) and recipe.kernels.recompute == AUTO)
 
     def __bool__(self) -> bool:
-        return self.split or self.checkpointing or self.recompute
+        return self.split or self.checkpointing
 
 
 def with_train(recipe: Recipe, **values: object) -> Recipe:

@@ -144,7 +144,7 @@ def test_a_global_batch_that_processes_cannot_share_is_refused():
 def test_which_settings_are_open():
     assert OpenSettings.of(bare_recipe()) == OpenSettings(split=True, checkpointing=True, recompute=True)
     written = bare_recipe(per_device_train_batch_size=2, gradient_checkpointing=False)
-    assert OpenSettings.of(written) == OpenSettings(split=False, checkpointing=False, recompute=True)
+    assert OpenSettings.of(written) == OpenSettings(split=False, checkpointing=False, recompute=False)
     assert not OpenSettings.of(bare_recipe(gradient_accumulation_steps=2)).split
 
 
