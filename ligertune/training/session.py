@@ -26,7 +26,7 @@ from ligertune.planning.time.choice import settings_that_fit
 from ligertune.progress import Display, LogLine, Phases
 from ligertune.training.build import Change, rehearsed_model, trained_model
 from ligertune.training.checkpoint.output_dir import begin_output, output_dir_of
-from ligertune.training.checks import explain_out_of_memory
+from ligertune.training.checks import OutOfDeviceMemory, explain_out_of_memory
 from ligertune.training.compile_ahead import compile_ahead, rehearse
 from ligertune.training.metrics.metrics_logger import open_trackers
 from ligertune.training.parallel.distributed import start_accelerator
@@ -66,6 +66,9 @@ def open_session(
         began = time.perf_counter()
         phases = phases or Phases()
         phases.begin("loading the model")
+        if job.is_second_try:  # modules and hooks of the first one refer to each other
+            gc.collect()
+            torch.cuda.empty_cache()
         at_the_end.callback(gc.unfreeze)
         gc.freeze()  # the garbage collection after the first step searches what this run makes, not imported modules
         hide_loading_bars()
@@ -95,7 +98,30 @@ def open_session(
         accelerator.end_training()
 
 
-def second_try(job: Job, session: Session) -> Job | None:
+@dataclass
+class SecondTry:
+    """The job of a second try, or None if the first one needs none."""
+
+    job: Job | None = None
+
+
+@contextlib.contextmanager
+def second_try(job: Job, session: Session) -> Iterator[SecondTry]:
+    """Plan once more if memory runs out inside, before the first step is finished.
+
+    Raises OutOfDeviceMemory where no second try is possible.
+    """
+    second = SecondTry()
+    try:
+        with explain_out_of_memory(session.training.plan):
+            yield second
+    except OutOfDeviceMemory:
+        second.job = second_job(job, session)
+        if second.job is None:
+            raise
+
+
+def second_job(job: Job, session: Session) -> Job | None:
     """Return the job of a second try with other settings, after `session` ran out of memory, or None.
 
     What the first try wrote is removed. None: no other settings fit, or the recipe gave them all; the job is a second
@@ -120,12 +146,6 @@ def second_try(job: Job, session: Session) -> Job | None:
     clear_run(plan.output_dir)
     # building a model changes its configuration
     return replace(job, plan=second, config=read_config(plan.build.model), is_second_try=True)
-
-
-def free_memory() -> None:
-    """Free the device memory of a session that has ended, and to which nothing refers any more."""
-    gc.collect()  # modules and hooks refer to each other
-    torch.cuda.empty_cache()
 
 
 def rehearse_step(job: Job, accelerator: Accelerator) -> None:
