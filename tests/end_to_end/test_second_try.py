@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from support.command_line import metrics
+from support.forked_ranks import on_ranks
 from support.quickstart_runs import TWO_LAYERS, plan_run, recipe_for
 
 from ligertune.hardware import this_machine
@@ -143,6 +144,16 @@ def test_without_other_settings_the_error_is_the_usual_one(tried, tmp_path):
         run(job_of(tmp_path, tried), shown.append, change=limit)
     assert len(limit.models) == 1 and not [line for line in shown if "ran out" in line.get("note", "")]
     assert (tmp_path / "run" / "trackers" / "1").exists()
+
+
+def test_several_processes_make_no_second_try(tmp_path):
+    def models(rank):
+        limit = Limit(tmp_path, 2)
+        with pytest.raises(OutOfDeviceMemory):
+            run(job_of(tmp_path), lambda line: None, change=limit)
+        return len(limit.models)
+
+    assert on_ranks(2, models) == [1, 1]
 
 
 def test_a_later_step_that_runs_out_of_memory_is_not_repeated(tmp_path):
