@@ -24,6 +24,8 @@ SETTINGS = {
     "method.type": "lora",
     "method.lora_dropout": 0.1,  # the second try draws the same random numbers as the first one did
     "data.padding_free": False,
+    "data.max_length": 128,
+    "data.on_overlength": "truncate",
     "eval.eval_on_start": True,
     "train.learning_rate": 1e-2,
     "train.max_steps": 2,
