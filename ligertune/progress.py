@@ -137,7 +137,8 @@ class Phases(AbstractContextManager["Phases"]):
     def _close(self) -> None:
         now = time.perf_counter()
         if self._name:
-            self.seconds[self._name] = now - self._start
+            before = self.seconds.get(self._name, 0.0)  # of a first try that ran out of memory
+            self.seconds[self._name] = before + now - self._start
         self._name = ""
         self._start = now
 

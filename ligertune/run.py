@@ -8,10 +8,9 @@ from ligertune.progress import Display, LogLine, Phases
 from ligertune.report import Report, make_report, write_run_report
 from ligertune.training.build import Change
 from ligertune.training.checkpoint.final_model import save_final_model
-from ligertune.training.checks import explain_out_of_memory
 from ligertune.training.loop import fit
 from ligertune.training.metrics.train_result import TrainResult
-from ligertune.training.session import Session, open_session
+from ligertune.training.session import Session, open_session, second_try
 from ligertune.training.setup import Custom, Job
 
 
@@ -28,15 +27,22 @@ def run(
 
     show: receives each logged line. change: applied to the patched model, for comparisons with other kernels. phases:
     measures the time to the first step. display: shows steps and evaluations while they run. custom: what a Python user
-    brings.
+    brings. If the first step runs out of memory, the run begins again, once, with other settings than those that the
+    plan chose.
     """
+    phases = phases or Phases()
     with open_session(job, show, change=change, phases=phases, display=display, custom=custom) as session:
-        with explain_out_of_memory(session.training.plan):
-            fitted = fit(session.training, stop=session.stop, phases=session.phases)
-        report = write_results(session, fitted)
-        # last: an error of a callback does not cost the model
-        session.training.callbacks.call("on_train_end", report=report, plan=session.training.plan, model=fitted.model)
-        return report
+        with second_try(job, session) as second:
+            fitted = fit(session.training, stop=session.stop, phases=phases)
+        if second.job is None:
+            report = write_results(session, fitted)
+            # last: an error of a callback does not cost the model
+            plan = session.training.plan
+            session.training.callbacks.call("on_train_end", report=report, plan=plan, model=fitted.model)
+            return report
+    del session  # the second try needs the memory of the first one
+    show({"step": 0, "note": second.job.plan.notes[-1]})
+    return run(second.job, show, change=change, phases=phases, display=display, custom=custom)
 
 
 def write_results(session: Session, fitted: TrainResult) -> Report:

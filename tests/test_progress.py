@@ -42,6 +42,14 @@ def test_a_long_phase_is_repeated_until_the_next_one_begins():
     assert phases.seconds["planning"] >= 0.5
 
 
+def test_a_phase_that_begins_again_counts_both_times():
+    phases = Phases(begun=time.perf_counter() - 7)
+    phases.begin("loading")
+    phases.begin("planning")
+    phases.end()
+    assert list(phases.seconds) == ["planning", "loading"] and 7 <= phases.seconds["planning"] < 8
+
+
 def test_another_process_continues_the_phases():
     said, now = [], time.perf_counter()
     with Phases(said_by(said), first="planning", begun=now - 7, every=0.1) as phases:

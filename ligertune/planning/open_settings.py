@@ -38,6 +38,9 @@ class OpenSettings:
         return self.split or self.checkpointing
 
 
+NOTHING_OPEN = OpenSettings(split=False, checkpointing=False, recompute=False)
+
+
 def with_train(recipe: Recipe, **values: object) -> Recipe:
     """Return the recipe with other values of `train`."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})

@@ -51,7 +51,8 @@ class Report:
 
     loss_first, loss_last: means over the first and the last logged interval, also of a resumed run.
     loss_before_training: of the first step's batch, before its update; None if an earlier version began the run.
-    tokens, trained_tokens, padded_tokens: of all steps, also of those before a resume. seconds: of this process.
+    tokens, trained_tokens, padded_tokens: of all steps, also of those before a resume. seconds: of this process, but
+    not of a first try that ran out of memory.
     kernels: what ran; the plan's lines if the fused loss ran. losses: how many forwards of this process computed the
     loss without logits, from logits (by reason), or elsewhere; CUDA graphs that are replayed do not count.
     """
@@ -100,6 +101,7 @@ class Report:
     carried: dict[str, Any] | None = None  # tensors of the base that are saved unchanged: names, bytes, why not saved
     experts: dict[str, Any] | None = None  # ExpertLoad.report(): tokens per expert, in each layer of a mixture
     eval_loss_before_training: float | None = None  # None without an evaluation before the first step
+    peak_over_predicted: float | None = None  # allocated_run over the plan's peak; None if one of them is not known
 
     def __str__(self) -> str:
         """Return the result in a few lines; `as_dict` has all of it."""
@@ -158,6 +160,7 @@ def make_report(
         padded_tokens=fitted.work.padded_tokens,
         throughput=throughput(plan, *fitted.measured),
         peak_memory=fitted.peak_memory,
+        peak_over_predicted=peak_over_predicted(plan, fitted.peak_memory),
         kernels_backend=plan.kernels_backend,
         kernels=fitted.kernels,
         losses=fitted.losses,
@@ -186,6 +189,13 @@ def make_report(
         carried=dataclasses.asdict(plan.carried) if plan.carried is not None and plan.carried.names else None,
         experts=fitted.experts,
     )
+
+
+def peak_over_predicted(plan: Plan, measured: dict[str, Any]) -> float | None:
+    """Return the measured peak over the predicted one; None on a CPU, where all memory of the process is measured."""
+    if plan.peak is None or measured["kind"] != "device":
+        return None
+    return float(measured["allocated_run"] / plan.peak.total)
 
 
 def _first_value(lines: Iterable[dict[str, Any]], name: str) -> float | None:

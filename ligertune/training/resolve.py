@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from ligertune.attention.choice import why_documents_of_a_row_matter
@@ -32,11 +32,18 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import chooses_cuda_graphs, with_cuda_graphs
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.memory.activation_policy import recomputes
-from ligertune.planning.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
+from ligertune.planning.open_settings import (
+    NOTHING_OPEN,
+    OpenSettings,
+    with_batch_of_tokens,
+    with_train,
+    with_usual_values,
+)
 from ligertune.planning.options import BatchLayoutOptions, RunOptions, completed, fuses_lora
 from ligertune.planning.plan import Plan
 from ligertune.planning.precision import check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
+from ligertune.planning.time.choice import with_tried
 from ligertune.planning.time.plan_time import with_choice
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
@@ -73,9 +80,13 @@ def plan_for(
     job = resolve(recipe, machine, progress, sharded=sharded)
     if for_show:
         return job
-    plan = replace(job.plan, notes=(*job.plan.notes, *check_unfinished(job.plan)))
     on_this_host = ranks_on_node() if is_launched() else machine.world_size
-    return replace(job, plan=warn_of_host_memory(plan, processes=on_this_host, free=available_memory()))
+
+    def with_warnings(plan: Plan) -> Plan:
+        plan = replace(plan, notes=(*plan.notes, *check_unfinished(plan)))
+        return warn_of_host_memory(plan, processes=on_this_host, free=available_memory())
+
+    return replace(job, plan=with_warnings(job.plan), plan_with=lambda tried: with_warnings(job.plan_with(tried)))
 
 
 def resolve(
@@ -151,8 +162,9 @@ def resolve(
     def plan_of(recipe: Recipe) -> Plan:
         return _planned(recipe, inputs_of(recipe.kernels.recomputed), layout, data, notes=notes)
 
-    plan = with_choice(complete, OpenSettings.of(given), plan_of, inputs_of(complete.kernels.recomputed).model.shape)
-    return Job(plan, config, tokenizer, data, reader)
+    planned = partial(with_choice, plan_of=plan_of, shape=inputs_of(complete.kernels.recomputed).model.shape)
+    plan = planned(complete, OpenSettings.of(given))
+    return Job(plan, config, tokenizer, data, lambda tried: planned(with_tried(complete, tried), NOTHING_OPEN), reader)
 
 
 def _with_batch_of_tokens(complete: Recipe, given: Recipe, data: PreparedData, rows: Rows, row_ranks: int) -> Recipe:

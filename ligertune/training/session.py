@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from accelerate import Accelerator
 
 from ligertune.attention.torch_attention import prefer_flash
@@ -17,12 +18,15 @@ from ligertune.files.storage import utc_now, write_json
 from ligertune.hardware import usable_cores
 from ligertune.launcher.signals import StopRequest
 from ligertune.models.load import hide_loading_bars
+from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_shape
 from ligertune.planning.make_plan import check_host_memory
+from ligertune.planning.preflight import clear_run, has_trained
+from ligertune.planning.time.choice import settings_that_fit
 from ligertune.progress import Display, LogLine, Phases
 from ligertune.training.build import Change, rehearsed_model, trained_model
 from ligertune.training.checkpoint.output_dir import begin_output, output_dir_of
-from ligertune.training.checks import explain_out_of_memory
+from ligertune.training.checks import OutOfDeviceMemory, explain_out_of_memory
 from ligertune.training.compile_ahead import compile_ahead, rehearse
 from ligertune.training.metrics.metrics_logger import open_trackers
 from ligertune.training.parallel.distributed import start_accelerator
@@ -62,6 +66,9 @@ def open_session(
         began = time.perf_counter()
         phases = phases or Phases()
         phases.begin("loading the model")
+        if job.is_second_try:  # modules and hooks of the first one refer to each other
+            gc.collect()
+            torch.cuda.empty_cache()
         at_the_end.callback(gc.unfreeze)
         gc.freeze()  # the garbage collection after the first step searches what this run makes, not imported modules
         hide_loading_bars()
@@ -89,6 +96,56 @@ def open_session(
         yield Session(training, stop, phases, started, began)
         accelerator.wait_for_everyone()
         accelerator.end_training()
+
+
+@dataclass
+class SecondTry:
+    """The job of a second try, or None if the first one needs none."""
+
+    job: Job | None = None
+
+
+@contextlib.contextmanager
+def second_try(job: Job, session: Session) -> Iterator[SecondTry]:
+    """Plan once more if memory runs out inside, before the first step is finished.
+
+    Raises OutOfDeviceMemory where no second try is possible.
+    """
+    second = SecondTry()
+    try:
+        with explain_out_of_memory(session.training.plan):
+            yield second
+    except OutOfDeviceMemory:
+        second.job = second_job(job, session)
+        if second.job is None:
+            raise
+
+
+def second_job(job: Job, session: Session) -> Job | None:
+    """Return the job of a second try with other settings, after `session` ran out of memory, or None.
+
+    What the first try wrote is removed. None: no other settings fit, or the recipe gave them all; the job is a second
+    try; a step was trained before; a signal was received; or there are several processes, because those with enough
+    memory wait in a collective operation for the one without.
+    """
+    plan = job.plan
+    if job.is_second_try or plan.batching.world_size > 1 or session.stop.received or has_trained(plan.output_dir):
+        return None
+    meter = session.training.meter
+    measured = meter.peak_memory()["allocated_run"] if meter.memory_kind == "device" else None
+    fitting = settings_that_fit(plan, measured)
+    if not fitting:
+        return None
+    second = job.plan_with(fitting[0])
+    failed = plan.settings_tried[0]
+    note = f"the first step ran out of memory with {failed}: the run began again with {fitting[0]}"
+    second = replace(second, settings_tried=fitting, notes=(*second.notes, note))
+    accelerator = session.training.accelerator
+    accelerator.end_training()
+    accelerator.trackers.clear()  # they are finished
+    clear_run(plan.output_dir)
+    # building a model changes its configuration
+    return replace(job, plan=second, config=read_config(plan.build.model), is_second_try=True)
 
 
 def rehearse_step(job: Job, accelerator: Accelerator) -> None:

@@ -35,7 +35,7 @@ from ligertune.models.mixers.decays import give_weights_one_dtype
 from ligertune.models.save import prompt_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.optimization import total_rows
-from ligertune.planning.plan import Plan
+from ligertune.planning.plan import Plan, TriedSettings
 from ligertune.progress import Display, LogLine
 from ligertune.training.callbacks import Callbacks
 from ligertune.training.checkpoint.checkpoint_files import Saver
@@ -80,7 +80,9 @@ class Job:
     config: PreTrainedConfig
     tokenizer: LoadedTokenizer
     data: PreparedData
+    plan_with: Callable[[TriedSettings], Plan]  # makes a plan with other settings of the same batch
     reader: ModalityReader | None = None  # None for text models
+    is_second_try: bool = False  # after one that ran out of memory
 
     @property
     def prompt(self) -> dict[str, Any]:

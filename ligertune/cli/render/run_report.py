@@ -265,7 +265,7 @@ def show_report(report: Report) -> None:
         rows.append(("first step after", f"{sum(report.seconds_to_first_step.values()):.1f} s: {parts}"))
     rows += _throughput(report.throughput) if report.throughput else []
     rows += [
-        ("peak memory", _peak_memory(report.peak_memory)),
+        ("peak memory", _peak_memory(report)),
         ("kernels applied", _kernels(report.kernels, report.kernels_backend)),
         *_losses(report.losses),
         *_experts(report.experts),
@@ -377,10 +377,13 @@ def _experts(load: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("experts", f"{words}; {unused} of {total} unused; no token dropped; {auxiliary}")]
 
 
-def _peak_memory(peak: dict[str, Any]) -> str:
+def _peak_memory(report: Report) -> str:
+    peak = report.peak_memory
     if peak["kind"] == "resident":  # on a CPU torch does not count allocations
         return f"{format_bytes(peak['allocated_run'])} of host memory (the whole process, with Python and torch)"
+    share = report.peak_over_predicted
+    compared = "" if share is None else f", {share:.1%} of the predicted peak"
     return (
         f"{format_bytes(peak['allocated_steady'])} allocated, {format_bytes(peak['reserved_steady'])} reserved after "
-        f"the warm-up; {format_bytes(peak['allocated_run'])} allocated over the whole run"
+        f"the warm-up; {format_bytes(peak['allocated_run'])} allocated over the whole run{compared}"
     )

@@ -21,6 +21,8 @@ from ligertune.recipe.schema import Recipe
 
 CLOSE = 0.01  # relative; the prediction is not more exact
 FREE = 0.05  # share of the device's memory that a plan leaves free if another one close to it does
+# Share of the device's memory that the settings of a second try leave free: the plan of the first try was wrong.
+FREE_IN_SECOND_TRY = 0.08
 RECOMPUTED: tuple[Any, ...] = (False, "norms", True)
 
 
@@ -72,6 +74,31 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     fastest = min(candidates, key=lambda one: one.time.total)
     close = [one for one in candidates if one.time.total <= (1 + CLOSE) * fastest.time.total]
     return min(close, key=lambda one: (one.is_tight, one.effort, one.time.total))
+
+
+def settings_that_fit(plan: Plan, measured: int | None) -> tuple[TriedSettings, ...]:
+    """Return the settings to try after those of the plan ran out of memory, the fastest first.
+
+    measured: peak bytes of the device until then, by whose ratio to the prediction other predictions are raised; None
+    if the device does not measure it.
+    """
+    if not plan.settings_tried:
+        return ()
+    failed, *others = plan.settings_tried
+    too_low = 1.0 if measured is None else max(1.0, measured / failed.peak)
+    room = (1 - FREE_IN_SECOND_TRY) * plan.machine.memory_bytes
+    fitting = [one for one in others if one.peak < failed.peak and one.peak * too_low <= room]
+    return tuple(sorted(fitting, key=lambda one: one.seconds))
+
+
+def with_tried(recipe: Recipe, tried: TriedSettings) -> Recipe:
+    """Return the recipe with the settings that `Candidate.tried` lists. recipe: with usual values."""
+    values = {"train.gradient_checkpointing_layers": "all", **tried.values}
+    if recipe.train.global_batch_size is not None:
+        values["train.gradient_accumulation_steps"] = None  # it follows from the other two
+    recompute = values.pop("kernels.recompute")
+    train = {key.removeprefix("train."): value for key, value in values.items()}
+    return _with_recompute(with_train(recipe, **train), recompute)
 
 
 def candidates_of(
