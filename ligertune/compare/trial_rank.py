@@ -90,7 +90,7 @@ def failure_of(error: Exception) -> Failure | None:
 def _train(recipe: Path, change: str | None) -> dict[str, Any]:
     """Train, and return the report with facts of the plan that a comparison shows."""
     with importing():
-        from ligertune.planning.open_settings import with_usual_values
+        from ligertune.planning.time.open_settings import with_usual_values
         from ligertune.report import batch_words
         from ligertune.run import run
         from ligertune.training.resolve import plan_for

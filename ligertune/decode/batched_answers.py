@@ -69,7 +69,8 @@ def answer_batches(
             while group:
                 longest = requests[group[0]]
                 size = batch_size or _prompts_of_batch(model, len(longest.ids) + longest.max_new_tokens)
-                chosen, group = group[:size], group[size:]
+                chosen = group[:size]
+                group = group[size:]
                 found = _answer_batch(model, tokenizer, [requests[index] for index in chosen], name)
                 for index, answer in zip(chosen, found, strict=True):
                     answers[index] = answer

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ligertune.errors import UserError
 from ligertune.planning.memory.model_shape import ModalityFacts
-from ligertune.planning.open_settings import with_usual_values
 from ligertune.planning.options import BatchLayoutOptions, DataOptions, RowKind
+from ligertune.planning.time.open_settings import with_usual_values
 from ligertune.recipe.schema import Recipe
 from ligertune.recipe.train_sections import MAX_ROWS_OF_A_STEP, TrainSpec
 
@@ -61,7 +61,7 @@ def choose_batching(recipe: Recipe, world_size: int) -> Batching:
 
 
 def _number(value: int | str) -> int:
-    assert isinstance(value, int)  # `planning.open_settings` has replaced auto
+    assert isinstance(value, int)  # `planning.time.open_settings` has replaced auto
     return value
 
 

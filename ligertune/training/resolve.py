@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
 
-from ligertune.attention.choice import why_documents_of_a_row_matter
+from transformers import PreTrainedConfig
+
+from ligertune.attention.choice import AttentionChoice, why_documents_of_a_row_matter
 from ligertune.attention.padding_free import choose_batch_layout, has_one_length
 from ligertune.data.batching.largest_batch import ExampleSizes
 from ligertune.data.modalities.modality import ModalityReader, modality_of
@@ -32,19 +34,19 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import chooses_cuda_graphs, with_cuda_graphs
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.memory.activation_policy import recomputes
-from ligertune.planning.open_settings import (
+from ligertune.planning.options import BatchLayoutOptions, BuildOptions, RunOptions, completed, fuses_lora
+from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
+from ligertune.planning.precision import Precision, check_float8, choose_precision
+from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
+from ligertune.planning.time.open_settings import (
     NOTHING_OPEN,
     OpenSettings,
     with_batch_of_tokens,
     with_train,
     with_usual_values,
 )
-from ligertune.planning.options import BatchLayoutOptions, RunOptions, completed, fuses_lora
-from ligertune.planning.plan import Plan
-from ligertune.planning.precision import check_float8, choose_precision
-from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
-from ligertune.planning.time.choice import with_tried
 from ligertune.planning.time.plan_time import with_choice
+from ligertune.planning.time.settings_choice import with_tried
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
 from ligertune.training.build import preview_model
@@ -100,16 +102,12 @@ def resolve(
     feature = feature_of(recipe.task)
     config = read_config(recipe.model)
     check_task(config, recipe.task)
-    recipe, base_notes = fit_to_base(recipe, config)
-    given = recipe
+    given, base_notes = fit_to_base(recipe, config)
     row_ranks = max(1, machine.world_size // recipe.parallel.cp_size)
     recipe = with_usual_values(given, row_ranks)
     written = RunOptions.of(recipe)
     modality = modality_of(config)
-    shares_rows = recipe.data.packing is not False or recipe.data.padding_free is not False
-    why = None
-    if shares_rows:
-        why = why_documents_of_a_row_matter(config, recipe.data.max_length) or why_not_packed(written.build, config)
+    why = _why_not_shared(recipe, written.build, config)
     packing, packing_notes = choose_packing(recipe.data, modality.facts, why)
     precision = choose_precision(recipe.model.dtype, machine, method=recipe.method.type)
     layout = BatchLayoutOptions.of(recipe, packing=packing, why_not_packed=why)
@@ -121,50 +119,74 @@ def resolve(
     reader = modality.load_reader(recipe.model, written.build, tokenizer.tokenizer)
     data = _prepare_data(recipe, tokenizer, reader, progress)
     train = data.examples_in_memory
-    fused_lora = fuses_lora(recipe, machine)
-    complete = completed(
-        recipe,
-        packing=packing,
-        kernels={"lora": fused_lora, "recompute": recomputes(recipe, fused_lora=fused_lora)},
-        token_ids=token_ids,
-        sections=feature.resolve(recipe, data),
-    )
+    complete = _completed(recipe, machine, data, packing=packing, token_ids=token_ids)
     options = RunOptions.of(complete)
     data_notes = feature.check_data(options.build, data, config.get_text_config().vocab_size)
     lengths = None if train is None else train.lengths
     attention, padding_free = choose_batch_layout(layout, config, machine, precision, lengths=lengths)
-    packed = layout.packing or padding_free
-    teacher = feature.frozen_attention(frozen, options, machine, precision, packed=packed)
+    teacher = feature.frozen_attention(frozen, options, machine, precision, packed=layout.packing or padding_free)
     multiple_of = max(attention.multiple_of, teacher.multiple_of if teacher else 1)
     rows = epoch_rows(layout, data, multiple_of=multiple_of, padding_free=padding_free)
     complete = _with_batch_of_tokens(complete, given, data, rows, row_ranks)
 
-    @cache
-    def inputs_of(recomputed: Literal["norms", "mlps"] | bool) -> PlanInputs:
-        build = replace(options.build, kernels=options.build.kernels.model_copy(update={"recompute": recomputed}))
-        model = preview_model(build, config, attention, device=machine.device)
-        beside = teacher.shape if teacher else feature.frozen_copy(build, model.shape, precision)
-        return PlanInputs(
-            machine=machine,
-            precision=precision,
-            model=replace(model, frozen_model=beside),
-            data=summarize_data(data, reader),
-            rows=rows,
-            why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
-            modality=modality.facts,
-            teacher=teacher,
-            largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
-        )
-
+    model_of = cache(partial(_built_model, options.build, config, attention, machine, precision, teacher))
+    inputs = PlanInputs(
+        machine=machine,
+        precision=precision,
+        model=model_of(complete.kernels.recomputed),
+        data=summarize_data(data, reader),
+        rows=rows,
+        why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
+        modality=modality.facts,
+        teacher=teacher,
+        largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
+    )
     notes = (*recipe.notices, *base_notes, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
     notes = (*notes, *data_notes, *hub_notes())
 
     def plan_of(recipe: Recipe) -> Plan:
-        return _planned(recipe, inputs_of(recipe.kernels.recomputed), layout, data, notes=notes)
+        changed = replace(inputs, model=model_of(recipe.kernels.recomputed))
+        return _planned(recipe, changed, layout, data, notes=notes)
 
-    planned = partial(with_choice, plan_of=plan_of, shape=inputs_of(complete.kernels.recomputed).model.shape)
+    planned = partial(with_choice, plan_of=plan_of, shape=inputs.model.shape)
     plan = planned(complete, OpenSettings.of(given))
     return Job(plan, config, tokenizer, data, lambda tried: planned(with_tried(complete, tried), NOTHING_OPEN), reader)
+
+
+def _completed(
+    recipe: Recipe, machine: Machine, data: PreparedData, *, packing: bool, token_ids: tuple[int, ...]
+) -> Recipe:
+    fused_lora = fuses_lora(recipe, machine)
+    return completed(
+        recipe,
+        packing=packing,
+        kernels={"lora": fused_lora, "recompute": recomputes(recipe, fused_lora=fused_lora)},
+        token_ids=token_ids,
+        sections=feature_of(recipe.task).resolve(recipe, data),
+    )
+
+
+def _why_not_shared(recipe: Recipe, build: BuildOptions, config: PreTrainedConfig) -> str | None:
+    """Return why documents cannot share a row of this model; None if they can, or none shall."""
+    if recipe.data.packing is False and recipe.data.padding_free is False:
+        return None
+    return why_documents_of_a_row_matter(config, recipe.data.max_length) or why_not_packed(build, config)
+
+
+def _built_model(
+    build: BuildOptions,
+    config: PreTrainedConfig,
+    attention: AttentionChoice,
+    machine: Machine,
+    precision: Precision,
+    teacher: TeacherPlan | None,
+    recomputed: Literal["norms", "mlps"] | bool,
+) -> BuiltModel:
+    """Return the model without its weights, and the frozen one beside it, with this value of `kernels.recompute`."""
+    build = replace(build, kernels=build.kernels.model_copy(update={"recompute": recomputed}))
+    model = preview_model(build, config, attention, device=machine.device)
+    beside = teacher.shape if teacher else feature_of(build.task).frozen_copy(build, model.shape, precision)
+    return replace(model, frozen_model=beside)
 
 
 def _with_batch_of_tokens(complete: Recipe, given: Recipe, data: PreparedData, rows: Rows, row_ranks: int) -> Recipe:

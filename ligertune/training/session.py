@@ -22,7 +22,7 @@ from ligertune.models.read_config import read_config
 from ligertune.models.shape import read_shape
 from ligertune.planning.make_plan import check_host_memory
 from ligertune.planning.preflight import clear_run, has_trained
-from ligertune.planning.time.choice import settings_that_fit
+from ligertune.planning.time.settings_choice import settings_that_fit
 from ligertune.progress import Display, LogLine, Phases
 from ligertune.training.build import Change, rehearsed_model, trained_model
 from ligertune.training.checkpoint.output_dir import begin_output, output_dir_of

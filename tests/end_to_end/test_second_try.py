@@ -12,7 +12,7 @@ from support.quickstart_runs import TWO_LAYERS, plan_run, recipe_for
 
 from ligertune.hardware import this_machine
 from ligertune.planning.plan import TriedSettings
-from ligertune.planning.time.choice import settings_that_fit
+from ligertune.planning.time.settings_choice import settings_that_fit
 from ligertune.report.make_report import peak_over_predicted
 from ligertune.run import run
 from ligertune.trainer import Trainer

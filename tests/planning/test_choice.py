@@ -15,10 +15,10 @@ from ligertune.hardware import this_machine
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION
-from ligertune.planning.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
 from ligertune.planning.time import gpu_rates
-from ligertune.planning.time.choice import Candidate, choose
 from ligertune.planning.time.gpu_rates import rates_of
+from ligertune.planning.time.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
+from ligertune.planning.time.settings_choice import Candidate, choose
 from ligertune.planning.time.step_time import StepTime
 from ligertune.training import resolve
 from ligertune.training.checks import why_not_padding_free
@@ -155,7 +155,7 @@ def test_a_cpu_has_no_predicted_time(tmp_path):
 
 
 def test_rates_between_measured_sizes_lie_between_their_rates():
-    rates = gpu_rates.parse(RATES)
+    rates = gpu_rates.rates_in(RATES)
     (width, tokens, rate), *_ = rates.linear
     assert rates.linear_rate(width, tokens) == rate == rates.linear_rate(width, 1)
     at = {count: value for size, count, value in rates.linear if size == width}

@@ -57,8 +57,8 @@ def _between(places: Sequence[float], values: Sequence[float], at: float) -> flo
     if at >= places[-1]:
         return values[-1]
     right = bisect.bisect_right(places, at)
-    low, high = places[right - 1], places[right]
-    part = math.log(at / low) / math.log(high / low)
+    low = places[right - 1]
+    part = math.log(at / low) / math.log(places[right] / low)
     return values[right - 1] + part * (values[right] - values[right - 1])
 
 
@@ -73,10 +73,10 @@ def _read(name: str) -> GpuRates | None:
     path = files("ligertune.planning.time") / "rates" / name
     if not path.is_file():
         return None
-    return parse(json.loads(path.read_text(encoding="utf-8")))
+    return rates_in(json.loads(path.read_text(encoding="utf-8")))
 
 
-def parse(found: Mapping[str, Any]) -> GpuRates:
+def rates_in(found: Mapping[str, Any]) -> GpuRates:
     """Return the rates in a file's values."""
     shares: dict[str, list[tuple[tuple[int, ...], float]]] = {}
     for op, sizes, share in found["shares"]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from ligertune.planning.graph_choice import host_seconds
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS
-from ligertune.planning.open_settings import OpenSettings
 from ligertune.planning.plan import Plan, TriedSettings
-from ligertune.planning.time.choice import candidates_of, choose
 from ligertune.planning.time.gpu_rates import GpuRates, rates_of
+from ligertune.planning.time.open_settings import OpenSettings
+from ligertune.planning.time.settings_choice import candidates_of, choose
 from ligertune.planning.time.step_time import PredictedTime, StepTime, StepWork, step_time
 from ligertune.recipe.schema import Recipe
 

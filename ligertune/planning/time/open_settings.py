@@ -1,7 +1,7 @@
 """Settings that a recipe leaves open, with `auto`: batch split, checkpointing and recomputation.
 
-Where the time of a step can be predicted, `planning.time.choice` chooses them. Elsewhere they have fixed values: 4 rows
-in a micro-batch, no accumulation and no checkpointing.
+Where the time of a step can be predicted, `settings_choice` chooses them. Elsewhere they have fixed values: 4 rows in a
+micro-batch, no accumulation and no checkpointing.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 
 from ligertune.errors import UserError
 from ligertune.planning.batch_layout import Batching
-from ligertune.planning.open_settings import OpenSettings, with_train
 from ligertune.planning.plan import Plan, TriedSettings
+from ligertune.planning.time.open_settings import OpenSettings, with_train
 from ligertune.planning.time.step_time import StepTime
 from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
