@@ -279,6 +279,7 @@ def settings_of(options: argparse.Namespace, table: Table, case: Case, batch: in
         "data.on_overlength": "truncate",
         "train.per_device_train_batch_size": batch,
         "train.gradient_accumulation_steps": step_rows // batch,
+        "train.gradient_checkpointing": False,
         "train.max_steps": steps,
         "train.seed": 42,  # the same weights and order on all sides
         "report.warmup_steps": warmup,

@@ -12,6 +12,7 @@ from ligertune.errors import UserError
 from ligertune.hardware import this_machine
 from ligertune.planning.graph_choice import check_cuda_graphs, chooses_cuda_graphs
 from ligertune.planning.memory.model_shape import ModalityFacts
+from ligertune.planning.options import RunOptions
 from ligertune.training import cuda_graphs, resolve
 from ligertune.training.resolve import plan_for
 
@@ -68,7 +69,9 @@ def test_auto_records_where_kernel_launches_take_the_time(method, checkpointing,
         machine = dataclasses.replace(plan.machine, memory_bytes=memory)
         train = recipe.train.model_copy(update={"gradient_checkpointing": checkpointing, **changes})
         given = recipe.model_copy(update={"train": train, "method": method})
-        return chooses_cuda_graphs(dataclasses.replace(plan, batching=rows, machine=machine), given, modality)
+        build = RunOptions.of(given).build
+        changed = dataclasses.replace(plan, build=build, batching=rows, machine=machine)
+        return chooses_cuda_graphs(changed, given, modality)
 
     assert chosen(limit) and not chosen(2 * limit)
     if method == "full":  # float8 takes the host longer, and the GPU less time

@@ -27,8 +27,11 @@ QLORA = {
 
 
 def in_four_bits() -> torch.nn.Module:
-    """Return a tiny model whose layers have bitsandbytes' 4-bit weights."""
-    model = tiny_models.make("llama")
+    """Return a tiny model whose layers have bitsandbytes' 4-bit weights.
+
+    On some CPUs bitsandbytes 0.50 reads them wrongly if the inputs are no multiple of 64, the size of a block.
+    """
+    model = tiny_models.make("llama", intermediate_size=128)
     for layer in model.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, linear in [*parent.named_children()]:

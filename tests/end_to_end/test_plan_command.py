@@ -103,7 +103,8 @@ def test_tiles_are_refused_where_they_cannot_be(changes, reason, tmp_path):
 
 def test_a_plan_for_pairs_counts_both_sequences(ligertune, recipe, quickstart):
     pairs = {"task": "dpo", "data.datasets.0.path": quickstart / "preferences.jsonl", "data.max_length": 256,
-             "data.val_split": 0.25, "train.per_device_train_batch_size": 2}  # fmt: skip
+             "data.val_split": 0.25, "train.per_device_train_batch_size": 2,
+             "train.gradient_accumulation_steps": 2}  # fmt: skip
     for packing in (True, False):
         settings = {**pairs, "data.packing": packing}
         done = ligertune("plan", recipe, *overrides(settings), "--fit", "--memory", "1", "--json")

@@ -53,7 +53,7 @@ def newest(folder: Path) -> str:
 
 def test_bad_input_is_refused_once_before_anything_is_written(tmp_path):
     """The launcher is a fork of this process, and refuses before the ranks have imported much. Both may write."""
-    command = train_command(**{**SETTINGS, "train.global_batch_size": 12})
+    command = train_command(**{**SETTINGS, "train.per_device_train_batch_size": 4, "train.global_batch_size": 12})
     done = Background(*command[3:], cwd=tmp_path).finish()
     assert done.code == 2
     assert done.out.count("Error:") == 1 and "4 x 2 = 8" in done.out

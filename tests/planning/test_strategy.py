@@ -194,7 +194,10 @@ def test_replicas_of_a_vision_language_model_do_not_accumulate(quickstart):
 
 
 def test_a_device_holds_its_shard_of_one_copy(quickstart, tmp_path):
-    changes = ("parallel.strategy=fsdp", "train.optim=adamw_bf16")
+    # else each plan chooses
+    written = ("train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=2",
+               "train.gradient_checkpointing=false")  # fmt: skip
+    changes = ("parallel.strategy=fsdp", "train.optim=adamw_bf16", *written)
     shared, copied, fewer = (
         plan_of(quickstart, tmp_path, *changes, f"parallel.dp_replicate_size={copies}", gpus=gpus)
         for gpus, copies in ((8, 1), (8, 2), (4, 1))
