@@ -47,7 +47,11 @@ use_oldest_environment() {
 }
 
 # Install uv, which resolves and unpacks in 20 s of CPU what takes pip 75.
-install_uv() { "$PYTHON" -m pip install -q --retries 0 uv 2>/dev/null; }
+install_uv() {
+  # uv trusts the certificates of the system, as pip does, if it is told to; older versions have the second name
+  export UV_SYSTEM_CERTS=true UV_NATIVE_TLS=true
+  "$PYTHON" -m pip install -q --retries 0 uv 2>/dev/null
+}
 
 install_torch() {
   local found
@@ -82,6 +86,6 @@ install_checkout() {
   local wanted=(-e ".${1:+[$1]}" "${@:2}")
   say "Installing ligertune"
   install_uv && "$PYTHON" -m uv pip show -q --python "$PYTHON" torch 2>/dev/null &&
-    "$PYTHON" -m uv pip install -q --python "$PYTHON" "${wanted[@]}" && return
+    "$PYTHON" -m uv pip install -q --python "$PYTHON" "${wanted[@]}" 2>/dev/null && return
   "$PYTHON" -m pip install -q --no-compile "${wanted[@]}" || fail "the installation failed; the lines above say why."
 }

@@ -21,6 +21,7 @@ from ligertune.recipe.schema import Recipe
 
 CLOSE = 0.01  # relative; the prediction is not more exact
 FREE = 0.05  # share of the device's memory that a plan leaves free if another one close to it does
+FREE_OF_SHARDS = 0.07  # the same where weights are sharded, whose prediction was up to 7 % off
 # Share of the device's memory that the settings of a second try leave free: the plan of the first try was wrong.
 FREE_IN_SECOND_TRY = 0.08
 RECOMPUTED: tuple[Any, ...] = (False, "norms", True)
@@ -42,21 +43,19 @@ class Candidate:
 
     @property
     def is_tight(self) -> bool:
+        """Whether it leaves less than FREE of the device's memory."""
         return self.peak > (1 - FREE) * self.plan.machine.memory_bytes
 
     @property
     def effort(self) -> int:
         """How much more than a plain step it does: nothing, recomputing parts or whole layers, or offloading."""
         checkpointing = self.recipe.train.gradient_checkpointing
-        return (
-            3
-            if isinstance(checkpointing, str)
-            else 2
-            if checkpointing
-            else int(self.recipe.kernels.recompute is not False)
-        )
+        if isinstance(checkpointing, str):
+            return 3
+        return 2 if checkpointing else int(self.recipe.kernels.recompute is not False)
 
     def tried(self) -> TriedSettings:
+        """Return the values with their predicted time and memory."""
         train = self.recipe.train
         values: dict[str, Any] = {
             "train.per_device_train_batch_size": self.plan.batching.micro_batch_size,
@@ -166,6 +165,8 @@ def fits(plan: Plan) -> bool:
     batch = plan.largest_batch
     accumulates = plan.batching.accumulation > 1
     memory = plan.machine.memory_bytes
+    if plan.memory.shards > 1:
+        memory = int((1 - FREE_OF_SHARDS) * memory)
     return plan.memory.fits(batch.rows, batch.row_length, accumulates=accumulates, memory=memory, labels=batch.labels)
 
 
