@@ -121,7 +121,7 @@ def _time(plan: Plan, price: float | None) -> list[tuple[str, str]]:
             cost = f", {seconds / 3600 * plan.batching.world_size * price:,.2f} at {price:g} per GPU and hour"
         where = "" if plan.time.measured else f", from rates of {plan.time.rates}"
         words = f"{plan.time.total:.3g} s a step, {format_duration(seconds)} for all steps{cost}"
-        rows.append(("time", f"{words}, predicted to about {plan.time.error:.0%}{where}"))
+        rows.append(("time", f"{words}, predicted to about {100 * plan.time.error:.0f} %{where}"))
     return [*rows, *plan.choice.items()]
 
 
