@@ -15,7 +15,7 @@ from ligertune.hardware import this_machine
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION
-from ligertune.planning.time import gpu_rates
+from ligertune.planning.time import gpu_rates, settings_choice
 from ligertune.planning.time.gpu_rates import rates_of
 from ligertune.planning.time.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
 from ligertune.planning.time.settings_choice import Candidate, choose
@@ -117,6 +117,16 @@ def test_checkpointing_is_chosen_where_nothing_else_fits(h200, tmp_path):
     assert plan.settings["train"]["gradient_checkpointing"] is not False
     layers = plan.settings["train"]["gradient_checkpointing_layers"]
     assert layers == "all" or 0 < layers < 5  # the model has five
+
+
+def test_offloading_is_not_chosen_where_the_host_has_too_little_memory(h200, tmp_path, monkeypatch):
+    def offloads() -> bool:
+        tried = h200(tmp_path, **{"train.global_batch_size": 8}).settings_tried
+        return any(one.values["train.gradient_checkpointing"] == "offload" for one in tried)
+
+    assert offloads()
+    monkeypatch.setattr(settings_choice, "total_memory", lambda: 1)
+    assert not offloads()
 
 
 def test_a_batch_in_tokens_is_whole_rows(h200, tmp_path):

@@ -7,11 +7,13 @@ leaves some memory free where there is one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ligertune.errors import UserError
+from ligertune.hardware import total_memory
 from ligertune.planning.batch_layout import Batching
 from ligertune.planning.plan import Plan, TriedSettings
 from ligertune.planning.time.open_settings import OpenSettings, with_train
@@ -22,6 +24,7 @@ from ligertune.recipe.schema import Recipe
 CLOSE = 0.01  # relative; the prediction is not more exact
 FREE = 0.05  # share of the device's memory that a plan leaves free if another one close to it does
 FREE_OF_SHARDS = 0.07  # the same where weights are sharded, whose prediction was up to 7 % off
+SHARE_OF_HOST = 0.5  # of the host's memory, for offloaded activations: with more of it Linux may end the run
 # Share of the device's memory that the settings of a second try leave free: the plan of the first try was wrong.
 FREE_IN_SECOND_TRY = 0.08
 RECOMPUTED: tuple[Any, ...] = (False, "norms", True)
@@ -159,10 +162,13 @@ def _with_recompute(recipe: Recipe, value: Any) -> Recipe:
 
 
 def fits(plan: Plan) -> bool:
-    """Return whether the device has room for the plan's step."""
+    """Return whether the device has room for the plan's step, and the host for what is offloaded."""
     if plan.memory is None:
         return False
     batch = plan.largest_batch
+    offloaded = plan.batching.world_size * plan.memory.host_bytes(batch.rows, batch.row_length)
+    if offloaded > SHARE_OF_HOST * (total_memory() or math.inf):
+        return False
     accumulates = plan.batching.accumulation > 1
     memory = plan.machine.memory_bytes
     if plan.memory.shards > 1:
