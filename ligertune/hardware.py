@@ -197,7 +197,7 @@ def this_machine() -> Machine:
         name=properties.name,
         arch=arch,
         device_count=torch.cuda.device_count(),
-        # of which torch may allocate less: torch.cuda.set_per_process_memory_fraction
+        # torch.cuda.set_per_process_memory_fraction may have limited what torch allocates
         memory_bytes=int(properties.total_memory * torch.cuda.get_per_process_memory_fraction(index)),
         # by default also true for NVIDIA GPUs before sm80, which emulate bfloat16
         has_bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),

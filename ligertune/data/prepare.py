@@ -397,7 +397,7 @@ def _notes(counts: RowCounts, examples: int, data: DataOptions) -> Iterator[str]
             "with a line break."
         )
     if 2 * counts.systems > counts.rows_read:
-        have = "has a system prompt of its own" if counts.systems == 1 else "have a system prompt of their own"
+        have = "has a system prompt" if counts.systems == 1 else "have a system prompt"
         yield (
             f"{counts.systems} of {plural(counts.rows_read, 'row')} {have}, which the model learns to read: send one "
             "with later prompts (generate and chat: --system)."

@@ -61,7 +61,7 @@ class RowCounts:
     overlength: int = 0
     truncated: int = 0
     straddling: int = 0  # tokens
-    systems: int = 0  # rows with a system prompt of their own
+    systems: int = 0  # rows with a system prompt
     glued: int = 0  # rows whose prompt and answer are joined to one text without white space
     first_glued: dict[str, str] = field(default_factory=dict)  # "prompt" -> the words at the joint, and the source
     unended: int = 0  # rows, or documents of token ids, that were not truncated and do not end with a special token

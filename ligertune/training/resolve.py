@@ -182,11 +182,11 @@ def _built_model(
     teacher: TeacherPlan | None,
     recomputed: Literal["norms", "mlps"] | bool,
 ) -> BuiltModel:
-    """Return the model without its weights, and the frozen one beside it, with this value of `kernels.recompute`."""
+    """Return the sizes of the model with this `kernels.recompute`, and of the frozen model, if there is one."""
     build = replace(build, kernels=build.kernels.model_copy(update={"recompute": recomputed}))
     model = preview_model(build, config, attention, device=machine.device)
-    beside = teacher.shape if teacher else feature_of(build.task).frozen_copy(build, model.shape, precision)
-    return replace(model, frozen_model=beside)
+    frozen = teacher.shape if teacher else feature_of(build.task).frozen_copy(build, model.shape, precision)
+    return replace(model, frozen_model=frozen)
 
 
 def _with_batch_of_tokens(complete: Recipe, given: Recipe, data: PreparedData, rows: Rows, row_ranks: int) -> Recipe:

@@ -53,7 +53,7 @@ def _limited(chart: dict, value: float) -> float:
 def _bar_places(page: Page) -> tuple[list[int], dict[int, str]]:
     """Return the line of each row, and those of the headings: chart["group"], above the rows that share its value.
 
-    There are no headings where each row has a value of its own.
+    There are no headings where the values of all rows differ.
     """
     settings = [row.get(page.chart.get("group")) for row in page.rows]
     if not any(settings) or len(set(settings)) == len(settings) > 1:

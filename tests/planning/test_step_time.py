@@ -16,8 +16,8 @@ from ligertune.planning.time.gpu_rates import GpuRates
 from ligertune.planning.time.step_time import (
     FOUR_BIT_BYTES,
     HIDDEN,
+    HOST_LINK_BANDWIDTH,
     LAYER_SECONDS,
-    LINK_BYTES,
     NVLINK_BYTES,
     WHOLE_STEP,
     StepWork,
@@ -116,7 +116,7 @@ def test_the_gpu_waits_for_launches_and_copies_that_take_longer():
     assert time_of(host_seconds=0.5 * of_gpu).host == 0
     assert time_of(host_seconds=of_gpu + 1.0, accumulation=2).host == pytest.approx(2.0)
     slow = time_of(policy=ActivationPolicy(checkpointing="offload"), tokens=1e9, squared_lengths=0.0, labels=0.0)
-    copied = 2 * LAYERS * 1e9 * 3 * E * 2 / LINK_BYTES
+    copied = 2 * LAYERS * 1e9 * 3 * E * 2 / HOST_LINK_BANDWIDTH
     computed = slow.products + slow.elementwise + slow.gaps
     assert slow.offload == pytest.approx(max(0.0, copied - computed))
 

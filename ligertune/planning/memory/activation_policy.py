@@ -21,6 +21,7 @@ from ligertune.planning.memory.layer_bytes import Float8
 from ligertune.planning.memory.mixer_shapes import ChannelDeltaShape, DeltaRuleShape, Mamba2Shape, MixerShape
 from ligertune.planning.memory.states import Strategy
 from ligertune.planning.plan import Plan
+from ligertune.planning.time.step_time import HOST_LINK_BANDWIDTH
 from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
@@ -30,9 +31,6 @@ MIXERS = {"gated_delta_rule", "ssd", "kda", "causal_conv1d"}
 WORTH_SUGGESTING = 0.9
 # `offload` is suggested if it saves at least this share of a step's memory: the estimate is not more exact.
 WORTH_OFFLOADING = 0.03
-# Bytes/s of copies from and to pinned host memory, assumed and not measured: PCIe 5.0 x16 carries 63 GB/s at most. At
-# half of it, layers of Llama models of 1 B parameters and more still hide their copies on an H100.
-HOST_LINK_BANDWIDTH = 40e9
 
 
 def adapters_copy_inputs(recipe: Recipe, *, fused_lora: bool) -> bool:

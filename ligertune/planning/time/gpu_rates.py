@@ -1,7 +1,7 @@
 """Rates of GPUs, measured by `scripts/bench gpu_rates`: what products, kernels and the optimizer reach.
 
-A GPU without a file of its own is given the shares of the reference GPU at its data-sheet rates, and an AMD GPU too:
-predictions for it are guesses, and say so.
+A GPU that has no file, from NVIDIA or AMD, gets the reference GPU's rates, scaled by the data-sheet rates of both. Such
+a prediction is a guess, and the plan says so.
 """
 
 from __future__ import annotations

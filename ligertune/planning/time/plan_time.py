@@ -80,7 +80,8 @@ def with_choice(recipe: Recipe, given: OpenSettings, plan_of: Callable[[Recipe],
         time = best.time
         others = sorted((one for one in found if one is not best), key=lambda one: one.time.total)
         tried = tuple(one.tried() for one in (best, *others))
-    shown = PredictedTime(time, rates.device, rates.measured) if _counts_all(plan) else None
+    measured = rates.measured and plan.batching.world_size == 1
+    shown = PredictedTime(time, rates.device, measured) if _counts_all(plan) else None
     return replace(plan, time=shown, settings_tried=tried)
 
 

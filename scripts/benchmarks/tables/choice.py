@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is trained: rows of `length` tokens, `rows` in a step, on a GPU of which torch may use `memory` GiB.
+    """What is trained, and the memory limit.
 
-    layers: None: all. memory: None: all of the GPU.
+    length: tokens of a row. rows: of an optimizer step. memory: GiB that torch may allocate; None: the whole GPU.
+    layers: the first ones that are kept; None: all.
     """
 
     model: str
