@@ -4,7 +4,8 @@
 
 A configuration is a model, a method, a length, a global batch and a memory limit, which torch's allocator keeps. Each
 runs in a process: it trains a few steps with every split of the batch, with and without checkpointing, offloading and
-recomputation, as far as the plan says that it fits. The recipe names none of these keys.
+recomputation, as far as the plan says that it fits. Where these are few, settings that a plan does not try join them.
+The recipe names none of these keys.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +25,11 @@ from benchmarks.pages import GIB
 from benchmarks.tables.choice import CONFIGURATIONS, Configuration
 
 if TYPE_CHECKING:
+    from ligertune.planning.plan import TriedSettings
     from ligertune.recipe.schema import Recipe
 
-WARMUP = 3  # steps: the second one may be recorded as a CUDA graph
-STEPS = 4
+WARMUP = 2  # steps: the second one may be recorded as a CUDA graph
+STEPS = 3
 SMALL = Configuration("small", "full", 64, 4)
 
 
@@ -50,34 +54,65 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inputs.add_inputs(parser)
     parser.add_argument("--only", help="names of configurations, separated by semicolons")
-    parser.add_argument("--most", type=int, default=14, help="settings of a configuration")
+    parser.add_argument("--most", type=int, default=12, help="settings of a configuration")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a configuration")
     parser.add_argument("--line", help=argparse.SUPPRESS)
     options = pages.parse(parser)
     options.only = options.only or ("small" if options.small else ";".join(CONFIGURATIONS))
     options.out = (options.out or Path(tempfile.mkdtemp(prefix="ligertune-bench-choice-"))).absolute()
+    options.out.mkdir(parents=True, exist_ok=True)
     return options
 
 
 def run_configuration(options: argparse.Namespace, name: str) -> None:
     """Train with each setting, and say a point for each."""
-    from ligertune.recipe import load_recipe
     from ligertune.training.resolve import plan_for
 
     configuration = SMALL if options.small else CONFIGURATIONS[name]
     limit_memory(configuration)
     path = write_recipe(options, name, configuration)
-    tried = plan_for(load_recipe(path), for_show=True).plan.settings_tried
-    chosen, *others = tried or [None]
-    for place, one in enumerate((chosen, *spread(others, options.most - 1))):
-        values = {} if one is None else dict(one.values)
-        values.pop("train.gradient_accumulation_steps", None)  # the global batch decides
-        measure(
-            options, name, load_recipe(path, [f"{key}={value}" for key, value in values.items()]), chosen=place == 0
-        )
+    tried = plan_for(with_settings(path, {}), for_show=True).plan.settings_tried
+    chosen, *others = [settings_of(one) for one in tried] or [{}]
+    if len(others) < options.most - 1:
+        others += islice(by_hand(path, configuration.rows, others), options.most - 1 - len(others))
+    for place, values in enumerate((chosen, *spread(others, options.most - 1))):
+        measure(options, name, with_settings(path, values), chosen=place == 0)
 
 
-def spread(others: list, most: int) -> list:
+def settings_of(tried: TriedSettings) -> dict[str, object]:
+    """Return the keys of a recipe; accumulation follows from the global batch."""
+    return {key: value for key, value in tried.values.items() if key != "train.gradient_accumulation_steps"}
+
+
+def with_settings(path: Path, values: Mapping[str, object]) -> Recipe:
+    from ligertune.recipe import load_recipe
+
+    return load_recipe(path, [f"{key}={value}" for key, value in values.items()])
+
+
+def by_hand(path: Path, rows: int, known: list[dict]) -> Iterator[dict]:
+    """Yield further settings that fit: other numbers of checkpointed layers, and gates offloaded."""
+    from ligertune.errors import UserError
+    from ligertune.planning.time.settings_choice import fits
+    from ligertune.training.resolve import plan_for
+
+    for micro in (size for size in range(rows, 0, -1) if rows % size == 0):
+        split = {"train.per_device_train_batch_size": micro}
+        layers = plan_for(with_settings(path, split), for_show=True).plan.memory.layers
+        numbers = ("all", 3 * layers // 4, layers // 2)
+        kinds = [(kind, number) for kind in (True, "offload") for number in numbers]
+        for kind, number in (*kinds, ("offload_gate", "all"), ("offload_both", "all")):
+            checkpointing = {"train.gradient_checkpointing": kind, "train.gradient_checkpointing_layers": number}
+            values = {**split, **checkpointing, "kernels.recompute": False}
+            try:
+                fitting = fits(plan_for(with_settings(path, values), for_show=True).plan)
+            except UserError:  # this method has no such setting
+                continue
+            if fitting and not any({"train.gradient_checkpointing_layers": "all", **one} == values for one in known):
+                yield values
+
+
+def spread(others: list[dict], most: int) -> list[dict]:
     """Return at most so many, evenly from the list."""
     if len(others) <= most:
         return others

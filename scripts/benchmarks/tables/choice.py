@@ -32,6 +32,6 @@ CONFIGURATIONS = {
     "llama-8b qlora, 24 GiB": Configuration("Meta-Llama-3-8B", "qlora", 4096, 4, 24),
     "qwen3.5-4b full, 80 GiB": Configuration("Qwen3.5-4B", "full", 2048, 8, 80),
     "qwen3.5-4b lora, 24 GiB": Configuration("Qwen3.5-4B", "lora", 8192, 2, 24),
-    "olmoe full": Configuration("olmoe-1b-7b", "full", 2048, 8, None, 8),
+    "mixtral full": Configuration("mixtral-8x7b", "full", 2048, 8, None, 4),
     "olmoe lora, 24 GiB": Configuration("olmoe-1b-7b", "lora", 4096, 4, 24, 8),
 }
