@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace, name: str, recipe: Recipe, *, chosen: b
         "chosen": chosen,
         "seconds": seconds,
         "predicted": plan.time.total if plan.time is not None else None,
-        "parts": vars(plan.time) if plan.time is not None else None,
+        "parts": vars(plan.time.parts) if plan.time is not None else None,
         "graphs": bool(plan.build.execution.cuda_graphs),
         "peak": peak,
         "planned": plan.peak.total if plan.peak is not None else None,
