@@ -17,10 +17,12 @@ from ligertune.recipe.schema import Recipe
 ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # Milliseconds of the host for forward and backward of a layer, low guesses. A layer of Llama-3.2-1B took 4.7 on 128
 # tokens (H100, most of it host time) and 5.4 on 4,096, one of Qwen2.5-0.5B 4.7 on 8,192; in the last two the GPU was
-# idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.9 on 4,096 tokens. A
-# layer of Llama-3-8B with QLoRA and checkpointing took 16 (H200, `scripts/bench one_card`). With float8, 16 layers of 6
-# keep the host as long as the GPU takes for 8,192 tokens of Llama-3.2-1B, 96 ms.
-HOST_MS = {"full": 4.5, "adapters": 7.0, "float8": 6.5}
+# idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.9 on 4,096 tokens, and 8.2
+# to 9.9 of Llama-3-8B, of which 7.6 keep the GPU busy (H200, `scripts/bench choice`). A layer of Llama-3-8B with QLoRA
+# and checkpointing took 16 (H200, `scripts/bench one_card`). With float8, 16 layers of 6 keep the host as long as the
+# GPU takes for 8,192 tokens of Llama-3.2-1B, 96 ms.
+HOST_MS = {"full": 4.5, "adapters": 8.5, "float8": 6.5}
+HOST_OF_EXPERTS = 1.4  # times: 12 ms for a layer of OLMoE with LoRA (H200, `scripts/bench choice`)
 FLOAT8_TIME = 0.75  # of a step's time in bfloat16 on the GPU: 8,192 tokens of Llama-3.2-1B on an H200
 RUN_AGAIN = 2.0  # times the work of the host if layers are checkpointed
 MEASURED_ON = ("sm90",)  # with dense models; mixtures were not measured
@@ -58,12 +60,13 @@ def host_seconds(plan: Plan) -> float:
     if execution.fp8 is True:
         layer = max(layer, HOST_MS["float8"])
     layer *= RUN_AGAIN if execution.gradient_checkpointing else 1.0
+    layer *= HOST_OF_EXPERTS if plan.n_active is not None else 1.0
     return plan.memory.layers * layer * 1e-3
 
 
 def _is_host_bound(plan: Plan, peak_flops: float) -> bool:
     tokens = plan.batching.micro_batch_size * plan.row_length
-    device = 6.0 * plan.n_parameters * tokens / (REACHED_SHARE_OF_PEAK * peak_flops)
+    device = (4.0 * plan.n_parameters + 2.0 * plan.n_trainable) * tokens / (REACHED_SHARE_OF_PEAK * peak_flops)
     if plan.build.execution.fp8 is True:
         device *= FLOAT8_TIME
     return device <= host_seconds(plan)

@@ -16,7 +16,7 @@ from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION
 from ligertune.planning.time import gpu_rates, settings_choice
-from ligertune.planning.time.gpu_rates import rates_of
+from ligertune.planning.time.gpu_rates import rate_at, rates_of
 from ligertune.planning.time.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
 from ligertune.planning.time.settings_choice import Candidate, choose
 from ligertune.planning.time.step_time import StepTime
@@ -167,10 +167,10 @@ def test_a_cpu_has_no_predicted_time(tmp_path):
 def test_rates_between_measured_sizes_lie_between_their_rates():
     rates = gpu_rates.rates_in(RATES)
     (width, tokens, rate), *_ = rates.linear
-    assert rates.linear_rate(width, tokens) == rate == rates.linear_rate(width, 1)
+    assert rate_at(rates.linear, width, tokens) == rate == rate_at(rates.linear, width, 1)
     at = {count: value for size, count, value in rates.linear if size == width}
     low, high, *_ = sorted(at)
-    between = rates.linear_rate(width, (low * high) ** 0.5)
+    between = rate_at(rates.linear, width, (low * high) ** 0.5)
     assert between == pytest.approx((at[low] + at[high]) / 2)
 
 

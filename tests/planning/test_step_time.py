@@ -34,6 +34,7 @@ RATES = GpuRates(
     copy=COPY,
     matmul=MATMUL,
     linear=((1.0, 1.0, MATMUL),),
+    experts=((1.0, 1.0, MATMUL),),
     shares=dict.fromkeys(OPS, (((1, 1, 1, 1, 1), 1.0),)),
     optimizer=ADAM,
     device="a GPU",

@@ -13,16 +13,22 @@ from torch.utils.checkpoint import checkpoint
 from ligertune.attention.torch_attention import deterministic_backward, flash_varlen
 from ligertune.bench.case import Case, OpBenchmark, Provider, Tensors, Work, function
 
-# those of Llama-3-8B
+# those of Llama-3-8B; a third size of a case is another head dimension
 HEADS = 32
 KEY_VALUE_HEADS = 8
 HEAD_DIM = 128
 
 
+def _sizes(case: Case) -> tuple[int, int, int]:
+    """Return (documents, tokens of each, head dimension)."""
+    documents, length, *head_dim = case.sizes
+    return documents, length, head_dim[0] if head_dim else HEAD_DIM
+
+
 def _inputs(case: Case, device: torch.device) -> Tensors:
     """Return query (N, L, H, D), key and value (N, L, K, D); starts and ends (N L,) of the row of all documents."""
-    documents, length = case.sizes
-    shapes = ((documents, length, heads, HEAD_DIM) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS))
+    documents, length, head_dim = _sizes(case)
+    shapes = ((documents, length, heads, head_dim) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS))
     made = (torch.randn(shape, dtype=case.dtype, device=device, requires_grad=True) for shape in shapes)
     starts = torch.arange(documents * length, device=device, dtype=torch.int32) // length * length
     return *made, starts, starts + length
@@ -30,9 +36,9 @@ def _inputs(case: Case, device: torch.device) -> Tensors:
 
 def _work(case: Case) -> Work:
     """Return the work of two matrix products per pair of tokens in the forward and five in the backward."""
-    documents, length = case.sizes
-    product = documents * length * (length + 1) * HEADS * HEAD_DIM  # two FLOPs for half of the pairs
-    one = documents * length * HEAD_DIM * case.dtype.itemsize
+    documents, length, head_dim = _sizes(case)
+    product = documents * length * (length + 1) * HEADS * head_dim  # two FLOPs for half of the pairs
+    one = documents * length * head_dim * case.dtype.itemsize
     read = (HEADS + 2 * KEY_VALUE_HEADS) * one
     written = HEADS * one
     return Work((read + written, 2.0 * (read + written)), (2.0 * product, 5.0 * product))
@@ -65,7 +71,7 @@ def _torch(name: str, *, deterministic: bool) -> Provider:
 
     def make(case: Case, args: Tensors) -> Callable[[], Tensor]:
         query, key, value, *_ = args
-        documents, length = case.sizes
+        documents, length, _ = _sizes(case)
         if not query.is_cuda or case.dtype is torch.float32:
             q, k, v = (t.transpose(1, 2) for t in (query, key, value))
             return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

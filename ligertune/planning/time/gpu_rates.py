@@ -22,32 +22,43 @@ REFERENCE = "h200"
 NAMES = ("h200", "h100")  # words of a device's name that have a file
 
 
+RateTable = tuple[tuple[float, float, float], ...]
+
+
 @dataclass(frozen=True)
 class GpuRates:
     """What one GPU reaches. measured: on this kind of GPU; else the reference's shares of its data-sheet rates."""
 
     copy: float  # bytes/s, read and written
     matmul: float  # FLOP/s of a large square product in bfloat16
-    linear: tuple[tuple[float, float, float], ...]  # (E, tokens, FLOP/s) of a layer E -> 4 E, forward and backward
+    linear: RateTable  # (E, tokens, FLOP/s) of a layer E -> 4 E, forward and backward
+    experts: RateTable  # (square root of E F, tokens of an expert, FLOP/s) of a mixture, forward and backward
     shares: Mapping[str, tuple[tuple[tuple[int, ...], float], ...]]  # op -> (sizes, share of the least time)
     optimizer: float  # bytes/s of a clipped AdamW step
     device: str
     measured: bool = True
 
-    def linear_rate(self, width: float, tokens: float) -> float:
-        """Return FLOP/s of the products of a linear layer, between the measured sizes by their logarithms."""
-        widths = sorted({size for size, _, _ in self.linear})
-        rates = [self._rate_at(one, tokens) for one in widths]
-        return _between(widths, rates, width)
-
-    def _rate_at(self, width: float, tokens: float) -> float:
-        rows = sorted((count, rate) for size, count, rate in self.linear if size == width)
-        return _between([count for count, _ in rows], [rate for _, rate in rows], tokens)
+    def attention_share(self, length: float, head_dim: float) -> float:
+        """Return attention's share of the least time for documents of a length, at the nearest head dimension."""
+        rows = self.shares["document_attention"]
+        nearest = min({sizes[2] for sizes, _ in rows}, key=lambda size: abs(math.log(size / head_dim)))
+        found = sorted((sizes[1], share) for sizes, share in rows if sizes[2] == nearest)
+        return _between([place for place, _ in found], [share for _, share in found], length)
 
     def share(self, op: str, size: float, dimension: int) -> float:
         """Return an op's share of the least time, between the measured sizes of one dimension."""
         rows = sorted((sizes[dimension], share) for sizes, share in self.shares[op])
         return _between([place for place, _ in rows], [share for _, share in rows], size)
+
+
+def rate_at(table: RateTable, width: float, tokens: float) -> float:
+    """Return FLOP/s of products of a width and a number of tokens, between the measured ones by their logarithms."""
+    widths = sorted({size for size, _, _ in table})
+    rates = []
+    for one in widths:
+        rows = sorted((count, rate) for size, count, rate in table if size == one)
+        rates.append(_between([count for count, _ in rows], [rate for _, rate in rows], tokens))
+    return _between(widths, rates, width)
 
 
 def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
@@ -84,11 +95,16 @@ def rates_in(found: Mapping[str, Any]) -> GpuRates:
     return GpuRates(
         copy=found["copy"],
         matmul=found["matmul"],
-        linear=tuple((row[0], row[1], row[2]) for row in found["linear"]),
+        linear=_table(found["linear"]),
+        experts=_table(found["experts"]),
         shares={op: tuple(rows) for op, rows in shares.items()},
         optimizer=found["optimizer"],
         device=found["device"],
     )
+
+
+def _table(rows: Sequence[Sequence[float]]) -> RateTable:
+    return tuple((row[0], row[1], row[2]) for row in rows)
 
 
 def rates_of(machine: Machine) -> GpuRates | None:
@@ -108,9 +124,14 @@ def rates_of(machine: Machine) -> GpuRates | None:
     return GpuRates(
         copy=reference.copy * traffic,
         matmul=reference.matmul * flops,
-        linear=tuple((width, tokens, rate * flops) for width, tokens, rate in reference.linear),
+        linear=_scaled(reference.linear, flops),
+        experts=_scaled(reference.experts, flops),
         shares=reference.shares,
         optimizer=reference.optimizer * traffic,
         device=reference.device,
         measured=False,
     )
+
+
+def _scaled(table: RateTable, factor: float) -> RateTable:
+    return tuple((width, tokens, rate * factor) for width, tokens, rate in table)

@@ -44,7 +44,8 @@ def time_of_plan(plan: Plan, shape: ModelShape, rates: GpuRates) -> StepTime | N
         accumulation=plan.batching.accumulation,
         itemsize=memory.itemsize,
         four_bits=quantised,
-        host_seconds=0.0 if plan.build.execution.cuda_graphs else host_seconds(plan),
+        host_seconds=host_seconds(plan),
+        recorded=bool(plan.build.execution.cuda_graphs),
         world_size=plan.batching.world_size,
         sharded=plan.strategy in SHARDED_WEIGHTS,
     )

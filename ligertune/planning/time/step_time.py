@@ -19,12 +19,13 @@ from dataclasses import dataclass, fields
 from ligertune.planning.memory.activation_bytes import ActivationPolicy
 from ligertune.planning.memory.model_shape import LayerShape, ModelShape
 from ligertune.planning.memory.states import StateBytes
-from ligertune.planning.time.gpu_rates import GpuRates
+from ligertune.planning.time.gpu_rates import GpuRates, rate_at
 
 # Whole steps run slower than their kernels alone: the GPU lowers its clock, there are gaps between kernels, and small
-# kernels are not counted. Fitted to 22 steps of models of 0.5 to 8 B parameters on an H200.
-WHOLE_STEP = 1.09
-LAYER_SECONDS = 2e-4  # of a layer's gaps, forward and backward
+# kernels are not counted. Fitted to steps of models of 0.5 to 8 B parameters on an H200.
+WHOLE_STEP = 1.08
+LAYER_SECONDS = 3e-4  # of a layer's gaps, forward and backward
+RECORDED_LAYER_SECONDS = 7e-5  # the same in a CUDA graph
 # Elements per token that fused kernels read and write, in units of the width that they work on.
 NORM = (4, 4)  # add_rms_norm forward and backward, of the hidden size
 GATED = (3, 5)  # swiglu, of the MLP's width
@@ -49,8 +50,8 @@ FLOAT8_GAIN = 1.5  # products in float8 by products in bfloat16, quantisation in
 class StepWork:
     """What one rank computes in a step. tokens, squared_lengths and labels: of a micro-batch, on average.
 
-    four_bits: weights that each use dequantises. host_seconds: of a micro-batch's launches; 0
-    if graphs replay them. world_size: ranks that share the step. sharded: each rank holds a part of the weights.
+    four_bits: weights that each use dequantises. host_seconds: of a micro-batch's launches. recorded: CUDA graphs
+    replay them. world_size: ranks that share the step. sharded: each rank holds a part of the weights.
     """
 
     shape: ModelShape
@@ -63,6 +64,7 @@ class StepWork:
     itemsize: int = 2
     four_bits: int = 0
     host_seconds: float = 0.0
+    recorded: bool = False
     world_size: int = 1
     sharded: bool = False
 
@@ -118,9 +120,9 @@ def step_time(work: StepWork, rates: GpuRates) -> StepTime:
     elementwise = sum(share * _elementwise(work, rates, again) for share, again in layers)
     loss = _loss(work, rates)
     dequantise = sum(share * _dequantise(work, rates, again) for share, again in layers)
-    gaps = LAYER_SECONDS * work.shape.num_hidden_layers
+    gaps = work.shape.num_hidden_layers * (RECORDED_LAYER_SECONDS if work.recorded else LAYER_SECONDS)
     of_gpu = WHOLE_STEP * (products + attention + recurrence + elementwise + loss + dequantise) + gaps
-    host = max(0.0, work.host_seconds - of_gpu)
+    host = 0.0 if work.recorded else max(0.0, work.host_seconds - of_gpu)
     offload = max(0.0, _offload(work) - of_gpu)
     number = work.accumulation
     scale = number * WHOLE_STEP
@@ -162,10 +164,12 @@ def _products(work: StepWork, rates: GpuRates, share: float, again: bool) -> flo
     layer = shape.layer
     if layer is None or layer.experts is None:
         return share * flops / rate
-    # the experts' products have fewer rows each, and run at the share that their kernel reaches
-    of_experts = 3 * layer.experts.chosen * layer.experts.mlp * layer.hidden * shape.num_hidden_layers
+    # the experts' products have fewer rows each
+    experts = layer.experts
+    of_experts = 3 * experts.chosen * experts.mlp * layer.hidden * shape.num_hidden_layers
     part = min(1.0, of_experts / max(in_layers, 1))
-    reached = rates.share("experts", layer.experts.number, 1) * rates.matmul
+    rows = work.tokens * experts.chosen / experts.number
+    reached = rate_at(rates.experts, math.sqrt(layer.hidden * experts.mlp), rows)
     return share * flops * (part / reached + (1 - part) / rate)
 
 
@@ -174,12 +178,12 @@ def _rate_of_layer(shape: ModelShape, rates: GpuRates, tokens: float) -> float:
     layer = shape.layer
     rows = min(tokens, MOST_ROWS)
     if layer is None:
-        return rates.linear_rate(shape.hidden_size, rows)
+        return rate_at(rates.linear, shape.hidden_size, rows)
     hidden = layer.hidden
     sizes = [(hidden, layer.query), *[(hidden, layer.key)] * 2, (layer.query, hidden), *[(hidden, layer.dense_mlp)] * 3]
     weights = [inputs * outputs for inputs, outputs in sizes if inputs * outputs]
-    seconds = sum(number / rates.linear_rate(math.sqrt(number) / 2, rows) for number in weights)
-    return sum(weights) / seconds if seconds else rates.linear_rate(hidden, rows)
+    seconds = sum(number / rate_at(rates.linear, math.sqrt(number) / 2, rows) for number in weights)
+    return sum(weights) / seconds if seconds else rate_at(rates.linear, hidden, rows)
 
 
 def _not_repeated(work: StepWork) -> int:
@@ -203,7 +207,9 @@ def _attention(work: StepWork, rates: GpuRates, again: bool) -> float:
     pair = 2.0 * shape.attention_width * work.squared_lengths * attending  # FLOPs of the forward, half of each square
     runs_again = again and work.policy.checkpointing != "offload"  # which keeps attention's results
     mean_length = work.squared_lengths / max(work.tokens, 1.0)
-    return pair * (3.5 + runs_again) / (rates.matmul * rates.share("document_attention", mean_length, 1))
+    layer = shape.layer
+    head_dim = 128 if layer is None or not layer.heads else layer.query / layer.heads
+    return pair * (3.5 + runs_again) / (rates.matmul * rates.attention_share(mean_length, head_dim))
 
 
 def _recurrence(work: StepWork, rates: GpuRates, again: bool) -> float:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from benchmarks.pages import parse_arguments
-from ligertune.bench.case import Case
+from ligertune.bench.case import Case, Mode, Work
 from ligertune.bench.clock import Timing
 from ligertune.bench.measure import (
     BENCHMARKS,
@@ -32,6 +33,10 @@ from ligertune.planning.time.gpu_rates import file_name
 
 WIDTHS = (1024, 2048, 4096, 8192)  # E; the layer's output is 4 E wide
 TOKENS = (512, 2048, 8192, 32768)
+HEAD_DIMS = (64, 128, 256)
+DOCUMENTS = ((64, 128), (16, 512), (4, 2048), (1, 8192), (1, 32768))  # number, tokens of each
+MIXTURES = ((8, 2, 4096, 14336), (128, 8, 2048, 768))  # X, K, E, F
+EXPERT_TOKENS = (2048, 8192, 32768)
 OURS = "ours"
 # op, sizes, as its benchmark has them. All at the sizes of models of 1 to 8 B parameters.
 OPS: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -42,14 +47,12 @@ OPS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("linear_cross_entropy", (2048, 2048, 128256)),
     ("linear_cross_entropy", (8192, 2048, 128256)),
     ("linear_cross_entropy", (8192, 4096, 128256)),
-    ("document_attention", (64, 128)),
-    ("document_attention", (16, 512)),
-    ("document_attention", (4, 2048)),
-    ("document_attention", (1, 8192)),
-    ("document_attention", (1, 32768)),
+    *(
+        ("document_attention", (documents, length, head_dim))
+        for head_dim in HEAD_DIMS
+        for documents, length in DOCUMENTS
+    ),
     ("dequantize_nf4", (8, 28672, 4096)),
-    ("experts", (8192, 8, 2, 4096, 14336)),
-    ("experts", (8192, 128, 8, 2048, 768)),
     ("gated_delta_rule", (1, 8192)),
     ("causal_conv1d", (1, 8192)),
 )
@@ -75,6 +78,7 @@ def main() -> int:
         "copy": setup.rates.copy,
         "matmul": setup.rates.matmul,
         "linear": [linear_rate(setup, width, tokens) for width in WIDTHS for tokens in token_counts(options)],
+        "experts": [expert_rate(setup, sizes) for sizes in mixture_sizes(options)],
         "shares": [share_of(setup, op, sizes) for op, sizes in (small_ops() if options.small else OPS)],
         "optimizer": optimizer_rate(setup, SMALL_ELEMENTS if options.small else ADAM_ELEMENTS),
     }
@@ -87,6 +91,12 @@ def main() -> int:
 
 def token_counts(options: argparse.Namespace) -> tuple[int, ...]:
     return TOKENS[:1] if options.small else TOKENS
+
+
+def mixture_sizes(options: argparse.Namespace) -> Iterable[tuple[int, ...]]:
+    if options.small:
+        return BENCHMARKS["experts"].cpu_sizes
+    return ((tokens, *sizes) for sizes in MIXTURES for tokens in EXPERT_TOKENS)
 
 
 def small_ops() -> list[tuple[str, tuple[int, ...]]]:
@@ -117,15 +127,28 @@ def linear_rate(setup: BenchSetup, width: int, tokens: int) -> list[float]:
 
 def share_of(setup: BenchSetup, op: str, sizes: tuple[int, ...]) -> list:
     """Return [op, sizes, share] of our kernel: the least time at the copy and matmul rates, over its time."""
+    work, mode, seconds = timed(setup, op, sizes)
+    return [op, list(sizes), work.floor(mode, setup.rates) / seconds]
+
+
+def expert_rate(setup: BenchSetup, sizes: tuple[int, ...]) -> list[float]:
+    """Return [square root of E F, tokens of an expert, FLOP/s] of a mixture, forward and backward."""
+    tokens, number, chosen, width, inner = sizes
+    work, _, seconds = timed(setup, "experts", sizes)
+    return [math.sqrt(width * inner), tokens * chosen / number, sum(work.flops) / seconds]
+
+
+def timed(setup: BenchSetup, op: str, sizes: tuple[int, ...]) -> tuple[Work, Mode, float]:
+    """Return the work of our kernel, the passes that were timed, and their seconds."""
     benchmark = BENCHMARKS[op]
     case = Case(op, sizes, benchmark.dtype or setup.dtype)
     provider = next(one for one in benchmark.providers if one.name == OURS)
     bound = BoundProvider(provider, case, seeded_inputs(benchmark, case, setup.device))
-    mode = "both" if "both" in benchmark.modes else benchmark.modes[0]
+    mode: Mode = "both" if "both" in benchmark.modes else benchmark.modes[0]
     with provider.within():
         bound.both()
         seconds = median(setup, bound.both if mode == "both" else bound.forward)
-    return [op, list(sizes), benchmark.work(case).floor(mode, setup.rates) / seconds]
+    return benchmark.work(case), mode, seconds
 
 
 def optimizer_rate(setup: BenchSetup, elements: int) -> float:
