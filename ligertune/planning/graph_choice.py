@@ -17,14 +17,14 @@ from ligertune.recipe.schema import Recipe
 ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # Milliseconds of the host for forward and backward of a layer, low guesses. A layer of Llama-3.2-1B took 4.7 on 128
 # tokens (H100, most of it host time) and 5.4 on 4,096, one of Qwen2.5-0.5B 4.7 on 8,192; in the last two the GPU was
-# idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.9 on 4,096 tokens, and 8.2
-# to 9.9 of Llama-3-8B, of which 7.6 keep the GPU busy (H200, `scripts/bench choice`). A layer of Llama-3-8B with QLoRA
-# and checkpointing took 16 (H200, `scripts/bench one_card`). With float8, 16 layers of 6 keep the host as long as the
-# GPU takes for 8,192 tokens of Llama-3.2-1B, 96 ms.
-HOST_MS = {"full": 4.5, "adapters": 8.5, "float8": 6.5}
+# idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.9 on 4,096 tokens; for
+# Llama-3-8B 8.2 to 9.9, and with QLoRA 11.2 to 11.7 (H200, `scripts/bench choice`). QLoRA with checkpointing took 16
+# (H200, `scripts/bench one_card`). With float8, 16 layers of 6 keep the host as long as the GPU takes for 8,192 tokens
+# of Llama-3.2-1B, 96 ms.
+HOST_MS = {"full": 4.5, "lora": 9.0, "qlora": 11.5, "float8": 6.5}
 HOST_OF_EXPERTS = 1.4  # times: 12 ms for a layer of OLMoE with LoRA (H200, `scripts/bench choice`)
 FLOAT8_TIME = 0.75  # of a step's time in bfloat16 on the GPU: 8,192 tokens of Llama-3.2-1B on an H200
-RUN_AGAIN = 2.0  # times the work of the host if layers are checkpointed
+RUN_AGAIN = 1.5  # times the work of the host if layers are checkpointed
 MEASURED_ON = ("sm90",)  # with dense models; mixtures were not measured
 REACHED_SHARE_OF_PEAK = 0.5  # FLOP/s of a whole step over the device's peak
 
@@ -56,7 +56,7 @@ def host_seconds(plan: Plan) -> float:
     """Return the guess of the host's time for the launches of a micro-batch."""
     assert plan.memory is not None  # callers have looked
     execution = plan.build.execution
-    layer = HOST_MS["adapters" if plan.build.method.type in ("lora", "qlora") else "full"]
+    layer = HOST_MS.get(plan.build.method.type, HOST_MS["full"])
     if execution.fp8 is True:
         layer = max(layer, HOST_MS["float8"])
     layer *= RUN_AGAIN if execution.gradient_checkpointing else 1.0
