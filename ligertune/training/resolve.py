@@ -137,7 +137,8 @@ def resolve(recipe: Recipe, machine: Machine, progress: ProgressCallback | None 
         why_fsdp="as the launcher configured" if launched_with_fsdp() else "",
         modality=modality.facts,
         teacher=teacher,
-        largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
+        # the same for all settings with one split of the batch
+        largest_batch=None if train is None else cache(ExampleSizes.of(train, recipe.train.seed).largest_batch),
     )
     notes = (*recipe.notices, *base_notes, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
     notes = (*notes, *data_notes, *hub_notes())

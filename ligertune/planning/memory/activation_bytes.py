@@ -363,7 +363,8 @@ class LayerStack:
     def gathered(self, waiting: int) -> int:
         """Return the bytes of gathered weights while so many layers wait for their backward."""
         done = self.number - waiting
-        return max(2, self.stay_gathered - done) * self.weights
+        # and the buffer of the last gather
+        return max(2, self.stay_gathered - done + 1) * self.weights
 
 
 def _saved_by_last(

@@ -157,7 +157,7 @@ def step_time(work: StepWork, rates: GpuRates) -> StepTime:
         dequantise=scale * dequantise,
         offload=number * offload,
         host=number * host,
-        communication=_communication(work, rates, of_gpu),
+        communication=_communication(work, rates, max(of_gpu, work.host_seconds)),
         update=_update(work, rates),
     )
 
