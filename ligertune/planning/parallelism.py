@@ -264,12 +264,6 @@ UNSUPPORTED = (
     ),
     UnsupportedSetting(
         ("fsdp",),
-        lambda recipe, autocast: recipe.checkpoint.async_save,
-        "checkpoint.async_save: under fsdp all ranks write their shards of a checkpoint together and wait for it.",
-        "Leave the key out, or write parallel.strategy: ddp.",
-    ),
-    UnsupportedSetting(
-        ("fsdp",),
         lambda recipe, autocast: recipe.parallel.dp_replicate_size > 1 and autocast == "fp16",
         "parallel.dp_replicate_size: replicas train in bfloat16 or float32 only, and this run would use float16.",
         "Write model.dtype: bfloat16 or float32, or leave the key out.",
