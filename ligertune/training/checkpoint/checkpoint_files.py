@@ -35,6 +35,7 @@ from ligertune.errors import UserError, format_bytes, message_of
 from ligertune.files.checked_files import DamagedFileError
 from ligertune.files.storage import (
     complete_checkpoints,
+    flush,
     newest_checkpoint,
     put_in_place,
     remove,
@@ -75,7 +76,11 @@ def begin(accelerator: Accelerator, plan: Plan, step: int) -> Path:
 
 def complete(plan: Plan, step: int, partial: Path) -> None:
     """Write progress.json into a folder with all states, rename it, and remove the oldest. The main rank calls it."""
-    CheckpointRecord.of(plan, step, file_checksums(partial)).write(partial, plan)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        flushed = pool.submit(flush, partial)  # the disk writes while the checksums are computed
+        checksums = file_checksums(partial)
+        flushed.result()
+    CheckpointRecord.of(plan, step, checksums).write(partial, plan)
     put_in_place(partial, partial.with_name(f"step-{step}"))
     limit = plan.checkpoint.save_total_limit
     # after the rename: a kill in between leaves one checkpoint more, never one less
