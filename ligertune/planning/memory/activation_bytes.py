@@ -367,6 +367,16 @@ class LayerStack:
         return max(2, self.stay_gathered - done + 1) * self.weights
 
 
+def _gathered_ends(head: HeadShape, itemsize: int, stack: LayerStack) -> tuple[int, int]:
+    """Return the bytes of embedding or head that FSDP2 gathers, and those of the embedding that the backward holds.
+
+    A tied embedding and head stay gathered to the end of the backward. If they are separate, the embedding is gathered
+    for its lookup and its gradient, and the head from the last norm to that norm's backward.
+    """
+    weight = head.elements * itemsize if stack.weights else 0
+    return weight, weight * (head.tied or stack.stay_gathered > 0)
+
+
 def _saved_by_last(
     layer: LayerShape, last: int, policy: ActivationPolicy, itemsize: int, batch: MicroBatch, stack: LayerStack
 ) -> int:
@@ -422,10 +432,7 @@ def step_phases(
     done_layer = backward_bytes(largest, policy_of_first, itemsize, batch.tokens)
     end_weight = head.elements * itemsize  # of the embedding or of the head
     embedding = end_weight * (head.embedding_trains and (head.tied or batch.accumulates))
-    # FSDP2 units: a tied embedding and head stay gathered to the end of the backward. If they are separate, the
-    # embedding is gathered for its lookup and its gradient, and the head from the last norm to that norm's backward.
-    gathered_end = end_weight if layer_weights else 0
-    kept_end = gathered_end * (head.tied or stack.stay_gathered > 0)  # the embedding, after the forward
+    gathered_end, kept_end = _gathered_ends(head, itemsize, stack)
     with_gradient = step.workspace + kept_end + layer_weights  # the last term is a layer's whole gradient
     existing, done, another = gradient_bytes(
         head, batch, gradients, itemsize, layers=layers, last=last, shards=stack.shards
@@ -436,7 +443,7 @@ def step_phases(
     backward = (
         held + ends + (last > 0) * results + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate
     )
-    working_in_loss = step.workspace + gathered_end + kept_end * (not head.tied) + stack.gathered(layers)
+    working_in_loss = step.workspace + max(gathered_end, kept_end * (2 - head.tied)) + stack.gathered(layers)
     working_in_backward = back_of_last + with_gradient + stack.gathered(layers)
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * (gate + results), before, loss_peak, working_in_loss),
