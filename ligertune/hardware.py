@@ -77,6 +77,7 @@ class Machine:
     peak_bandwidth: float | None  # bytes/s
     world_size: int
     torch_version: str
+    nodes: int = 1
 
 
 def world_size() -> int:
@@ -112,6 +113,11 @@ def local_rank() -> int:
 def ranks_on_node() -> int:
     """Return the number of the run's processes on this node."""
     return _launcher_variable("LOCAL_WORLD_SIZE", 1)
+
+
+def nodes() -> int:
+    """Return the number of the run's nodes, as the launcher's variables say; 1 if they do not."""
+    return max(1, world_size() // ranks_on_node()) if "LOCAL_WORLD_SIZE" in os.environ else 1
 
 
 def _launcher_variable(name: str, default: int) -> int:
@@ -183,6 +189,7 @@ def this_machine() -> Machine:
             peak_bandwidth=None,
             world_size=world_size(),
             torch_version=torch.__version__,
+            nodes=nodes(),
         )
     # accelerate maps local ranks to devices in the same way
     index = local_rank() % torch.cuda.device_count()
@@ -205,6 +212,7 @@ def this_machine() -> Machine:
         peak_bandwidth=peak.bandwidth if peak else None,
         world_size=world_size(),
         torch_version=torch.__version__,
+        nodes=nodes(),
     )
 
 

@@ -9,6 +9,7 @@ from ligertune.hardware import (
     is_first_on_node,
     is_main_process,
     local_rank,
+    nodes,
     peak_of,
     total_memory,
     world_size,
@@ -52,6 +53,9 @@ def test_the_variables_of_a_launcher(monkeypatch):
     for name, value in {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert (world_size(), local_rank(), is_main_process(), is_first_on_node()) == (8, 1, False, False)
+    assert nodes() == 1  # not every launcher says how many processes a node has
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert nodes() == 2
     monkeypatch.setenv("WORLD_SIZE", "-1")
     with pytest.raises(UserError, match="WORLD_SIZE is '-1'"):
         world_size()

@@ -46,9 +46,7 @@ def plan(
     memory: Annotated[
         float | None, typer.Option("--memory", min=0.1, max=1e6, help="GiB per device. Default: this machine's device.")
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="Plan for this many devices that shard the model with FSDP.")
-    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Plan for this many devices of one host.")] = None,
     price: Annotated[
         float | None, typer.Option("--price", min=0.0, help="Price of a GPU for an hour, for the cost of the run.")
     ] = None,

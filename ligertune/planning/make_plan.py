@@ -53,6 +53,7 @@ from ligertune.planning.parallelism import (
     choose_strategy,
     quant_storage_notes,
     unsharded_need,
+    usable_memory,
 )
 from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, float8_notes
@@ -73,7 +74,7 @@ class PlanInputs:
     model: BuiltModel
     data: DataSummary
     rows: Rows
-    why_fsdp: str  # why a launcher or `--gpus` decided for FSDP; empty if neither did
+    why_fsdp: str  # why a launcher decided for FSDP; empty if it did not
     modality: ModalityFacts
     teacher: TeacherPlan | None = None
     # (rows, batching, rows of the run) -> the largest micro-batch of the data order; None if the data are streamed
@@ -231,6 +232,8 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     states = states_of(recipe, shape.parameters, dtype, strategy=strategy, world_size=world_size)
     shards = shards_of(recipe.parallel.dp_replicate_size, strategy, world_size) if strategy in SHARDED_WEIGHTS else 1
     memory = estimate_memory(recipe, inputs, states, shards=shards)
+    if memory is not None and strategy == "ddp":
+        memory = replace(memory, keeps_gradients=True)
     memory, tiled, tile = _tiled(recipe, inputs, memory, strategy)
 
     def fits(estimate: MemoryEstimate | None, micro: int, accumulates: bool) -> bool:
@@ -243,7 +246,8 @@ def choose_resources(recipe: Recipe, inputs: PlanInputs) -> Resources:
     batching = choose_batching(recipe, world_size)
     batch = batch_of(batching.micro_batch_size)
     accumulates = batching.accumulation > 1
-    memory = with_checkpointed_layers(recipe, memory, batch, machine, accumulates=accumulates)
+    usable = replace(machine, memory_bytes=usable_memory(machine))
+    memory = with_checkpointed_layers(recipe, memory, batch, usable, accumulates=accumulates)
     if tiled is not None and not fits(memory, batching.micro_batch_size, accumulates):
         memory = tiled
         tile = TILE
@@ -334,6 +338,7 @@ def estimate_memory(
         tower=shape.tower,
         image_share=data.image_share,
         shards=shards,
+        reshards=recipe.parallel.reshard_after_forward is not False,
         cp_size=recipe.parallel.cp_size,
         longest_document=data.longest,
         cpu_offload=recipe.parallel.cpu_offload,
@@ -365,7 +370,9 @@ def host_memory_parts(plan: Plan) -> dict[str, tuple[int, int]]:
         f"method.init_lora_weights: {method.init_lora_weights}": (original if reads_original else 0, 0),
     }
     if plan.checkpoint.async_save and plan.checkpoint.save_strategy != "no":
-        parts["checkpoint.async_save: true"] = (0, states.trained + states.saved_states)
+        own = states.weights + states.saved_states  # under FSDP each process copies its shards
+        copies = (own, 0) if plan.shares_weights else (0, states.trained + states.saved_states)
+        parts["checkpoint.async_save: true"] = copies
     return {key: sizes for key, sizes in parts.items() if any(sizes)}
 
 

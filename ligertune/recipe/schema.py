@@ -358,7 +358,9 @@ class ParallelSpec(Section):
     num_processes: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Processes on this node; auto: one per visible GPU, or as many as torchrun or accelerate started."""
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"] = "auto"
-    """single: one process; ddp: replicate the model; fsdp: shard it; auto: ddp if the model fits, else fsdp."""
+    """single: one process; ddp: replicate the model; fsdp: shard it; auto: the fastest that fits."""
+    reshard_after_forward: AutoSwitch = "auto"
+    """With fsdp: free a layer's gathered weights after its forward, and gather them again for its backward."""
     dp_replicate_size: PositiveInt = 1
     """With fsdp: number of model replicas (HSDP), each sharded over an equal group of processes."""
     cp_size: PositiveInt = 1

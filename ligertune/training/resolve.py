@@ -34,7 +34,9 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import chooses_cuda_graphs, with_cuda_graphs
 from ligertune.planning.make_plan import PlanInputs, make_plan, warn_of_host_memory
 from ligertune.planning.memory.activation_policy import recomputes
+from ligertune.planning.memory.states import Strategy
 from ligertune.planning.options import BatchLayoutOptions, BuildOptions, RunOptions, completed, fuses_lora
+from ligertune.planning.parallelism import decided_strategy
 from ligertune.planning.plan import BuiltModel, Plan, TeacherPlan
 from ligertune.planning.precision import Precision, check_float8, choose_precision
 from ligertune.planning.preflight import check_output_dir, check_packages, check_sources
@@ -69,7 +71,7 @@ def plan_for(
 
     Checks run in the order of their cost. Raises UserError. progress: called while data are prepared. for_show: nothing
     will be written, so output_dir may hold a run, and the device may be a simulated one of `memory_gib` GiB, or `gpus`
-    of them that share the model states. processes: number of ranks, if no launcher sets it.
+    of them in one node. processes: number of ranks, if no launcher sets it.
     """
     if not for_show:
         check_output_dir(recipe.checkpoint)
@@ -78,8 +80,7 @@ def plan_for(
     machine = machine if processes is None else replace(machine, world_size=processes)
     check_packages(recipe)
     check_float8(recipe, machine)
-    sharded = for_show and gpus is not None and recipe.method.stored_as is None
-    job = resolve(recipe, machine, progress, sharded=sharded)
+    job = resolve(recipe, machine, progress)
     if for_show:
         return job
     on_this_host = ranks_on_node() if is_launched() else machine.world_size
@@ -91,13 +92,10 @@ def plan_for(
     return replace(job, plan=with_warnings(job.plan), plan_with=lambda tried: with_warnings(job.plan_with(tried)))
 
 
-def resolve(
-    recipe: Recipe, machine: Machine, progress: ProgressCallback | None = None, *, sharded: bool = False
-) -> Job:
+def resolve(recipe: Recipe, machine: Machine, progress: ProgressCallback | None = None) -> Job:
     """Load everything but the weights, and make the plan. Writes nothing. Raises UserError.
 
-    Each value that the recipe leaves open is decided once: by machine and model, then tokenizer, then data. sharded:
-    plan for FSDP, whatever fits.
+    Each value that the recipe leaves open is decided once: by machine and model, then tokenizer, then data.
     """
     feature = feature_of(recipe.task)
     config = read_config(recipe.model)
@@ -136,10 +134,11 @@ def resolve(
         model=model_of(complete.kernels.recomputed),
         data=summarize_data(data, reader),
         rows=rows,
-        why_fsdp="as the launcher configured" if launched_with_fsdp() else "as --gpus assumes" if sharded else "",
+        why_fsdp="as the launcher configured" if launched_with_fsdp() else "",
         modality=modality.facts,
         teacher=teacher,
-        largest_batch=None if train is None else ExampleSizes.of(train, recipe.train.seed).largest_batch,
+        # the same for all settings with one split of the batch
+        largest_batch=None if train is None else cache(ExampleSizes.of(train, recipe.train.seed).largest_batch),
     )
     notes = (*recipe.notices, *base_notes, *simulation_notes(machine), *tokenizer.notes, *packing_notes, *data.notes)
     notes = (*notes, *data_notes, *hub_notes())
@@ -149,8 +148,19 @@ def resolve(
         return _planned(recipe, changed, layout, data, notes=notes)
 
     planned = partial(with_choice, plan_of=plan_of, shape=inputs.model.shape)
-    plan = planned(complete, OpenSettings.of(given))
+    plan = planned(complete, OpenSettings.of(given, decided=_decided_strategy(given, inputs)))
     return Job(plan, config, tokenizer, data, lambda tried: planned(with_tried(complete, tried), NOTHING_OPEN), reader)
+
+
+def _decided_strategy(recipe: Recipe, inputs: PlanInputs) -> Strategy | None:
+    """Return the strategy that is decided before memory and time are predicted; None if `auto` has a choice."""
+    shape = inputs.model.shape
+    is_stored = any(kind.stored_size for kind, _ in shape.parameters)
+    decided = decided_strategy(recipe, inputs.machine, why_fsdp=inputs.why_fsdp, is_stored=is_stored)
+    if decided is not None:
+        return decided[0]
+    # With a tower memory alone chooses: its work is not predicted, and FSDP2 cannot train it on rows without files.
+    return None if shape.tower is None else "ddp"
 
 
 def _completed(

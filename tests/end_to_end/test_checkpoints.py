@@ -293,6 +293,7 @@ def test_one_save_runs_at_a_time_and_an_error_ends_the_next_step(saver, tmp_path
     [
         pytest.param({}, id="full"),
         pytest.param({"method.type": "lora"}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"method.type": "lora", "method.init_lora_weights": "pissa"}, id="pissa", marks=pytest.mark.slow),
         pytest.param({"train.optim": "muon"}, id="two optimizers", marks=pytest.mark.slow),
     ],
 )

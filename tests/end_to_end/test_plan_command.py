@@ -40,7 +40,7 @@ def test_a_machine_without_a_gpu_plans_for_a_named_one(ligertune, recipe, monkey
     settings = overrides({**SETTINGS, "method.type": "lora", "method.lora_r": 1})
     done = ligertune("plan", recipe, *settings, "--gpus", "4")
     assert done.code == 0, done.err
-    assert "simulated NVIDIA H100 (sm90) x 4, fsdp (as --gpus assumes)" in done.out
+    assert "simulated NVIDIA H100 (sm90) x 4, ddp (the fastest that fits, by prediction)" in done.out
     assert "this machine has no GPU: the plan assumes an NVIDIA H100 (sm90) with 80 GiB" in done.out
     assert "(Triton)" in done.out and "reference" not in done.out
 
@@ -152,7 +152,8 @@ def plan(tmp_path_factory):
 
 
 def test_four_gpus_shard_the_states(tmp_path, plan):
-    float32 = {"data.packing": True, "model.dtype": "float32"}  # as `plan`, on a CPU
+    # as `plan`, on a CPU
+    float32 = {"data.packing": True, "model.dtype": "float32", "parallel.strategy": "fsdp"}
     four = plan_for(recipe_for(tmp_path, **float32), for_show=True, gpus=4).plan
     assert (four.strategy, four.bytes.optimizer) == ("fsdp", plan.bytes.optimizer // 4)
 

@@ -21,6 +21,8 @@ SETTINGS = {
 }
 GROUPED = {"data.packing": False, "train.group_by_length": True}
 DDP, FSDP = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
+GATHERED = {**FSDP, "parallel.reshard_after_forward": False}
+TWO_COPIES = {"parallel.dp_replicate_size": 2}
 RECOMPUTED = {"kernels.recompute": True}  # its backward reads weights that FSDP gathers
 OFFLOADED = {"train.gradient_checkpointing": "offload_both", "train.gradient_checkpointing_layers": 1, **RECOMPUTED}
 
@@ -38,6 +40,7 @@ def whole(tmp_path_factory):
 WAYS = {
     "packed-1x8": (1, {}),
     "packed-ddp-2x4": (2, DDP),
+    "packed-gathered-2x4": (2, GATHERED),
     "grouped-1x8": (1, GROUPED),
     "padding-free-ddp-2x4": (2, {**DDP, **GROUPED, "data.padding_free": True, "train.per_device_train_batch_size": 4}),
 }
@@ -56,6 +59,34 @@ def test_losses_do_not_depend_on_how_the_batch_is_split(whole, way, tmp_path):
     found = train_ranks(ranks, tmp_path, **{**SETTINGS, "train.per_device_train_batch_size": 1, **changes})
     assert len(found) == STEPS
     assert found == pytest.approx(whole[changes.get("data.packing", True)], rel=1e-5)
+
+
+CHOSEN = {"ddp": DDP, "fsdp": FSDP, "gathered": GATHERED,
+          "hsdp": {**FSDP, **TWO_COPIES}, "gathered-hsdp": {**GATHERED, **TWO_COPIES}}  # fmt: skip
+MANY = {**SETTINGS, "train.global_batch_size": 16, "data.datasets.0.max_samples": 80, "train.max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """data.packing -> losses of one process that takes 16 rows as one micro-batch."""
+    settings = {**MANY, "train.per_device_train_batch_size": 16}
+    return {
+        packing: train_ranks(1, tmp_path_factory.mktemp("many"), **{**settings, **changes})
+        for packing, changes in ((True, {}), (False, GROUPED))
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("strategy", CHOSEN)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_each_strategy_that_a_plan_may_choose_trains_as_one_process(many, ranks, strategy, packing, tmp_path):
+    """Each rank accumulates micro-batches of a row: four of 4 ranks, two of 8."""
+    rows = {} if packing else GROUPED
+    found = train_ranks(ranks, tmp_path, **{**MANY, **rows, "train.per_device_train_batch_size": 1, **CHOSEN[strategy]})
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["batching"]["accumulation"] == 16 // ranks
+    assert found == pytest.approx(many[packing], rel=1e-5)
 
 
 LAUNCH = [
@@ -102,7 +133,18 @@ TORCHAO = [
 ]
 
 
-@pytest.mark.parametrize("changes", [pytest.param({}, id="adamw"), *TORCHAO])
+STAY_GATHERED = {"parallel.reshard_after_forward": False, "data.val_split": 0.1, "eval.eval_strategy": "steps",
+                 "eval.eval_steps": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="adamw"),
+        pytest.param(STAY_GATHERED, id="gathered", marks=pytest.mark.slow),  # an evaluation before each save
+        *TORCHAO,
+    ],
+)
 def test_fsdp_resumes_to_the_same_bits_and_its_model_loads(changes, tmp_path):
     from transformers import AutoModelForCausalLM
 

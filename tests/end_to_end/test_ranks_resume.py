@@ -119,6 +119,7 @@ OPTIMIZERS = {
     "galore": ({**DDP, "train.optim": "galore_adamw", "train.galore.rank": 8, "train.galore.update_proj_gap": 2}, {}),
     "offload": ({**DDP, "train.optim_offload": "true"}, {}),
     "async save": ({**DDP, "checkpoint.async_save": "true"}, {}),
+    "async save of shards": ({**FSDP, "checkpoint.async_save": "true"}, {}),
     "in the backward": ({**FSDP, **IN_BACKWARD, "train.per_device_train_batch_size": 4},
                         {"train.per_device_train_batch_size": 8}),
 }  # fmt: skip

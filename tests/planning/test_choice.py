@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.command_line import RECIPE
 from support.quickstart_runs import EXCLUSIVE, bare_recipe, recipe_for
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +16,7 @@ from ligertune.hardware import this_machine
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION
+from ligertune.planning.parallelism import FREE_OF_SEVERAL
 from ligertune.planning.time import gpu_rates, settings_choice
 from ligertune.planning.time.gpu_rates import rate_at, rates_of
 from ligertune.planning.time.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
@@ -33,12 +35,12 @@ BATCH = ("train.per_device_train_batch_size", "train.gradient_accumulation_steps
 
 @pytest.fixture
 def h200(monkeypatch):
-    """Plan for one H200 with so many bytes."""
+    """Plan for one H200 with so many bytes, or for several of one or more nodes."""
 
-    def planned(folder, *, memory=140 << 30, **changes):
+    def planned(folder, *, memory=140 << 30, gpus=1, nodes=1, **changes):
         machine = dataclasses.replace(
             this_machine(), device="cuda", vendor="nvidia", arch="sm90", name="NVIDIA H200", memory_bytes=memory,
-            peak_flops=989e12, peak_bandwidth=4.8e12, has_bfloat16=True,
+            peak_flops=989e12, peak_bandwidth=4.8e12, has_bfloat16=True, world_size=gpus, nodes=nodes,
         )  # fmt: skip
         monkeypatch.setattr(resolve, "simulated_machine", lambda **_: machine)
         rows = {key: value for key, value in ROWS.items() if EXCLUSIVE.get(key) not in changes}
@@ -117,6 +119,86 @@ def test_checkpointing_is_chosen_where_nothing_else_fits(h200, tmp_path):
     assert plan.settings["train"]["gradient_checkpointing"] is not False
     layers = plan.settings["train"]["gradient_checkpointing_layers"]
     assert layers == "all" or 0 < layers < 5  # the model has five
+
+
+STRATEGY = ("parallel.strategy", "parallel.reshard_after_forward", "parallel.dp_replicate_size")
+
+
+@pytest.fixture
+def larger(tmp_path):
+    """Recipe keys of a model whose weights need more memory than the activations of a row."""
+    model = tmp_path / "larger"
+    model.mkdir()
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "head_dim": 128}
+    config = json.loads((RECIPE.parent / "stories260K" / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **sizes}))
+    tokenizer = RECIPE.parent / "stories260K"
+    return {"model.model_name_or_path": model, "model.init": "random", "model.tokenizer.path": tokenizer}
+
+
+def strategies(plan) -> set[tuple[object, ...]]:
+    """Return the strategies that fit: (strategy, resharding, copies), of which the last two may be None."""
+    return {tuple(one.values.get(key) for key in STRATEGY) for one in plan.settings_tried}
+
+
+def test_several_gpus_try_each_strategy(h200, tmp_path):
+    plan = h200(tmp_path, gpus=4, **{"train.global_batch_size": 16})
+    assert strategies(plan) == {("ddp", None, None), ("fsdp", True, None), ("fsdp", False, None)}
+    chosen = plan.settings_tried[0]
+    written = plan.settings["parallel"]
+    assert (plan.strategy, plan.strategy_why) == (chosen.values[STRATEGY[0]], "the fastest that fits, by prediction")
+    assert written["strategy"] == plan.strategy and not plan.time.measured
+    assert chosen.seconds <= 1.01 * min(one.seconds for one in plan.settings_tried)
+    again = h200(tmp_path, gpus=4, **{
+        **{f"parallel.{key}": written[key] for key in ("strategy", "reshard_after_forward")},
+        "train.global_batch_size": 16, BATCH[0]: plan.batching.micro_batch_size,
+        "train.gradient_checkpointing": plan.settings["train"]["gradient_checkpointing"],
+        "kernels.recompute": plan.settings["kernels"]["recompute"],
+    })  # fmt: skip
+    assert again.strategy == plan.strategy and again.peak == plan.peak
+
+
+def test_weights_that_stay_gathered_need_memory(h200, larger, tmp_path):
+    """Replicas need the most. With less memory than they need the model is sharded, then resharded."""
+    settings = {BATCH[0]: 1, "train.gradient_checkpointing": False, **larger}
+    fitting = h200(tmp_path, gpus=4, **settings).settings_tried
+    peaks = {tuple(one.values.get(key) for key in STRATEGY[:2]): one.peak for one in fitting}
+    replicas, gathered, resharded = (peaks[key] for key in (("ddp", None), ("fsdp", False), ("fsdp", True)))
+    assert resharded < gathered < replicas
+
+    def left(peak: int) -> set[tuple[object, ...]]:
+        """Return the strategies that fit if memory is less than this peak needs."""
+        memory = round(((1 + FRAGMENTATION) * peak + CUDA_CONTEXT) / (1 - FREE_OF_SEVERAL)) - (1 << 20)
+        return strategies(h200(tmp_path, gpus=4, memory=memory, **settings))
+
+    assert left(replicas) == {("fsdp", True, None), ("fsdp", False, None)}
+    assert left(gathered) == {("fsdp", True, None)}
+
+
+def test_written_strategies_stay(h200, tmp_path):
+    def found(**parallel) -> set[tuple[object, ...]]:
+        written = {f"parallel.{key}": value for key, value in parallel.items()}
+        return strategies(h200(tmp_path, gpus=4, **{BATCH[0]: 4, **written}))
+
+    assert found(strategy="ddp") == {("ddp", None, None)}
+    assert found(strategy="fsdp") == {("fsdp", True, None), ("fsdp", False, None)}
+    assert found(strategy="fsdp", reshard_after_forward=False) == {("fsdp", False, None)}
+    assert found(strategy="fsdp", dp_replicate_size=2) == {("fsdp", True, 2), ("fsdp", False, 2)}
+    assert strategies(h200(tmp_path)) == {(None, None, None)}  # one process has none
+
+
+def test_a_copy_of_the_model_in_each_node_is_tried_on_several_nodes(h200, larger, tmp_path):
+    """Where the network is slow next to the computation, one copy per node is faster than one copy over all."""
+    settings = {"train.global_batch_size": 16, "train.gradient_checkpointing": False, **larger}
+    plan = h200(tmp_path, gpus=16, nodes=2, **settings)
+    assert {copies for _, _, copies in strategies(plan)} == {None, 2}
+    fastest = {copies: min(one.seconds for one in plan.settings_tried
+                           if one.values["parallel.strategy"] == "fsdp" and one.values.get(STRATEGY[2]) == copies)
+               for copies in (None, 2)}  # fmt: skip
+    assert fastest[2] < fastest[None]
+    written = h200(tmp_path, gpus=16, nodes=2, **settings, **{"parallel.dp_replicate_size": 1})
+    assert {copies for _, _, copies in strategies(written)} == {None}
+    assert {copies for _, _, copies in strategies(h200(tmp_path, gpus=16, nodes=16, **settings))} == {None}
 
 
 def test_offloading_is_not_chosen_where_the_host_has_too_little_memory(h200, tmp_path, monkeypatch):

@@ -39,6 +39,9 @@ def test_the_host_memory_of_each_key(planned):
     assert host_memory_parts(planned(OPTIM_OFFLOAD)) == {"train.optim_offload: true": (states.optimizer, 0)}
     saved = states.weights + states.optimizer
     assert host_memory_parts(planned(ASYNC_SAVE)) == {"checkpoint.async_save: true": (0, saved)}
+    shards = planned({**ASYNC_SAVE, "parallel.strategy": "fsdp"}, gpus=4)
+    own = shards.bytes.weights + shards.bytes.optimizer  # each process copies its part
+    assert host_memory_parts(shards) == {"checkpoint.async_save: true": (own, 0)}
     assert not host_memory_parts(planned({CHECKPOINTING: "true"}))
 
 

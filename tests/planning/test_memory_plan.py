@@ -362,6 +362,24 @@ def test_the_peak_in_the_backward_of_the_first_layer():
         assert peak.total / GIB == pytest.approx(measured, rel=0.01)
 
 
+def test_a_tied_weight_that_accumulates_has_two_new_gradients(shapes):
+    """The head's is added to that of earlier micro-batches when the embedding's is computed."""
+    layer, step = shapes["full"].layer, StepBytes(2, 0, 0, workspace=0)
+
+    def new_gradients(tied: bool, accumulates: bool) -> int:
+        head = HeadShape(hidden=layer.hidden, vocab=1000, tied=tied)
+        batch = MicroBatch(16, 16, 16, accumulates)
+        phases = step_phases(layer, head, ActivationPolicy(), batch, step, LayerStack(2))
+        return next(one.loss for one in phases if one.name == "gradients") // (2 * 1000 * layer.hidden)
+
+    assert [new_gradients(*case) for case in ((True, True), (True, False), (False, True), (False, False))] == [
+        2,
+        1,
+        1,
+        0,
+    ]
+
+
 def test_fsdp_gathers_the_ends_and_two_layers(shapes):
     """Each of two ranks holds half of the states, and gathers embedding, head and two layers."""
     alone = estimate_of(shapes["full"], checkpointing=True)

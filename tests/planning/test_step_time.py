@@ -14,12 +14,16 @@ from ligertune.planning.memory.states import states_of
 from ligertune.planning.options import MethodOptions
 from ligertune.planning.time.gpu_rates import GpuRates
 from ligertune.planning.time.step_time import (
+    BACKWARD,
     FOUR_BIT_BYTES,
     HIDDEN,
     HOST_LINK_BANDWIDTH,
     LAYER_SECONDS,
+    NETWORK_BYTES,
     NVLINK_BYTES,
+    RECORDED_LAYER_SECONDS,
     WHOLE_STEP,
+    SharedModel,
     StepWork,
     step_time,
 )
@@ -115,6 +119,8 @@ def test_the_gpu_waits_for_launches_and_copies_that_take_longer():
     plain = time_of()
     of_gpu = plain.total - plain.update
     assert time_of(host_seconds=0.5 * of_gpu).host == 0
+    recorded = time_of(host_seconds=of_gpu + 1.0, recorded=True)  # a CUDA graph replays the launches
+    assert recorded.host == 0 and recorded.gaps == pytest.approx(LAYERS * RECORDED_LAYER_SECONDS)
     assert time_of(host_seconds=of_gpu + 1.0, accumulation=2).host == pytest.approx(2.0)
     slow = time_of(policy=ActivationPolicy(checkpointing="offload"), tokens=1e9, squared_lengths=0.0, labels=0.0)
     copied = 2 * LAYERS * 1e9 * 3 * E * 2 / HOST_LINK_BANDWIDTH
@@ -128,12 +134,79 @@ def test_weights_in_four_bits_are_dequantised_for_each_use():
     assert checkpointed.dequantise == scaled(3 * 10**6 * FOUR_BIT_BYTES / COPY)
 
 
-def test_ranks_exchange_what_the_computation_does_not_cover():
-    states = replace(work().states, weights=10**12, gradients=10**12)
-    alone = time_of(states=states)
+LARGE = 10**12  # bytes
+
+
+def exchanged(accumulation: int = 1, gradients: int = LARGE, **ranks) -> float:
+    """Return the seconds that a step waits for the other ranks, without the copies of what they exchange."""
+    states = replace(work().states, weights=LARGE, gathered=LARGE, gradients=gradients)
+    shared = SharedModel(**ranks)
+    found = time_of(states=states, ranks=shared, accumulation=accumulation).communication
+    copied = gradients
+    if shared.shards > 1:
+        copied = accumulation * ((1 + shared.reshards) * LARGE + shared.shards * gradients)
+    return found - 2 * copied / COPY
+
+
+@pytest.fixture
+def hidden() -> float:
+    """Seconds of a micro-batch's computation that hide what the ranks exchange."""
+    alone = time_of()
     assert alone.communication == 0
-    hidden = HIDDEN * (alone.total - alone.update)
-    reduced = time_of(states=states, world_size=4)
-    assert reduced.communication == pytest.approx(2 * 3 / 4 * 1e12 / NVLINK_BYTES - hidden)
-    sharded = time_of(states=states, world_size=4, sharded=True, accumulation=2)
-    assert sharded.communication == pytest.approx(2 * 3 / 4 * 4 * 3e12 / NVLINK_BYTES - 2 * hidden)
+    return HIDDEN * (alone.total - alone.update)
+
+
+def test_replicas_sum_their_gradients_once_a_step(hidden):
+    of_sums = 2 * 3 / 4 * LARGE / NVLINK_BYTES
+    waited = pytest.approx(of_sums - BACKWARD * hidden, rel=1e-6)
+    assert exchanged(world_size=4) == waited
+    assert exchanged(world_size=4, accumulation=3) == waited
+
+
+def test_sharded_weights_are_gathered_in_each_micro_batch(hidden):
+    gradients = LARGE // 4  # a rank's part
+    twice, once = (3 / 4 * number * LARGE / NVLINK_BYTES for number in (3, 2))
+    shared = {"world_size": 4, "shards": 4, "gradients": gradients, "accumulation": 2}
+    assert exchanged(**shared) == pytest.approx(2 * (twice - hidden), rel=1e-6)
+    assert exchanged(**shared, reshards=False) == pytest.approx(2 * (once - hidden), rel=1e-6)
+
+
+def test_a_copy_in_each_node_sends_only_its_gradients_over_the_network(hidden):
+    gradients = LARGE // 4
+    both = {"world_size": 8, "nodes": 2, "gradients": gradients}
+    inside = 3 / 4 * 3 * LARGE / NVLINK_BYTES
+    between = 2 * 1 / 2 * LARGE / NETWORK_BYTES
+    assert exchanged(**both, shards=4) == pytest.approx(inside - hidden + between, rel=1e-6)
+    whole = 7 / 8 * (2 * LARGE + 8 * gradients) / NETWORK_BYTES
+    assert exchanged(**both, shards=8) == pytest.approx(whole - hidden, rel=1e-6)
+    copies_of_one_node = {**both, "nodes": 1, "shards": 4}
+    assert exchanged(**copies_of_one_node) == pytest.approx(inside - hidden + gradients / NVLINK_BYTES, rel=1e-6)
+
+
+def test_what_the_computation_hides_costs_only_its_copies():
+    small = replace(work().states, gradients=1000, gathered=1000)
+    found = time_of(states=small, ranks=SharedModel(world_size=4, shards=4)).communication
+    assert found == pytest.approx(2 * (2 * 1000 + 4 * 1000) / COPY)
+
+
+def mixture() -> StepWork:
+    """Return a step of four experts, two for each token, in each layer."""
+    with torch.device("meta"):
+        config = transformers.MixtralConfig(**CONFIG, num_local_experts=4, num_experts_per_tok=2)
+        model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
+        shape = read_shape(apply_method(model, MethodOptions(type="full")))
+    return replace(work(), shape=shape)
+
+
+def test_experts_compute_at_the_rate_of_their_rows():
+    """Each expert has 500 of the 1,000 tokens, at half of the rate that it has for ten times as many."""
+    width = (E * F) ** 0.5
+    rates = replace(RATES, experts=((width, 500.0, MATMUL / 2), (width, 5000.0, MATMUL)))
+    slow = step_time(mixture(), rates).products - step_time(mixture(), RATES).products
+    assert slow == scaled(6 * LAYERS * 2 * 3 * E * F * TOKENS / MATMUL)
+
+
+def test_attention_has_the_rate_of_the_nearest_head_dimension_and_of_the_length():
+    rows = (((4, 250, 16), 0.5), ((4, 250, 64), 0.25), ((1, 1000, 16), 1.0))
+    found = step_time(work(), replace(RATES, shares={**RATES.shares, "document_attention": rows}))
+    assert found.attention == pytest.approx(2 * time_of().attention)

@@ -105,7 +105,6 @@ def test_cpu_offload_is_refused_if_it_changes_nothing(machine, message):
         ("train.optim_in_backward=true", "ddp", "no", "before they are averaged"),
         ("train.optim_in_backward=true", "fsdp", "fp16", "scaled until the step"),
         ("train.optim_offload=true", "fsdp", "no", "small already"),
-        ("checkpoint.async_save=true", "fsdp", "no", "write their shards"),
         ("train.optim=galore_adamw", "fsdp", "no", "galore_adamw needs whole weights"),
         ("train.optim=adafactor", "fsdp", "no", "adafactor needs whole weights"),
         ("train.optim=adamw_8bit", "fsdp", "no", "adamw_8bit needs whole weights"),

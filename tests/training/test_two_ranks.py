@@ -1,6 +1,7 @@
 """Two ranks, forked from this process: gradient norms, checkpoints, random numbers, resuming on one rank."""
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,17 @@ import pytest
 import torch
 from support.forked_ranks import on_ranks
 from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, unfinished
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ligertune.errors import UserError
-from ligertune.training.checkpoint.checkpoint_files import save_checkpoint
+from ligertune.training.checkpoint.checkpoint_files import Saver, save_checkpoint
+from ligertune.training.checkpoint.checkpoint_record import damage_of
+from ligertune.training.checkpoint.load_checkpoint import MODEL_SHARDS
 from ligertune.training.loop import save_if_finite
-from ligertune.training.parallel.distributed import fsdp_plugin, max_over_ranks, start_accelerator
+from ligertune.training.parallel.distributed import fsdp_plugin, max_over_ranks, reshard, start_accelerator
 
 SETTINGS = {
     **TWO_LAYERS,
@@ -27,7 +34,8 @@ SETTINGS = {
     "train.max_grad_norm": 0.5,
     "model.dtype": "float32",
 }
-DDP = {"parallel.strategy": "ddp"}
+DDP, FSDP = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
+ASYNC = {"checkpoint.async_save": True}
 
 
 def metrics(folder: Path) -> list[tuple]:
@@ -93,6 +101,76 @@ def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(tmp_path):
     files = {path.name for path in folder.iterdir()}
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= files
     assert json.loads((folder / "progress.json").read_text())["files"].keys() == files - {"progress.json"}
+
+
+class BlockedSaver(Saver):
+    """A saver whose threads begin to write when `may_write` is set."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.may_write = threading.Event()
+
+    def write_shards(self, *arguments: object) -> None:
+        assert self.may_write.wait(30)
+        super().write_shards(*arguments)
+
+
+def test_shards_of_a_step_are_written_while_the_next_step_changes_them(tmp_path):
+    """An error of one rank ends the save on all of them, and the checkpoint before it stays."""
+
+    def save(rank: int) -> dict[str, list]:
+        plan = plan_run(tmp_path, **SETTINGS, **FSDP, **ASYNC).plan
+        accelerator = start_accelerator(plan)
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Linear(4, 2), mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        saver = BlockedSaver(accelerator, plan, model, optimizer)
+        found = {name: value.full_tensor().tolist() for name, value in model.state_dict().items()}
+        saver.save(1)
+        optimizer.step()
+        saver.may_write.set()
+        saver.finish()
+        saver.may_write.clear()
+        saver.save(2)
+        accelerator.wait_for_everyone()
+        if rank == 0:
+            (plan.output_dir / "checkpoints" / ".step-2.partial" / MODEL_SHARDS).write_text("a file in its place")
+        accelerator.wait_for_everyone()
+        saver.may_write.set()
+        with pytest.raises(UserError, match=r"step 2 could not be written .*\(File exists\). The newest .*step-1"):
+            saver.finish()
+        return found
+
+    expected, _ = on_ranks(2, save)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
+    weights = {name: torch.empty_like(torch.tensor(value)) for name, value in expected.items()}
+    load({"model": weights}, storage_reader=FileSystemReader(checkpoints / "step-1" / MODEL_SHARDS), no_dist=True)
+    assert {name: value.tolist() for name, value in weights.items()} == expected
+    assert damage_of(checkpoints / "step-1") is None
+
+
+def test_weights_that_stay_gathered_are_sharded_again_after_an_evaluation(tmp_path):
+    plan = plan_run(tmp_path, **SETTINGS, **FSDP, **{"parallel.reshard_after_forward": False}).plan
+    assert fsdp_plugin(replace(plan, strategy="fsdp")).reshard_after_forward is False
+    assert fsdp_plugin(replace(plan_run(tmp_path, **SETTINGS).plan, strategy="fsdp")).reshard_after_forward is True
+
+    def evaluate(rank: int) -> tuple[bool, bool]:
+        start_accelerator(plan_run(tmp_path, **SETTINGS, **FSDP).plan)
+        mesh = init_device_mesh("cpu", (2,))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        for layer in model:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        gathered = not any(isinstance(p, DTensor) for p in model.parameters())
+        reshard(model)
+        return gathered, all(isinstance(p, DTensor) for p in model.parameters())
+
+    assert on_ranks(2, evaluate) == [(True, True)] * 2
 
 
 def test_autocast_rounds_neither_losses_nor_gradients_under_fsdp(tmp_path):

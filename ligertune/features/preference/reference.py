@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ligertune.any_types import AnyModule
 from ligertune.data.batching.order import RowOrder
@@ -255,9 +256,9 @@ def precompute(plan: Plan, model: nn.Module, rows: ReferenceRows, say: Say) -> n
                 values = log_probs.float().view(len(indices), -1)
                 places = torch.from_numpy(np.flatnonzero(is_new)).to(found.device)
                 found[torch.from_numpy(indices[is_new]).to(found.device)] = values[places]
-    reshard = getattr(model, "reshard", None)
-    if reshard is not None:  # FSDP2 keeps the last layers gathered after a forward without backward
-        reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # it may stay gathered after a forward without backward
+            module.reshard()
     assert found is not None  # all ranks compute the same number of batches, at least one
     if dist.is_initialized():
         dist.all_reduce(found)  # each example is zero on all ranks but one

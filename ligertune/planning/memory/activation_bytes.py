@@ -19,8 +19,9 @@ Layers of a hybrid model and of a mixture of experts differ (`LayerStack.others`
 what one layer needs while it computes is that of the kind that needs the most.
 
 Under FSDP2 the embedding and the head are gathered from the forward to the end of the backward, and so are two layers
-at a time: the one that computes and the next one, which is prefetched. The gradient of a layer, of the embedding and of
-the head is whole before it is reduced and scattered.
+at a time: the one that computes and the next one, which is prefetched. Without resharding after the forward all layers
+stay gathered, each to its backward. The gradient of a layer, of the embedding and of the head is whole before it is
+reduced and scattered.
 
 Tiled layers have other phases (tiled_bytes.py). With offloading, the inputs of the other layers are in host memory, and
 so are attention's and o_proj's outputs (`ligertune.activations.second_run`).
@@ -50,9 +51,9 @@ from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, L
 
 # cuBLAS allocates one workspace for the forward's thread and one for the backward's (torch: getWorkspaceSize, Hopper).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
-# What is not counted, such as temporaries of small kernels: of 72 steps of `scripts/bench choice` on an H200, the
-# lowest prediction without it was 47 MiB too low.
-SMALL_TENSORS = 56 << 20
+# What is not counted, such as temporaries of small kernels: of 81 steps of `scripts/bench choice` on an H200, the
+# lowest prediction without it was 63 MiB too low.
+SMALL_TENSORS = 64 << 20
 # Device memory of a CUDA process outside torch's allocator: context, kernels, libraries.
 CUDA_CONTEXT = 600 << 20
 TILE = 4096  # tokens: products of this many rows run at cuBLAS's best rate
@@ -347,19 +348,36 @@ class LayerStack:
     """The layers of a model, and what else its step holds.
 
     number: of layers with a backward. tower: bytes that the tower saves. weights: bytes of one layer's weights
-    if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. others: kinds of layers unlike
-    the last one, each with the number of its layers.
+    if FSDP2 gathers them (0 otherwise), for a rank that holds 1 / shards of the model. stay_gathered: layers that are
+    not resharded after the forward. others: kinds of layers unlike the last one, each with the number of its layers.
     """
 
     number: int
     tower: int = 0
     weights: int = 0
     shards: int = 1
+    stay_gathered: int = 0
     others: tuple[tuple[LayerShape, int], ...] = ()
 
     def kinds(self, layer: LayerShape) -> tuple[LayerShape, ...]:
         """Return the kinds of layers. layer: the last one."""
         return layer, *(one for one, number in self.others if number)
+
+    def gathered(self, waiting: int) -> int:
+        """Return the bytes of gathered weights while so many layers wait for their backward."""
+        done = self.number - waiting
+        # and the buffer of the last gather
+        return max(2, self.stay_gathered - done + 1) * self.weights
+
+
+def _gathered_ends(head: HeadShape, itemsize: int, stack: LayerStack) -> tuple[int, int]:
+    """Return the bytes of embedding or head that FSDP2 gathers, and those of the embedding that the backward holds.
+
+    A tied embedding and head stay gathered to the end of the backward. If they are separate, the embedding is gathered
+    for its lookup and its gradient, and the head from the last norm to that norm's backward.
+    """
+    weight = head.elements * itemsize if stack.weights else 0
+    return weight, weight * (head.tied or stack.stay_gathered > 0)
 
 
 def _saved_by_last(
@@ -418,24 +436,24 @@ def step_phases(
     end_weight = head.elements * itemsize  # of the embedding or of the head
     # Two of a tied weight that accumulates: that of the head is added when the embedding's is there, too.
     embedding = end_weight * head.embedding_trains * (head.tied + batch.accumulates)
-    # FSDP2 units: a tied embedding and head stay gathered to the end of the backward. If they are separate, the
-    # embedding is gathered for its lookup and its gradient, and the head from the last norm to that norm's backward.
-    gathered_end = end_weight if layer_weights else 0
-    gathered = step.workspace + gathered_end * head.tied + 3 * layer_weights
+    gathered_end, kept_end = _gathered_ends(head, itemsize, stack)
+    with_gradient = step.workspace + kept_end + layer_weights  # the last term is a layer's whole gradient
     existing, done, another = gradient_bytes(
         head, batch, gradients, itemsize, layers=layers, last=last, shards=stack.shards
     )
     rest = held - saved_by_last + ends + run_again + gate
-    again = StepPhase("run again", rest, done, gathered_end * head.tied, back + gathered)
+    back_of_first = back + with_gradient
+    again = StepPhase("run again", rest, done, gathered_end * head.tied, back_of_first + stack.gathered(layers - last))
     backward = (
         held + ends + (last > 0) * results + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate
     )
-    working_in_loss = step.workspace + gathered_end + 2 * layer_weights
+    working_in_loss = step.workspace + max(gathered_end, kept_end * (2 - head.tied)) + stack.gathered(layers)
+    working_in_backward = back_of_last + with_gradient + stack.gathered(layers)
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * (gate + results), before, loss_peak, working_in_loss),
-        StepPhase("backward", backward, before, loss_held, back_of_last + gathered),
+        StepPhase("backward", backward, before, loss_held, working_in_backward),
         *([again] if 0 < last < layers else []),
-        StepPhase("first layer", whole_layer + stack.tower, existing, another, back + gathered),
+        StepPhase("first layer", whole_layer + stack.tower, existing, another, back_of_first + stack.gathered(1)),
         StepPhase("gradients", ends, gradients, embedding, step.workspace + done_layer + 2 * gathered_end),
         StepPhase("step", 0, gradients, 0, step.workspace + step.optimizer_step),
     )

@@ -66,6 +66,8 @@ class MemoryEstimate:
     tower: TowerShape | None = None
     image_share: float = 0.0  # largest share of a row's slots that are image tokens
     shards: int = 1  # ranks that share the states; FSDP2 gathers one layer at a time
+    reshards: bool = True  # FSDP2 frees a layer's gathered weights after its forward
+    keeps_gradients: bool = False  # gradients keep their memory between steps: the buckets of DDP
     cp_size: int = 1  # ranks that share a row
     longest_document: int = 0
     cpu_offload: bool = False  # the states are in host memory; the device holds what FSDP2 gathers
@@ -87,6 +89,7 @@ class MemoryEstimate:
         weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
         weights += self.float8_copies
         slots = rows * row_length
+        accumulates = accumulates or self.keeps_gradients
         phases = self._phases(slots, row_length, accumulates=accumulates, memory=memory, labels=labels)
         phases = (*phases, StepPhase("loading", 0, 0, 0, self.loading))
         frozen = 0 if self.frozen_model is None else self.frozen_model.weights
@@ -111,6 +114,7 @@ class MemoryEstimate:
             tower=tower,
             weights=self.layer_weights() if self.shards > 1 else 0,
             shards=self.shards,
+            stay_gathered=0 if self.reshards else self.layers,
             others=self.other_layers,
         )
         if self.policy.tile:
@@ -221,7 +225,7 @@ class MemoryEstimate:
         """Return the bytes of one layer's gathered weights. Layers of a tower count as layers."""
         ends = self.head.elements * self.itemsize * self.head.weights
         layers = self.layers + (self.tower.layers if self.tower else 0)
-        return max(0, self.states.weights * self.shards - ends) // layers
+        return max(0, self.states.gathered - ends) // layers
 
     def without_checkpointing(self) -> MemoryEstimate:
         return replace(self.untiled(), policy=self.policy.without_checkpointing())

@@ -28,6 +28,7 @@ class StateBytes:
     optimizer: int
     trained: int
     step: int = 0  # temporaries of the optimizer's step
+    gathered: int = 0  # weights of the whole model, as FSDP gathers them
     saves_adapter: bool = False
     in_host_memory: int = 0  # optimizer states that are kept in host memory instead
 
@@ -93,6 +94,7 @@ def states_of(
         optimizer=kept - hosted,
         trained=round(trained / shards),
         step=0 if offload else step_bytes(optim, states) // shards,
+        gathered=round(weights - scales),
         saves_adapter=method in ("lora", "qlora"),
         in_host_memory=hosted,
     )

@@ -1,4 +1,4 @@
-"""Settings that a recipe leaves open, with `auto`: batch split, checkpointing and recomputation.
+"""Settings that a recipe leaves open, with `auto`: batch split, checkpointing, recomputation and parallel strategy.
 
 Where the time of a step can be predicted, `settings_choice` chooses them. Elsewhere they have fixed values: 4 rows in a
 micro-batch, no accumulation and no checkpointing.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ligertune.errors import UserError
+from ligertune.planning.memory.states import Strategy
 from ligertune.recipe.schema import Recipe
 
 AUTO = "auto"
@@ -19,23 +20,37 @@ USUAL_ROWS = 4  # of a micro-batch
 class OpenSettings:
     """Which settings the recipe leaves open. split: micro-batch and accumulation, for a fixed global batch.
 
-    `kernels.recompute: auto` alone keeps its own rule (`activation_policy.recomputes`).
+    strategy: DDP or FSDP2. copies: with it, one copy of a sharded model per node. resharding: of FSDP2, after the
+    forward. `kernels.recompute: auto` alone keeps its own rule (`activation_policy.recomputes`).
     """
 
     split: bool
     checkpointing: bool
     recompute: bool
+    strategy: bool = False
+    copies: bool = False
+    resharding: bool = False
 
     @staticmethod
-    def of(recipe: Recipe) -> OpenSettings:
+    def of(recipe: Recipe, *, decided: Strategy | None = "single") -> OpenSettings:
+        """Return those of a recipe. decided: the strategy; None if `auto` has a choice."""
         train = recipe.train
         fixed_steps = train.gradient_accumulation_steps not in (None, AUTO)
         split = train.per_device_train_batch_size == AUTO and not fixed_steps
         checkpointing = train.gradient_checkpointing == AUTO
-        return OpenSettings(split, checkpointing, (split or checkpointing) and recipe.kernels.recompute == AUTO)
+        parallel = recipe.parallel
+        shards = decided in (None, "fsdp")
+        return OpenSettings(
+            split=split,
+            checkpointing=checkpointing,
+            recompute=(split or checkpointing) and recipe.kernels.recompute == AUTO,
+            strategy=decided is None,
+            copies=decided is None and "dp_replicate_size" not in parallel.model_fields_set,
+            resharding=shards and parallel.reshard_after_forward == AUTO and not parallel.cpu_offload,
+        )
 
     def __bool__(self) -> bool:
-        return self.split or self.checkpointing
+        return self.split or self.checkpointing or self.strategy or self.resharding
 
 
 NOTHING_OPEN = OpenSettings(split=False, checkpointing=False, recompute=False)
@@ -44,6 +59,11 @@ NOTHING_OPEN = OpenSettings(split=False, checkpointing=False, recompute=False)
 def with_train(recipe: Recipe, **values: object) -> Recipe:
     """Return the recipe with other values of `train`."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+
+
+def with_parallel(recipe: Recipe, **values: object) -> Recipe:
+    """Return the recipe with other values of `parallel`."""
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=values)})
 
 
 def with_usual_values(recipe: Recipe, row_ranks: int) -> Recipe:

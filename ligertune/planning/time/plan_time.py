@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from ligertune.planning.graph_choice import host_seconds
 from ligertune.planning.memory.model_shape import ModelShape
-from ligertune.planning.memory.states import SHARDED_WEIGHTS
 from ligertune.planning.plan import Plan, TriedSettings
 from ligertune.planning.time.gpu_rates import GpuRates, rates_of
 from ligertune.planning.time.open_settings import OpenSettings
 from ligertune.planning.time.settings_choice import candidates_of, choose
-from ligertune.planning.time.step_time import PredictedTime, StepTime, StepWork, step_time
+from ligertune.planning.time.step_time import PredictedTime, SharedModel, StepTime, StepWork, step_time
 from ligertune.recipe.schema import Recipe
 
 PADDED_FILL = 0.9  # share of real tokens in padded batches of similar length, a guess
@@ -46,8 +45,12 @@ def time_of_plan(plan: Plan, shape: ModelShape, rates: GpuRates) -> StepTime | N
         four_bits=quantised,
         host_seconds=host_seconds(plan),
         recorded=bool(plan.build.execution.cuda_graphs),
-        world_size=plan.batching.world_size,
-        sharded=plan.strategy in SHARDED_WEIGHTS,
+        ranks=SharedModel(
+            world_size=plan.batching.world_size,
+            nodes=plan.machine.nodes,
+            shards=memory.shards,
+            reshards=memory.reshards,
+        ),
     )
     return step_time(work, rates)
 
@@ -73,11 +76,13 @@ def with_choice(recipe: Recipe, given: OpenSettings, plan_of: Callable[[Recipe],
         return plan
     found = []
     if given:
-        found = candidates_of(recipe, given, plan.batching, plan_of, lambda one: time_of_plan(one, shape, rates))
+        found = candidates_of(recipe, given, plan, plan_of, lambda one: time_of_plan(one, shape, rates))
     tried: tuple[TriedSettings, ...] = ()
     if found:
         best = choose(found)
         plan = plan_of(best.recipe)
+        if given.strategy:
+            plan = replace(plan, strategy_why="the fastest that fits, by prediction")
         time = best.time
         others = sorted((one for one in found if one is not best), key=lambda one: one.time.total)
         tried = tuple(one.tried() for one in (best, *others))

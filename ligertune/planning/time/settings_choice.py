@@ -1,8 +1,8 @@
 """Choice of the settings that a recipe leaves open: the fastest plan, by prediction, that fits on the device.
 
 All splits of the global batch are tried, each with all layers saved (also with `kernels.recompute`), with as few layers
-checkpointed as fit, and with offloaded inputs. Of plans within CLOSE of the fastest the simplest is taken, and one that
-leaves some memory free where there is one.
+checkpointed as fit, and with offloaded inputs; on several GPUs each with the parallel strategies. Of plans within CLOSE
+of the fastest the simplest is taken, and one that leaves some memory free where there is one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from ligertune.errors import UserError
 from ligertune.hardware import total_memory
-from ligertune.planning.batch_layout import Batching
+from ligertune.planning.parallelism import usable_memory
 from ligertune.planning.plan import Plan, TriedSettings
-from ligertune.planning.time.open_settings import OpenSettings, with_train
+from ligertune.planning.time.open_settings import OpenSettings, with_parallel, with_train
 from ligertune.planning.time.step_time import StepTime
+from ligertune.recipe.document import leaf
 from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
 CLOSE = 0.01  # relative; the prediction is not more exact
 FREE = 0.05  # share of the device's memory that a plan leaves free if another one close to it does
-FREE_OF_SHARDS = 0.07  # the same where weights are sharded, whose prediction was up to 7 % off
 SHARE_OF_HOST = 0.5  # of the host's memory, for offloaded activations: with more of it Linux may end the run
 # Share of the device's memory that the settings of a second try leave free: the plan of the first try was wrong.
 FREE_IN_SECOND_TRY = 0.08
@@ -57,6 +57,13 @@ class Candidate:
             return 3
         return 2 if checkpointing else int(self.recipe.kernels.recompute is not False)
 
+    @property
+    def simplicity(self) -> tuple[bool, int, int, float]:
+        """Rank among plans that take as long: one that leaves memory free, then little effort, DDP, and resharding."""
+        parallel = self.recipe.parallel
+        sharding = (self.plan.strategy == "fsdp") + (parallel.reshard_after_forward is False)
+        return self.is_tight, self.effort, sharding, self.time.total
+
     def tried(self) -> TriedSettings:
         """Return the values with their predicted time and memory."""
         train = self.recipe.train
@@ -68,6 +75,13 @@ class Candidate:
         if train.gradient_checkpointing_layers != "all":
             values["train.gradient_checkpointing_layers"] = train.gradient_checkpointing_layers
         values["kernels.recompute"] = self.recipe.kernels.recompute
+        parallel = self.recipe.parallel
+        if self.plan.batching.world_size > 1:
+            values["parallel.strategy"] = self.plan.strategy
+        if self.plan.strategy == "fsdp":
+            values["parallel.reshard_after_forward"] = parallel.reshard_after_forward
+        if parallel.dp_replicate_size > 1:
+            values["parallel.dp_replicate_size"] = parallel.dp_replicate_size
         return TriedSettings(values, self.time.total, self.peak)
 
 
@@ -75,7 +89,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     """Return the simplest candidate within CLOSE of the fastest, of those that leave memory free if there are any."""
     fastest = min(candidates, key=lambda one: one.time.total)
     close = [one for one in candidates if one.time.total <= (1 + CLOSE) * fastest.time.total]
-    return min(close, key=lambda one: (one.is_tight, one.effort, one.time.total))
+    return min(close, key=lambda one: one.simplicity)
 
 
 def settings_that_fit(plan: Plan, measured: int | None) -> tuple[TriedSettings, ...]:
@@ -99,20 +113,21 @@ def with_tried(recipe: Recipe, tried: TriedSettings) -> Recipe:
     if recipe.train.global_batch_size is not None:
         values["train.gradient_accumulation_steps"] = None  # it follows from the other two
     recompute = values.pop("kernels.recompute")
-    train = {key.removeprefix("train."): value for key, value in values.items()}
-    return _with_recompute(with_train(recipe, **train), recompute)
+    train = {leaf(key): value for key, value in values.items() if key.startswith("train.")}
+    parallel = {leaf(key): value for key, value in values.items() if key.startswith("parallel.")}
+    return _with_recompute(with_parallel(with_train(recipe, **train), **parallel), recompute)
 
 
 def candidates_of(
     recipe: Recipe,
     given: OpenSettings,
-    batching: Batching,
+    usual: Plan,
     plan_of: Callable[[Recipe], Plan],
     time_of: Callable[[Plan], StepTime | None],
 ) -> list[Candidate]:
-    """Return the plans that fit. recipe: with usual values; batching: of its plan."""
+    """Return the plans that fit. recipe: with usual values; usual: its plan."""
     found = []
-    for changed in variants(recipe, given, batching):
+    for changed in variants(recipe, given, usual):
         if contradicts_itself(changed):
             continue
         try:
@@ -127,11 +142,12 @@ def candidates_of(
     return found
 
 
-def variants(recipe: Recipe, given: OpenSettings, batching: Batching) -> Iterator[Recipe]:
+def variants(recipe: Recipe, given: OpenSettings, usual: Plan) -> Iterator[Recipe]:
     """Yield the recipes with each combination of open settings. Larger micro-batches come first.
 
-    recipe: with usual values; batching: of its plan.
+    recipe: with usual values; usual: its plan.
     """
+    batching = usual.batching
     share = batching.micro_batch_size * batching.accumulation
     sizes = [size for size in range(share, 0, -1) if share % size == 0] if given.split else [batching.micro_batch_size]
     for size in sizes:
@@ -139,7 +155,23 @@ def variants(recipe: Recipe, given: OpenSettings, batching: Batching) -> Iterato
         if given.split:
             steps = None if recipe.train.global_batch_size is not None else share // size
             split = with_train(recipe, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
-        yield from _saved_layers(split, given)
+        for shared in _strategies(split, given, usual):
+            yield from _saved_layers(shared, given)
+
+
+def _strategies(recipe: Recipe, given: OpenSettings, usual: Plan) -> Iterator[Recipe]:
+    """Yield the recipes with each parallel strategy: DDP; FSDP2 with and without resharding, also a copy per node."""
+    sharded = recipe
+    if given.strategy:
+        yield with_parallel(recipe, strategy="ddp")
+        sharded = with_parallel(recipe, strategy="fsdp")
+    if not given.resharding:
+        yield sharded
+        return
+    for reshards in (True, False):
+        yield with_parallel(sharded, reshard_after_forward=reshards)
+        if given.copies and 1 < usual.machine.nodes < usual.machine.world_size:
+            yield with_parallel(sharded, reshard_after_forward=reshards, dp_replicate_size=usual.machine.nodes)
 
 
 def _saved_layers(recipe: Recipe, given: OpenSettings) -> Iterator[Recipe]:
@@ -170,9 +202,7 @@ def fits(plan: Plan) -> bool:
     if offloaded > SHARE_OF_HOST * (total_memory() or math.inf):
         return False
     accumulates = plan.batching.accumulation > 1
-    memory = plan.machine.memory_bytes
-    if plan.memory.shards > 1:
-        memory = int((1 - FREE_OF_SHARDS) * memory)
+    memory = usable_memory(plan.machine)
     return plan.memory.fits(batch.rows, batch.row_length, accumulates=accumulates, memory=memory, labels=batch.labels)
 
 

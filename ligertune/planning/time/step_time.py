@@ -6,7 +6,7 @@
     element-wise  bytes that norms, rotary embeddings, residual sums, gated products and adapters read and write
     loss          the output head, forward and backward
     update        gradients, weights and optimizer states, read and written
-    communication what the ranks exchange, where the backward does not hide it
+    communication what the ranks exchange, where the computation does not hide it
 
 A micro-batch takes the time of the GPU, or that of the host if its launches take longer and no CUDA graph replays them.
 """
@@ -35,11 +35,13 @@ FOUR_BIT_BYTES = 0.53 + 2.0  # read and written for each dequantised weight
 # Bytes/s of copies from and to pinned host memory, assumed and not measured: PCIe 5.0 x16 carries 63 GB/s at most. At
 # half of it, layers of Llama models of 1 B parameters and more still hide their copies on an H100.
 HOST_LINK_BANDWIDTH = 40e9
-NVLINK_BYTES = 300e9  # bytes/s of a GPU in a reduction or a gather, a guess
-HIDDEN = 0.7  # share of the computation that can run during reductions, a guess
+NVLINK_BYTES = 300e9  # bytes/s of a GPU in a reduction or a gather inside a node, a guess
+NETWORK_BYTES = 100e9  # the same of all GPUs of a node with other nodes, a guess
+HIDDEN = 0.7  # share of the computation that can run while ranks communicate, a guess
+BACKWARD = 2 / 3  # of the computation; sums of gradients run in the last backward of a step
 # Rows of a product above which its rate alone falls, because the GPU lowers its clock; in a step it does not.
 MOST_ROWS = 8192
-# Stated with each prediction. The steps that the constants were fitted to have a median error of 3 %, and 14 % at most;
+# Stated with each prediction. The steps that the constants were fitted to have a median error of 2 %, and 19 % at most;
 # others were not checked.
 MEASURED_ERROR = 0.15
 GUESSED_ERROR = 0.3  # of a GPU whose rates were not measured, and of several, whose communication was not
@@ -47,11 +49,33 @@ FLOAT8_GAIN = 1.5  # products in float8 by products in bfloat16, quantisation in
 
 
 @dataclass(frozen=True)
+class SharedModel:
+    """Ranks that hold `world_size / shards` copies of a model, each cut into `shards` parts; neighbours share a copy.
+
+    reshards: the weights that a forward gathers are gathered again for the backward.
+    """
+
+    world_size: int = 1
+    nodes: int = 1
+    shards: int = 1
+    reshards: bool = True
+
+    @property
+    def copies(self) -> int:
+        return self.world_size // self.shards
+
+    def bandwidth(self, neighbours: int) -> float:
+        """Return bytes/s of a collective operation of so many ranks."""
+        inside = neighbours <= self.world_size // self.nodes
+        return NVLINK_BYTES if inside else min(NVLINK_BYTES, NETWORK_BYTES)
+
+
+@dataclass(frozen=True)
 class StepWork:
     """What one rank computes in a step. tokens, squared_lengths and labels: of a micro-batch, on average.
 
     four_bits: weights that each use dequantises. host_seconds: of a micro-batch's launches. recorded: CUDA graphs
-    replay them. world_size: ranks that share the step. sharded: each rank holds a part of the weights.
+    replay them. ranks: how those that share the step share the model.
     """
 
     shape: ModelShape
@@ -65,8 +89,7 @@ class StepWork:
     four_bits: int = 0
     host_seconds: float = 0.0
     recorded: bool = False
-    world_size: int = 1
-    sharded: bool = False
+    ranks: SharedModel = SharedModel()
 
 
 @dataclass(frozen=True)
@@ -136,7 +159,7 @@ def step_time(work: StepWork, rates: GpuRates) -> StepTime:
         dequantise=scale * dequantise,
         offload=number * offload,
         host=number * host,
-        communication=_communication(work, HIDDEN * number * of_gpu),
+        communication=_communication(work, rates, max(of_gpu, work.host_seconds)),
         update=_update(work, rates),
     )
 
@@ -282,17 +305,28 @@ def _offload(work: StepWork) -> float:
     return 2 * layers * work.tokens * width * work.itemsize / HOST_LINK_BANDWIDTH
 
 
-def _communication(work: StepWork, hidden: float) -> float:
-    """Return the seconds of a step's reductions and gathers that `hidden` seconds of computation do not cover."""
-    others = (work.world_size - 1) / max(work.world_size, 1)
-    if not others:
+def _communication(work: StepWork, rates: GpuRates, computed: float) -> float:
+    """Return the seconds of a step's gathers and sums that the computation does not hide.
+
+    Weights are gathered and gradients scattered in each micro-batch, among the ranks of a copy. Copies sum their
+    gradients once, in the last backward. computed: seconds of a micro-batch.
+    """
+    ranks = work.ranks
+    shards = ranks.shards
+    gradients = work.states.gradients
+    if ranks.world_size == 1:
         return 0.0
-    if work.sharded:  # gathered for forward and backward, gradients scattered, in each micro-batch
-        whole = (2 * work.states.weights + work.states.gradients) * work.world_size
-        seconds = work.accumulation * others * whole / NVLINK_BYTES
-    else:
-        seconds = 2 * others * work.states.gradients / NVLINK_BYTES
-    return max(0.0, seconds - hidden)
+    exchanged = (1 + ranks.reshards) * work.states.gathered + shards * gradients if shards > 1 else 0
+    of_shards = (shards - 1) / shards * exchanged / ranks.bandwidth(shards)
+    # each rank sums its part of the gradients, and the ranks of a node share its network
+    summed = gradients if ranks.nodes == 1 else shards * gradients
+    of_copies = 2 * (ranks.copies - 1) / ranks.copies * summed / ranks.bandwidth(ranks.world_size)
+    hidden = HIDDEN * computed
+    hidden_sums = min(BACKWARD * hidden, max(0.0, hidden - of_shards))
+    waited = work.accumulation * max(0.0, of_shards - hidden) + max(0.0, of_copies - hidden_sums)
+    # FSDP2 copies what it exchanges, and DDP each gradient into its bucket: one read and one write
+    copied = work.accumulation * exchanged if shards > 1 else gradients
+    return waited + 2 * copied / rates.copy
 
 
 def _update(work: StepWork, rates: GpuRates) -> float:

@@ -158,18 +158,21 @@ def _mapping_of(text: Any) -> dict[str, Any] | None:
 
 
 def account_for_fsdp_options(work: Import) -> None:
-    """Account for the options of FSDP: only offloading has a key in a recipe."""
+    """Account for the options of FSDP: offloading and resharding have keys in a recipe."""
     for name, value in work.data.pop("fsdp_config").items():
         path = (*work.path_of("fsdp_config"), name)
         ours = tables.KEYS["fsdp_options"].get(name)
+        reshards = ours == "parallel.reshard_after_forward"
+        if reshards and not isinstance(value, bool):  # a sharding strategy of FSDP1
+            ours = None
         if ours:
             work.trace(path, ours)
         elif is_off(value):
             work.fates[path] = Fate(OFF)
         else:
             work.lose(path, REASONS["fsdp_config"])
-        if ours == "parallel.cpu_offload" and value is True:
-            work.document.put(split(ours), True, Place("", work.line_of(path), work.document.file))
+        if ours and (reshards or (ours == "parallel.cpu_offload" and value is True)):
+            work.document.put(split(ours), value, Place("", work.line_of(path), work.document.file))
 
 
 def choose_trackers(work: Import) -> None:

@@ -336,6 +336,8 @@ RULES = (
         *((f"task: {'|'.join(part.tasks)}", f"{part.why_whole_rows}. Leave parallel.cp_size out.")
           for part in feature_parts() if part.tasks and part.why_whole_rows),
     ),
+    Rule("parallel.reshard_after_forward: not auto, parallel.strategy: not fsdp",
+         "{0} is {v[0]}, which is a setting of fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),
     Rule("parallel.dp_replicate_size: not 1, parallel.strategy: not fsdp",
          "{0} is {v[0]}, which needs fsdp, and {1} is {v[1]}. Write parallel.strategy: fsdp."),
     Rule("parallel.dp_replicate_size: not 1, parallel.cpu_offload",

@@ -22,25 +22,34 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
-from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, recursively_apply, save
+from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, DistributedType, recursively_apply, save
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, new_group
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from ligertune.errors import UserError, format_bytes, message_of
 from ligertune.files.checked_files import DamagedFileError
 from ligertune.files.storage import (
     complete_checkpoints,
+    flush,
     newest_checkpoint,
     put_in_place,
     remove,
     remove_leftovers,
     write_bytes,
 )
+from ligertune.models.adapters.initial_lora import initial_factors
 from ligertune.models.float8.float8_linear import scales_of
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
+from ligertune.training.checkpoint.load_checkpoint import MODEL_SHARDS, OPTIMIZER_SHARDS
 from ligertune.training.checkpoint.weight_files import TRAINED_FILE, all_train, save_weights, trained, write_scales
+from ligertune.training.parallel.distributed import LONG_TIMEOUT
 
 
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
@@ -67,7 +76,11 @@ def begin(accelerator: Accelerator, plan: Plan, step: int) -> Path:
 
 def complete(plan: Plan, step: int, partial: Path) -> None:
     """Write progress.json into a folder with all states, rename it, and remove the oldest. The main rank calls it."""
-    CheckpointRecord.of(plan, step, file_checksums(partial)).write(partial, plan)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        flushed = pool.submit(flush, partial)  # the disk writes while the checksums are computed
+        checksums = file_checksums(partial)
+        flushed.result()
+    CheckpointRecord.of(plan, step, checksums).write(partial, plan)
     put_in_place(partial, partial.with_name(f"step-{step}"))
     limit = plan.checkpoint.save_total_limit
     # after the rename: a kill in between leaves one checkpoint more, never one less
@@ -81,12 +94,14 @@ def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
     """Remove `partial` after a failed write (full disk, quota, missing folder), and raise UserError instead."""
     try:
         yield
-    # torch and safetensors wrap the system's error; the last is of a file that cannot be read back
-    except (OSError, RuntimeError, SafetensorError, DamagedFileError) as error:
+    # torch and safetensors wrap the system's error; the fourth is of a file that cannot be read back
+    except (OSError, RuntimeError, SafetensorError, DamagedFileError, CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         newest = newest_checkpoint(plan.output_dir)
         left = f"The newest complete one is {newest}." if newest else "There is no earlier one."
-        reason = getattr(error, "strerror", None) or message_of(error)
+        # of shards: the first rank's error
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = getattr(cause, "strerror", None) or message_of(cause)
         raise UserError(
             f"The checkpoint of step {step} could not be written to {plan.output_dir} ({reason}). {left}",
             hint="Free disk space or repair the folder, and continue with --resume.",
@@ -97,7 +112,8 @@ def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
 class Saver:
     """Save checkpoints at once, or in a thread while training goes on (`checkpoint.async_save`). All ranks call it.
 
-    The thread receives copies in host memory of everything that the next step changes. At most one save runs at a time.
+    The thread receives copies in host memory of everything that the next step changes. Under FSDP2 each rank has such a
+    thread, for its shards; they agree through a process group of their own. At most one save runs at a time.
     The rename is its last action, so a kill leaves the checkpoint before it. An error of the thread ends the run at the
     next step, with the message of a synchronous save. The files equal those of accelerate's `save_state` bit for bit.
 
@@ -112,6 +128,7 @@ class Saver:
         # Python waits for the pool's thread at exit, also after an error.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
+        self._threads_group: ProcessGroup | None = None
 
     def save(self, step: int) -> None:
         """Write `step-N`, or start to write it."""
@@ -125,11 +142,18 @@ class Saver:
             rank = accelerator.process_index
             save_accelerator_state(str(partial), [], [], [], [], rank, accelerator.step, accelerator.scaler)
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
+        if accelerator.is_main_process and (scales := scales_of(self._model)) is not None:  # small: written at once
+            write_scales(scales, partial)
+        if accelerator.distributed_type == DistributedType.FSDP:
+            self._threads_group = self._threads_group or new_group(backend="gloo", timeout=LONG_TIMEOUT)
+            shards = {
+                MODEL_SHARDS: {"model": get_model_state_dict(self._model)},
+                OPTIMIZER_SHARDS: {"optimizer": get_optimizer_state_dict(self._model, self._optimizer)},
+            }
+            self._running = self._pool.submit(self.write_shards, step, partial, _copy_to_host(shards))
+        elif accelerator.is_main_process:
             weights = self._copy_weights()
             states = _copy_to_host(self._optimizer.state_dict())
-            if (scales := scales_of(self._model)) is not None:  # small: written at once
-                write_scales(scales, partial)
             self._running = self._pool.submit(self.write_and_complete, step, partial, weights, states)
 
     def look(self) -> None:
@@ -147,7 +171,7 @@ class Saver:
     def _copy_weights(self) -> dict[str, Tensor]:
         """Return copies in host memory. Tied weights stay tied, since safetensors must store them once."""
         model = self._accelerator.unwrap_model(self._model)
-        found = model.state_dict() if all_train(model) else trained(model)
+        found = model.state_dict() if all_train(model) else trained(model) | initial_factors(model)
         copies: dict[tuple[Any, ...], Tensor] = {}
         for name, tensor in found.items():
             # the address alone would also unite a tensor with a view of its beginning
@@ -164,6 +188,16 @@ class Saver:
                 save_weights(weights, partial / TRAINED_FILE)
             save(states, partial / f"{OPTIMIZER_NAME}.bin")
             complete(self._plan, step, partial)
+
+    def write_shards(self, step: int, partial: Path, shards: dict[str, dict[str, Any]]) -> None:
+        """Write this rank's shards as `save_state` does. All ranks call it; the main rank completes the checkpoint."""
+        with explain_failed_save(self._plan, step, partial):
+            for folder, states in shards.items():
+                save_shards(
+                    states, storage_writer=FileSystemWriter(partial / folder), process_group=self._threads_group
+                )
+            if self._accelerator.is_main_process:
+                complete(self._plan, step, partial)
 
 
 def _copy_to_host(value: Any) -> Any:

@@ -97,7 +97,7 @@ def fsdp_plugin(plan: Plan) -> FullyShardedDataParallelPlugin | None:
         fsdp_version=2,
         mixed_precision_policy=MixedPrecisionPolicy(),
         auto_wrap_policy="transformer_based_wrap",
-        reshard_after_forward=True,
+        reshard_after_forward=plan.parallel.reshard_after_forward is not False,
         cpu_offload=plan.parallel.cpu_offload,
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
@@ -295,9 +295,10 @@ def max_over_ranks(accelerator: Accelerator, amounts: dict[str, int]) -> dict[st
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard the last FSDP2 unit again, which stays gathered after a forward without a backward."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    """Shard the FSDP2 units again that stay gathered after a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_shard(value: Tensor) -> Tensor:
