@@ -75,8 +75,10 @@ def run_configuration(options: argparse.Namespace, name: str) -> None:
     chosen, *others = [settings_of(one) for one in tried] or [{}]
     if len(others) < options.most - 1:
         others += islice(by_hand(path, configuration.rows, others), options.most - 1 - len(others))
+    measure(with_settings(path, chosen))  # the first run of a process is slower
     for place, values in enumerate((chosen, *spread(others, options.most - 1))):
-        measure(options, name, with_settings(path, values), chosen=place == 0)
+        point = measure(with_settings(path, values))
+        processes.say({"configuration": name, **point, "chosen": place == 0})
 
 
 def settings_of(tried: TriedSettings) -> dict[str, object]:
@@ -132,8 +134,8 @@ def key_of(plan) -> dict[str, object]:
     }
 
 
-def measure(options: argparse.Namespace, name: str, recipe: Recipe, *, chosen: bool) -> None:
-    """Train a few steps and say the point."""
+def measure(recipe: Recipe) -> dict[str, object]:
+    """Train a few steps and return the point."""
     import torch
 
     from ligertune.run import run
@@ -157,10 +159,8 @@ def measure(options: argparse.Namespace, name: str, recipe: Recipe, *, chosen: b
         failed = "out of memory"
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    processes.say({
-        "configuration": name,
+    return {
         **key_of(plan),
-        "chosen": chosen,
         "seconds": seconds,
         "predicted": plan.time.total if plan.time is not None else None,
         "parts": vars(plan.time.parts) if plan.time is not None else None,
@@ -168,7 +168,7 @@ def measure(options: argparse.Namespace, name: str, recipe: Recipe, *, chosen: b
         "peak": peak,
         "planned": plan.peak.total if plan.peak is not None else None,
         "failed": failed,
-    })  # fmt: skip
+    }
 
 
 def limit_memory(configuration: Configuration) -> None:
