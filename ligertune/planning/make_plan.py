@@ -19,7 +19,7 @@ from ligertune.planning.batch_layout import (
 )
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import REACHED_SHARE_OF_PEAK, check_cuda_graphs, cuda_graphs_notes
-from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, SMALL_TENSORS, TILE
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE
 from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
     choose_policy,
@@ -29,7 +29,7 @@ from ligertune.planning.memory.activation_policy import (
     suggest_offload,
     with_checkpointed_layers,
 )
-from ligertune.planning.memory.estimate import MemoryEstimate, initial_adapter_bytes
+from ligertune.planning.memory.estimate import UNCOUNTED, MemoryEstimate, initial_adapter_bytes
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
 from ligertune.planning.memory.model_shape import ExpertsShape, ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
@@ -266,13 +266,10 @@ def _tiled(
     return memory, memory.tiled(TILE) if may and memory is not None else None, tile
 
 
-def _constant_bytes(recipe: Recipe, machine: Machine) -> int:
-    """Return the bytes of cuBLAS's workspaces and of small tensors.
-
-    Each stream has its own workspace, and CUDA graphs are recorded on a second stream.
-    """
+def _cublas_bytes(recipe: Recipe, machine: Machine) -> int:
+    """Return the bytes of cuBLAS's workspaces: each stream has its own, and CUDA graphs are recorded on a second."""
     streams = 2 if recipe.train.cuda_graphs is True else 1
-    return streams * CUBLAS_WORKSPACE + SMALL_TENSORS if machine.device == "cuda" else 0
+    return streams * CUBLAS_WORKSPACE if machine.device == "cuda" else 0
 
 
 def _adapter_bytes(shape: ModelShape, itemsize: int) -> int:
@@ -331,7 +328,8 @@ def estimate_memory(
         layers=shape.num_hidden_layers,
         itemsize=itemsize,
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
-        workspace=dequantised + _adapter_bytes(shape, itemsize) + _constant_bytes(recipe, inputs.machine),
+        workspace=dequantised + _adapter_bytes(shape, itemsize) + _cublas_bytes(recipe, inputs.machine),
+        uncounted=UNCOUNTED if inputs.machine.device == "cuda" else 0.0,
         # the graphs of a step's first and later micro-batches each read their own copy
         input_copies=3 if recipe.train.cuda_graphs is True else 1,
         optim_in_backward=recipe.train.optim_in_backward,

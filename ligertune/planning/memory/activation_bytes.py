@@ -51,9 +51,6 @@ from ligertune.planning.memory.model_shape import FrozenModelShape, HeadShape, L
 
 # cuBLAS allocates one workspace for the forward's thread and one for the backward's (torch: getWorkspaceSize, Hopper).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
-# What is not counted, such as temporaries of small kernels: of 81 steps of `scripts/bench choice` on an H200, the
-# lowest prediction without it was 63 MiB too low.
-SMALL_TENSORS = 64 << 20
 # Device memory of a CUDA process outside torch's allocator: context, kernels, libraries.
 CUDA_CONTEXT = 600 << 20
 TILE = 4096  # tokens: products of this many rows run at cuBLAS's best rate
@@ -416,7 +413,9 @@ def step_phases(
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (last < layers if policy.offloads_inputs else layers - last) * hidden_states
     results, row_sums = _kept_results(layer, policy_of_first, itemsize, batch.tokens, layers - last)
-    held = saved_by_last + inputs + stack.tower + row_sums
+    # Measured, not derived: with recomputation, fused adapters keep about one hidden state of the last layer.
+    kept = hidden_states if policy.fused_lora and policy.recompute and layer.adapters else 0
+    held = saved_by_last + inputs + stack.tower + row_sums + kept
     before = gradients if batch.accumulates else 0
     new = not layer_weights  # under FSDP2 the whole gradient of a layer is one of the three gathered layers
     needs = functools.partial(_layer_needs, batch=batch, itemsize=itemsize, gradients=new)
