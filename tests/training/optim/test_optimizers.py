@@ -27,7 +27,7 @@ def tiny() -> LlamaForCausalLM:
     """Return a Llama whose matrices have at least 4096 elements, which quantising optimizers need."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
     )
     return LlamaForCausalLM(config).train()
 
