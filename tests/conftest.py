@@ -25,7 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 # These files take longest. If they started last, the other cores would wait for them.
 LONG = (
-    "test_under_interpreter", "test_types", "test_started_ranks", "test_hub", "test_fuzz",
+    "test_under_interpreter", "test_started_ranks", "test_hub", "test_fuzz",
     "test_golden_labels", "test_compiled_kernels", "test_medusa_command", "test_trained_base", "test_examples",
     "test_keys", "test_vision_end_to_end", "test_ranks", "test_evaluations", "test_optimizers",
 )  # fmt: skip
