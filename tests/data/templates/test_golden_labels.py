@@ -122,6 +122,7 @@ def check_file(path, tokenizer, ends, template="auto") -> Counter:
         except BadRow as bad:
             dropped[bad.reason] += 1
     for encoded, (rendered, row) in zip(Encoder(tokenizer).encode([text for text, _ in kept]), kept, strict=True):
+        assert row.get("input", "").strip() in rendered.text
         answers, runs = answers_of(row), trained_runs(encoded, tokenizer)
         closes = [ends[0]] * (len(answers) - 1) + [ends[1]]
         assert len(runs) == len(answers), rendered.text
