@@ -1,7 +1,9 @@
 """Imports on Windows, macOS and Python 3.10, without triton, and from a checkout with its folder `kernels/`."""
 
 import ast
+import functools
 import sys
+from pathlib import Path
 
 import pytest
 from support.command_line import ROOT, run
@@ -18,25 +20,36 @@ for package in (ligertune, ligertune_kernels):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if module.name not in left_out:
             importlib.import_module(module.name)
-from ligertune_kernels import backend, swiglu
 import torch
-assert backend("cpu") == "reference"
-assert swiglu(torch.ones(2, 3), torch.ones(2, 3)).shape == (2, 3)
+import ligertune_kernels as K
+assert K.backend("cpu") == K.backend("meta") == "reference"
+x, w, y = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True), torch.arange(4)
+q, cos = x.view(1, 2, 2, 8), torch.ones(1, 2, 8)
+outputs = [K.rms_norm(x, w[0]), *K.apply_rope(q, q, cos, cos), K.swiglu(x), K.geglu(x), K.cross_entropy(x, y)]
+sum(t.sum() for t in [*outputs, K.linear_cross_entropy(x, w, y)]).backward()
+assert x.grad.isfinite().all() and w.grad.isfinite().all()
 from ligertune.cli.app import main
 main()
 """
 
 
-def test_every_module_imports_without_triton_and_the_doctor_says_that_references_run(tmp_path):
+def test_every_module_imports_without_triton_references_run_and_the_doctor_says_so(tmp_path):
     done = run([sys.executable, "-c", EVERYTHING, "doctor"], cwd=tmp_path)
     assert done.code == 0 and "the PyTorch references" in done.out, done.err
+
+
+@functools.cache
+def files_of(folder: str) -> list[tuple[Path, ast.Module]]:
+    """Return the files of a folder, each with its syntax tree of Python 3.10."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return [(path, ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))) for path in paths]
 
 
 @pytest.mark.parametrize("folder", ["ligertune", "kernels"])
 def test_unix_modules_are_not_imported_at_module_level(folder):
     """`try` and functions may import them."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for path, tree in files_of(folder):
+        for node in tree.body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert not UNIX_ONLY & set(names), path
@@ -56,8 +69,8 @@ NEWER = {
 
 @pytest.mark.parametrize("folder", ["ligertune", "kernels"])
 def test_only_names_of_python_3_10_are_imported(folder):
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))):
+    for path, tree in files_of(folder):
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 newer = NEWER.get(node.module, set()) & {alias.name for alias in node.names}
                 assert not newer, path

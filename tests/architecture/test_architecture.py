@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-from support.structure import measure, tree_of
+from support.structure import measure, nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"ligertune": ROOT / "ligertune", "ligertune_kernels": ROOT / "kernels" / "ligertune_kernels"}
@@ -92,7 +92,7 @@ def imports(name: str) -> list[tuple[str, str]]:
 
 def imports_in(path: Path) -> list[tuple[str, str]]:
     found = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -187,7 +187,7 @@ def test_no_number_of_the_structure_grows():
 def test_functions_are_short_and_simple():
     long = []
     for name, path in modules().items():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
                 lines = node.end_lineno - node.lineno + 1
@@ -229,7 +229,7 @@ def test_every_package_is_in_the_wheel_and_every_module_says_what_it_is():
 def defined_in(name: str) -> set[str]:
     """The names that a module binds at its top level."""
     found = set()
-    for node in ast.walk(tree_of(modules()[name])):
+    for node in nodes_of(modules()[name]):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -266,7 +266,7 @@ def test_help_is_quick_and_needs_no_torch():
         "assert not heavy, heavy"
     )
     seconds = []
-    for _ in range(3):
+    for _ in range(2):
         before = os.times()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         after = os.times()
@@ -282,7 +282,7 @@ def test_only_the_renderers_print_or_the_text_is_escaped():
     for name, path in modules().items():
         if name.startswith("ligertune.cli.render") or not name.startswith("ligertune."):
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Call) or not is_output(ast.unparse(node.func)):
                 continue
             text = ast.unparse(node.args[-1]) if node.args else "''"

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.covering import every_pair
 from support.models import tiny_models
 from support.tasks.packed_rows import CAPPED, FAMILIES, LENGTHS, history, make, packed, separate
 
@@ -47,9 +48,7 @@ def trained_alone(family: str) -> tuple[float, dict[str, torch.Tensor]]:
     return sum(losses).item(), gradients(model)
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, implementation, patched", every_pair(FAMILIES, IMPLEMENTATIONS, [False, True]))
 def test_loss_and_gradients_are_those_of_single_documents(family, implementation, patched, monkeypatch):
     if implementation == "varlen" and family == CAPPED:
         pytest.skip("torch's flash attention has no soft cap")

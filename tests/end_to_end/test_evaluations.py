@@ -13,6 +13,7 @@ from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, 
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerControl, TrainerState
 
 from ligertune.cli.render.run_report import show_report
+from ligertune.decode import generate
 from ligertune.planning.preflight import has_trained
 from ligertune.training.evaluate import EarlyStopping
 
@@ -27,6 +28,7 @@ OVERFIT = {
     "eval.eval_steps": 1,
     **saves(3),
 }
+SHORT_ANSWER = 24  # tokens, of 64 that a run writes
 BEST = {**OVERFIT, "checkpoint.load_best_model_at_end": True, "eval.early_stopping_patience": 3}
 
 
@@ -45,7 +47,7 @@ def greedy_answer(prompt: str) -> str:
     )
     ids = tokenizer(text, return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    found = model.generate(**ids, max_new_tokens=64, do_sample=False)
+    found = model.generate(**ids, max_new_tokens=SHORT_ANSWER, do_sample=False)
     return tokenizer.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -80,7 +82,8 @@ def test_a_resumed_run_remembers_the_best_loss_and_the_evaluations_since(best, t
     assert weights(run) == weights(folder)
 
 
-def test_prompts_are_answered_before_training_and_after_each_evaluation_and_change_nothing(tmp_path):
+def test_prompts_are_answered_before_training_and_after_each_evaluation_and_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "SAMPLE_TOKENS", SHORT_ANSWER)
     changes = {**OVERFIT, "train.max_steps": 2, "method.type": "lora", "method.lora_dropout": 0.5}
     train(tmp_path / "silent", **changes)
     train(tmp_path / "asked", **changes, **{"eval.sample_prompts": "[Name three colours., Hello]"})
@@ -138,8 +141,11 @@ def test_an_evaluation_before_the_first_step_counts_for_nothing_and_changes_noth
     assert any("without a loss below" in note and "by more than 100" in note for note in report.notes)
 
 
-def test_an_evaluation_before_training_is_chosen_where_it_is_cheap_and_leaves_the_weights_equal(tmp_path, capsys):
+def test_an_evaluation_before_training_is_chosen_where_it_is_cheap_and_leaves_the_weights_equal(
+    tmp_path, capsys, monkeypatch
+):
     """Dropout draws random numbers: an evaluation that drew any would change every later step."""
+    monkeypatch.setattr(generate, "SAMPLE_TOKENS", SHORT_ANSWER)
     few = {**TWO_LAYERS, "data.datasets.0.max_samples": 40, "data.val_split": 0.03, "train.max_steps": 12,
            "method.type": "lora", "method.lora_dropout": 0.5, "eval.sample_prompts": "[Hello]"}  # fmt: skip
     report = train(tmp_path / "auto", **few)

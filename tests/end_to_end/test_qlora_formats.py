@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_line import RECIPE, losses
-from support.quickstart_runs import plan_run, saves, train
+from support.quickstart_runs import ONE_ROW, plan_run, saves, train
 from transformers import AutoModelForCausalLM
 
 from ligertune.models.load import whole_model
@@ -21,6 +21,7 @@ SETTINGS = {
     "model.model_name_or_path": RECIPE.parent / "stories260K",
     "model.dtype": "float32",
     "train.max_steps": 4,
+    **ONE_ROW,
     **saves(2),
     "train.learning_rate": 0.02,
 }

@@ -43,7 +43,7 @@ def test_without_save_on_signal_a_run_stops_at_once(tmp_path):
 )
 def test_resume_after_a_signal_at_a_random_step_is_bit_equal(number, tmp_path, ligertune, recipe):
     """SIGINT is Ctrl-C, SIGUSR1 Slurm's, SIGHUP a closed terminal's. Folders of incomplete checkpoints are ignored."""
-    steps, stop_after = 40, SystemRandom().randint(1, 10)
+    steps, stop_after = 30, SystemRandom().randint(1, 10)
     settings = {**SETTINGS, "train.max_steps": steps}
     whole = ligertune("train", recipe, *overrides({**settings, "checkpoint.output_dir": "whole"}))
     assert whole.code == 0, whole.err

@@ -6,6 +6,7 @@ import warnings
 import peft
 import pytest
 import torch
+from support.covering import every_pair
 from support.models import tiny_models
 from support.same_training import assert_same_training
 
@@ -49,9 +50,10 @@ def pair(method: dict, family: str = "llama", *, checkpointing: bool | str = Fal
     return made
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "mixtral", "llama_tied"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method, family, checkpointing",
+    every_pair([*METHODS], ["llama", "gemma2", "phi3", "mixtral", "llama_tied"], [False, True]),
+)
 def test_patched_and_plain_models_train_alike(method, family, checkpointing):
     if "head" in method and family != "llama":
         pytest.skip("one family is enough for the head")

@@ -38,7 +38,7 @@ def measure(sources: dict[str, Path]) -> Places:
     found: Places = defaultdict(list)
     for name, path in sources.items():
         text = path.read_text(encoding="utf-8")
-        for number, line in _places_in(tree_of(path)):
+        for number, line in _places_in(path):
             found[number].append(f"{name}:{line}")
         for feature, words in FEATURES.items():
             if not FOLDERS.get(feature, {feature}) & set(name.split(".")) and re.search(words, text, re.IGNORECASE):
@@ -61,9 +61,15 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _places_in(tree: ast.Module) -> Iterator[tuple[str, int]]:
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree. To walk through all files takes half a second each time."""
+    return tuple(ast.walk(tree_of(path)))
+
+
+def _places_in(path: Path) -> Iterator[tuple[str, int]]:
     """Yield (name of a number, line) for each place in a module."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Assign) and all(isinstance(part, ast.Tuple) for part in (node.targets[0], node.value)):
             yield "tuple assignments", node.lineno
         elif isinstance(node, ast.Call) and any(_is_made_from_mapping(keyword) for keyword in node.keywords):
@@ -100,7 +106,7 @@ def _complexity(function: ast.AST) -> int:
 def _imported_modules(path: Path, sources: Container[str]) -> list[str]:
     """Return the modules of `sources` that a file imports, in functions too."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

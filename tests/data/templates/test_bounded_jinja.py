@@ -72,10 +72,10 @@ HOSTILE = {
 def test_a_template_without_bounds_is_refused_in_one_sentence(template, monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1 if HOSTILE[template] == TOO_SLOW else 5)
     monkeypatch.setattr(template_limits, "_MAX_ITEMS", 10**5)
-    began = time.monotonic()
+    began = time.process_time()  # other tests may hold the cores
     with pytest.raises(UserError) as error:
         render_chat_template(template, TURNS, name="folder/t.jinja")
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
     assert str(error.value).startswith("folder/t.jinja: the chat template ") and HOSTILE[template] in str(error.value)
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
 

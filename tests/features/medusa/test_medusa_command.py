@@ -36,8 +36,8 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def learned(runs) -> dict:
     """The report of 65 short steps with the bundled recipe, trained in `runs`/runs/medusa."""
-    steps = {"train.max_steps": 65, "train.per_device_train_batch_size": 3, "train.learning_rate": 1e-2}
-    measured = {"medusa.eval_prompts": 4, "medusa.eval_new_tokens": 48}
+    steps = {"train.max_steps": 65, "train.per_device_train_batch_size": 2, "train.learning_rate": 1e-2}
+    measured = {"medusa.eval_prompts": 2, "medusa.eval_new_tokens": 48}
     done = run_here("medusa", "--json", *overrides({**steps, **measured}), cwd=runs)
     assert done.code == 0, done.err[-3000:]
     assert "No recipe given: using" in done.err and "medusa/stories260k.yaml" in done.err
@@ -51,7 +51,7 @@ def test_heads_learn_to_predict_held_out_stories(learned, runs):
     speed = found["decoding"]
     assert 1.8 <= speed["accepted_length"] <= found["tree_depth"] + 1
     assert speed["speed_up"] == pytest.approx(speed["tokens_per_second"] / speed["plain_tokens_per_second"])
-    assert speed["identical"] == speed["prompts"] == 4
+    assert speed["identical"] == speed["prompts"] == 2
     assert found["top1"][0] > 0.25 and found["top5"][0] > 0.45
     assert found["top1"] == sorted(found["top1"], reverse=True)  # further ahead is harder
     assert json.loads((runs / "runs/medusa/medusa_report.json").read_text()) == found
@@ -59,12 +59,12 @@ def test_heads_learn_to_predict_held_out_stories(learned, runs):
 
 
 def test_the_report_can_be_repeated(learned, runs):
-    settings = ["task=medusa", "medusa.tree_nodes=6", "medusa.eval_prompts=2", "medusa.eval_new_tokens=16"]
+    settings = ["task=medusa", "medusa.tree_nodes=6", "medusa.eval_prompts=1", "medusa.eval_new_tokens=16"]
     settings.append(f"checkpoint.output_dir={runs / 'runs/medusa'}")
     again = report_on(RunOptions.of(load_recipe(MEDUSA, overrides=settings)))
     assert again.top1 == pytest.approx(learned["medusa"]["top1"], abs=1e-6)
     assert again.tree_nodes == 6 < learned["medusa"]["tree_nodes"]
-    assert (again.decoding.prompts, again.decoding.new_tokens) == (2, 32)
+    assert (again.decoding.prompts, again.decoding.new_tokens) == (1, 16)
 
 
 def test_generate_writes_the_same_text_with_heads(learned, runs, quickstart):

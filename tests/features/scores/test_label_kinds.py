@@ -147,10 +147,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_labels_that_could_be_two_things_are_refused_at_once(case, read):
     labels, message = REFUSED[case]
-    began = time.perf_counter()
+    began = time.process_time()  # other tests may hold the cores
     with pytest.raises(UserError, match=message):
         read(labels)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_the_recipe_decides_where_the_labels_do_not(read):

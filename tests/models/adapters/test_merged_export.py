@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from support.command_line import run_here
+from support.covering import every_pair
 from support.models import tiny_models
 from support.models.hostile_folders import change_json
 
@@ -154,9 +155,7 @@ def test_initial_adapters_of_transposed_layers_and_scales(init, base):
     check_equals_peft(folder, save_adapter(folder, config, save_embedding_layers=False))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2"])
-@pytest.mark.parametrize("rows", [520, 500])
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("name, rows, safe", every_pair(["llama", "llama tied", "gpt2"], [520, 500], [True, False]))
 def test_an_adapter_with_a_resized_embedding(name, rows, safe, base):
     folder = base(name)
     config = peft.LoraConfig(r=4, target_modules=["c_attn" if name == "gpt2" else "q_proj"], lora_alpha=64)

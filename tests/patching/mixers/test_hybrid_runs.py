@@ -23,7 +23,8 @@ TOKENIZER = str(RECIPE.parent / "stories260K")
 LENGTHS = (20, 200)  # tokens to recall across: the second is learned within few steps after the first
 STEPS = 500  # that the recall may take
 LEARNED = 0.02  # cross entropy; guessing has log 4
-SETTINGS = {"data.packing": True, "data.max_length": 256, "train.global_batch_size": 4, "train.max_steps": 3}
+SETTINGS = {"data.packing": True, "data.max_length": 256, "train.per_device_train_batch_size": 1,
+            "train.global_batch_size": 2, "train.max_steps": 3}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

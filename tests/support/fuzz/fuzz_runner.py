@@ -52,6 +52,8 @@ def prepare_base(folder: Path) -> Path:
     """Make the folder whose copies are changed, with a run that was stopped after step 2. This imports everything."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "WANDB_MODE"):
         os.environ[name] = "offline" if name == "WANDB_MODE" else "1"
+    # matplotlib would look for fonts anew in another home, which takes two seconds
+    os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
     os.environ.update(TOKENIZERS_PARALLELISM="false", LIGERTUNE_CACHE=str(folder / "cache"), HOME=str(folder / "home"))
     torch.set_num_threads(1)
     base, quickstart = folder / "base", ROOT / "configs" / "quickstart"

@@ -23,11 +23,11 @@ from ligertune.training.optim.optimizers import BUILDERS, build_optimizer, set_l
 RATES = {"sgd": 0.2, "lion": 1e-3, "adafactor": 3e-2, "galore_adamw": 2e-2}
 
 
-def tiny() -> LlamaForCausalLM:
+def tiny(layers: int = 1) -> LlamaForCausalLM:
     """Return a Llama whose matrices have at least 4096 elements, which quantising optimizers need."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4
     )
     return LlamaForCausalLM(config).train()
 

@@ -27,7 +27,7 @@ def rates_and_decays(optimizer, model, rate: float) -> dict[str, tuple[float, fl
 
 
 def test_the_first_group_that_matches_decides_and_shapes_decide_the_decay_of_all_others():
-    model = tiny()
+    model = tiny(layers=2)
     groups = (EMBEDDING, LrGroup("layers.1.input_layernorm", 2.0, None), SECOND)
     found = rates_and_decays(build_optimizer(model, plan("adamw_torch", lr_groups=groups)), model, 0.1)
     assert len(found) == len(list(model.parameters()))

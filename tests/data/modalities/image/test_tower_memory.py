@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.covering import every_pair
 from support.data.image_batches import batch_of, training
 from support.models import tiny_vlms
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -80,9 +81,10 @@ def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in found.items() if place not in own)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("kind", [True, "offload", "offload_gate", "offload_both"])
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+@pytest.mark.parametrize(
+    "family, kind, method",
+    every_pair(tuple(tiny_vlms.FAMILIES), [True, "offload", "offload_gate", "offload_both"], ["full", "lora"]),
+)
 def test_checkpointing_runs_a_frozen_tower_once(family, kind, method, four_rows, reader_of, tokenizer_of):
     model = tiny_vlms.make(family, tokenizer_of(family))
     patch(model)

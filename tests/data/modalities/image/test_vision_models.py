@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from support.covering import every_pair
 from support.data.image_batches import batch_of, training
 from support.models import tiny_vlms
 from support.same_training import assert_same, relative_error
@@ -134,9 +135,9 @@ def test_rows_of_a_padded_batch_equal_single_rows(family, four_rows, tokenizer_o
             torch.testing.assert_close(together[place, :length], singles[-1][:length], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
-@pytest.mark.parametrize("implementation", ["document_attention", "per_document", "sdpa"])
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize(
+    "family, implementation, patched", every_pair(PACKED, ["document_attention", "per_document", "sdpa"], [False, True])
+)
 def test_packed_training_equals_single_documents(family, implementation, patched, four_rows, tokenizer_of, reader_of):
     if family == HYBRID and not patched:
         pytest.skip("transformers' own recurrence does not keep documents apart")

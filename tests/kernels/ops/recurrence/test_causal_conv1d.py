@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ligertune_kernels import causal_conv1d
+from ligertune_kernels.launcher import INTERPRETED
 from support.covering import every_pair
 from support.kernels.attention_runs import documents_of
 from support.kernels.judge import DTYPES, OF_A_ROW, judge
@@ -30,6 +31,7 @@ def inputs(batch: int, channels: int, n_tokens: int, taps: int, bias: bool, dtyp
     return [x.transpose(1, 2), *weights]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("taps", [2, 3, 4, 7])
 def test_the_reference_in_float64_is_the_loop(taps, lengths) -> None:
