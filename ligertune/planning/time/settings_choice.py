@@ -1,8 +1,8 @@
 """Choice of the settings that a recipe leaves open: the fastest plan, by prediction, that fits on the device.
 
 All splits of the global batch are tried, each with all layers saved (also with `kernels.recompute`), with as few layers
-checkpointed as fit, and with offloaded inputs; on several GPUs each with the parallel strategies. Of plans within CLOSE
-of the fastest the simplest is taken, and one that leaves some memory free where there is one.
+checkpointed as fit, and with offloaded inputs; on several GPUs each with the parallel strategies. Of plans that are
+close to the fastest the simplest is taken, and one that leaves some memory free where there is one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ligertune.recipe.rules.check_rules import contradicts_itself
 from ligertune.recipe.schema import Recipe
 
 CLOSE = 0.01  # relative; the prediction is not more exact
+CLOSE_ON_RANKS = 0.05  # on several GPUs, whose communication is a guess
 FREE = 0.05  # share of the device's memory that a plan leaves free if another one close to it does
 SHARE_OF_HOST = 0.5  # of the host's memory, for offloaded activations: with more of it Linux may end the run
 # Share of the device's memory that the settings of a second try leave free: the plan of the first try was wrong.
@@ -86,9 +87,10 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the simplest candidate within CLOSE of the fastest, of those that leave memory free if there are any."""
+    """Return the simplest candidate that is close to the fastest, of those that leave memory free if there are any."""
     fastest = min(candidates, key=lambda one: one.time.total)
-    close = [one for one in candidates if one.time.total <= (1 + CLOSE) * fastest.time.total]
+    margin = CLOSE if fastest.plan.batching.world_size == 1 else CLOSE_ON_RANKS
+    close = [one for one in candidates if one.time.total <= (1 + margin) * fastest.time.total]
     return min(close, key=lambda one: one.simplicity)
 
 
