@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.command_line import losses
-from support.quickstart_runs import plan_run, recipe_for, saves, train
+from support.quickstart_runs import TWO_LAYERS, plan_run, recipe_for, saves, train
 
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError, pip_install
@@ -142,3 +142,9 @@ def test_the_message_for_a_missing_package_says_how_to_install_it(key, value, pa
     with pytest.raises(UserError, match=rf"needs the package.*{package}|{package} needs the package") as caught:
         check_packages(recipe_for(tmp_path, **{key: value}))
     assert pip_install(package) in caught.value.hint
+
+
+def test_a_model_of_plain_prompts_is_saved(tmp_path):
+    """`plain` is the template of rows with a prompt and a completion, and may be written for others."""
+    train(tmp_path, **TWO_LAYERS, **{"data.prompt_template": "plain", "train.max_steps": 1})
+    assert read_prompt(tmp_path / "run" / "model") == {"prompt_template": "raw", "system_prompt": None}

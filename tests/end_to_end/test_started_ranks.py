@@ -106,10 +106,10 @@ def test_an_error_on_every_rank_is_printed_once(tmp_path):
     first = {**SETTINGS, "train.max_steps": 4, "checkpoint.output_dir": tmp_path / "first"}
     assert run(train_command(**first), cwd=tmp_path).code == 0
     from_there = {"checkpoint.resume_from_checkpoint": tmp_path / "first" / "checkpoints" / "step-3"}
-    other = {**SETTINGS, **from_there, "train.per_device_train_batch_size": 2, "train.max_steps": 6}
+    other = {**SETTINGS, **from_there, "train.global_batch_size": 4, "train.max_steps": 6}
     done = run(train_command(**other), cwd=tmp_path)
     assert done.code == 2
-    assert done.err.count("Error:") == 1 and "was trained with a global batch of 16" in done.err
+    assert done.err.count("Error:") == 1 and "was trained with a global batch of 8" in done.err
 
 
 @pytest.mark.slow
