@@ -56,7 +56,8 @@ def _write_base_model(job: Job, accelerator: Accelerator, model: AnyModule, weig
     folder = job.plan.output_dir / "model"
     template = job.plan.data_options.prompt_template
     tokenizer = job.tokenizer.tokenizer
-    if template not in ("auto", "chat", "alpaca", "plain"):  # a file or a name: programs that serve the model need it, too
+    # programs that serve the model need a template that is a file or a name, too
+    if template not in ("auto", "chat", "alpaca", "plain"):
         tokenizer.chat_template = read_template(template)
     if accelerator.is_main_process:
         plan = job.plan
