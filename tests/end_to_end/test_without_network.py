@@ -20,7 +20,7 @@ from ligertune.files import hub
 from ligertune.planning.preflight import check_hub
 from ligertune.recipe import load_recipe
 
-LIMIT = 6.0  # seconds of a refusal; 0.3 where no other test holds the cores, and the libraries alone take 23
+LIMIT = 2.0  # seconds of a refusal, without the imports of the first test; the libraries alone take 23
 SETTINGS = {"train.max_steps": 1, "checkpoint.output_dir": "run"}
 
 
@@ -102,7 +102,7 @@ def test_a_cached_model_is_read_at_once_with_a_note(closed_port, cached, tmp_pat
     begun = time.perf_counter()
     done = run_here("plan", RECIPE, *overrides({**SETTINGS, "model.model_name_or_path": cached}), cwd=tmp_path)
     assert done.code == 0, done.err
-    assert time.perf_counter() - begun < 2 * LIMIT
+    assert time.perf_counter() - begun < 5 * LIMIT
     said = " ".join(done.out.split())
     assert f"note: the hub could not be reached ({closed_port}: " in said and "come from the cache" in said
     assert not caplog.records

@@ -137,7 +137,7 @@ def larger(tmp_path):
 
 
 def strategies(plan) -> set[tuple[object, ...]]:
-    """Return the strategies that fit: (strategy, resharding, copies), of which the last two may be None."""
+    """Return (strategy, resharding, copies) of each setting that fits; None: the setting does not have it."""
     return {tuple(one.values.get(key) for key in STRATEGY) for one in plan.settings_tried}
 
 

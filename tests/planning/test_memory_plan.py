@@ -372,12 +372,8 @@ def test_a_tied_weight_that_accumulates_has_two_new_gradients(shapes):
         phases = step_phases(layer, head, ActivationPolicy(), batch, step, LayerStack(2))
         return next(one.loss for one in phases if one.name == "gradients") // (2 * 1000 * layer.hidden)
 
-    assert [new_gradients(*case) for case in ((True, True), (True, False), (False, True), (False, False))] == [
-        2,
-        1,
-        1,
-        0,
-    ]
+    assert (new_gradients(True, True), new_gradients(True, False)) == (2, 1)
+    assert (new_gradients(False, True), new_gradients(False, False)) == (1, 0)
 
 
 def test_fsdp_gathers_the_ends_and_two_layers(shapes):

@@ -58,9 +58,9 @@ TOO_LARGE = (
 
 @pytest.mark.parametrize("settings", TOO_LARGE, ids=str)
 def test_a_size_without_bound_is_refused_in_one_sentence(settings, place):
-    start = time.process_time()  # other tests may hold the cores
+    start = time.monotonic()
     done = run_here("train", "r.yaml", *overrides(settings), cwd=place)
-    assert time.process_time() - start < 20
+    assert time.monotonic() - start < 20  # a second on a free machine
     assert done.code == 2 and done.err.count("Error: ") == 1 and "Traceback" not in done.err, done.err
     assert set(settings) & {word.strip("=:,") for word in done.err.replace("=", " ").split()}, done.err
     assert not (place / "out").exists()

@@ -197,7 +197,7 @@ def test_first_dropped_rows_are_those_of_the_corpus_readme(corpus, tokenizer_nam
     assert lines == {"last turn is not an answer": "119", "empty prompt": "59", "no answer": "781"}
 
 
-# a template of the tokenizer, which is strict about roles, and none of its own
+# one tokenizer whose template refuses roles out of order, and one without a template
 STRICT_AND_NONE = ("mistral-7b-v0.1", "stories260K")
 
 
