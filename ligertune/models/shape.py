@@ -284,6 +284,7 @@ def _with_adapters(shape: LayerShape, layer: nn.Module, of_experts: tuple[str, .
         adapter_inputs=sum(size[1] for size in factors),
         widest_adapter=max((size[1] for size in factors), default=0),
         adapter_outputs=sum(p.shape[0] for name, p in named if ".lora_B." in name),
+        adapter_elements=sum(p.numel() for name, p in named if ".lora_" in name),
     )
 
 

@@ -35,6 +35,7 @@ from typing import Literal
 
 import torch
 from ligertune_kernels import divergence_workspace, schedule_of
+from ligertune_kernels.ops.losses.tiles import MULTIPLE_OF
 
 from ligertune.planning.memory.layer_bytes import (
     FA4_OR_DOCUMENT_ATTENTION,
@@ -125,6 +126,7 @@ class StepBytes:
     gradients: int
     optimizer_step: int  # temporaries of the optimizer's step
     workspace: int
+    recorded_buffer: int = 0  # of the workspace, what does not exist in the loss
     free: int | None = None  # device memory that the loss may use; None: unlimited
     in_backward: bool = False  # the optimizer steps in the backward and frees each gradient when it is complete
 
@@ -185,7 +187,8 @@ def recomputed_elements(layer: LayerShape, policy: ActivationPolicy) -> tuple[in
 def saved_bytes(layer: LayerShape, policy: ActivationPolicy, itemsize: int, batch: MicroBatch) -> int:
     """Return the bytes that one layer saves for a micro-batch."""
     per_token = layer_bytes(layer, policy, itemsize, batch.row_length)
-    return per_token * batch.tokens + adapter_copies(layer.experts, itemsize)
+    factors = layer.adapter_elements * itemsize * policy.fused_lora  # copies in the compute dtype
+    return per_token * batch.tokens + factors + adapter_copies(layer.experts, itemsize)
 
 
 def backward_bytes(
@@ -255,6 +258,11 @@ def loss_workspace(rows: int, head: HeadShape, itemsize: int, *, needs_dw: bool,
     return schedule_of(rows, head.hidden, head.vocab, dtype, needs_dw=needs_dw, free_bytes=free).extra_bytes
 
 
+def _rounded(labels: int) -> int:
+    """Return the rows that the loss computes for so many labels."""
+    return -(-labels // MULTIPLE_OF) * MULTIPLE_OF
+
+
 def loss_bytes(
     head: HeadShape,
     policy: ActivationPolicy,
@@ -278,8 +286,8 @@ def loss_bytes(
         return logits * (itemsize + 12) + copies, logits * (itemsize + 4) + copies
     needs_dw = head.head_trains or head.token_rows
     workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=needs_dw, free=free)
-    # Rows without a label are skipped, so the labelled rows are first copied together.
-    gathered = 0 if batch.labels == batch.tokens else batch.labels * head.hidden * itemsize
+    # Rows without a label are skipped, so the labelled rows are first copied together, up to a multiple of rows.
+    gathered = 0 if _rounded(batch.labels) >= batch.tokens else batch.labels * head.hidden * itemsize
     gradient = head.head_trains * head.elements * itemsize
     held = batch.labels * head.hidden * itemsize + copies
     freed = in_backward and not head.tied  # the embedding adds to the gradient of a tied weight at the end
@@ -300,7 +308,7 @@ def divergence_bytes(
     workspace = divergence_workspace(*sizes, *dtypes, needs_dw=head.head_trains)
     # Rows without a label are skipped, so the labelled rows of both models are first copied together.
     row = head.hidden * itemsize
-    gathered = 0 if batch.labels == batch.tokens else batch.labels * (row + frozen.hidden_bytes)
+    gathered = 0 if _rounded(batch.labels) >= batch.tokens else batch.labels * (row + frozen.hidden_bytes)
     return given + gathered + workspace + batch.labels * row + head.head_trains * head.elements * itemsize
 
 
@@ -413,9 +421,7 @@ def step_phases(
     # With offload, the input of the last checkpointed layer stays: nothing would hide its copy back.
     inputs = (last < layers if policy.offloads_inputs else layers - last) * hidden_states
     results, row_sums = _kept_results(layer, policy_of_first, itemsize, batch.tokens, layers - last)
-    # Measured, not derived: with recomputation, fused adapters keep about one hidden state of the last layer.
-    kept = hidden_states if policy.fused_lora and policy.recompute and layer.adapters else 0
-    held = saved_by_last + inputs + stack.tower + row_sums + kept
+    held = saved_by_last + inputs + stack.tower + row_sums
     before = gradients if batch.accumulates else 0
     new = not layer_weights  # under FSDP2 the whole gradient of a layer is one of the three gathered layers
     needs = functools.partial(_layer_needs, batch=batch, itemsize=itemsize, gradients=new)
@@ -443,10 +449,18 @@ def step_phases(
     rest = held - saved_by_last + ends + run_again + gate
     back_of_first = back + with_gradient
     again = StepPhase("run again", rest, done, gathered_end * head.tied, back_of_first + stack.gathered(layers - last))
-    backward = (
-        held + ends + (last > 0) * results + (last == 0) * (run_again - batch.labels * layer.hidden * itemsize) + gate
-    )
-    working_in_loss = step.workspace + max(gathered_end, kept_end * (2 - head.tied)) + stack.gathered(layers)
+    # The backward of the last norm has freed its input and output, and replaced the gradient of the loss.
+    freed = 2 * hidden_states + batch.labels * layer.hidden * itemsize
+    # In the MLP's backward, the gradient of its input does not exist yet.
+    freed += hidden_states * (not policy.offloads_inputs)
+    of_last = results if last else whole_layer - (1 - policy.offloads_inputs) * hidden_states
+    backward = held + ends + of_last + gate - freed
+    # Measured: one recomputed norm with fused adapters, and one input on its way to the host.
+    keeps = last < layers if policy.offloads_inputs else last and policy.fused_lora and policy.recompute
+    kept = hidden_states if keeps else 0
+    loss_peak = max(loss_peak + kept, loss_held + hidden_states)
+    ends_in_loss = max(gathered_end, kept_end * (2 - head.tied))
+    working_in_loss = step.workspace - step.recorded_buffer + ends_in_loss + stack.gathered(layers)
     working_in_backward = back_of_last + with_gradient + stack.gathered(layers)
     return (
         StepPhase("loss", held + ends + (1 if last else 2) * (gate + results), before, loss_peak, working_in_loss),

@@ -64,6 +64,8 @@ class MemoryEstimate:
     itemsize: int
     labelled: float  # share of a batch's token slots that have a label
     workspace: int = 0
+    # of it, what the loss does not have: a recorded step has a dequantised weight only while its product is computed
+    recorded_buffer: int = 0
     input_copies: int = 1  # of a batch on the device
     optim_in_backward: bool = False
     tower: TowerShape | None = None
@@ -195,6 +197,8 @@ class MemoryEstimate:
             gradients=gradients,
             optimizer_step=0 if self.cpu_offload else self.states.step,
             workspace=workspace,
+            # the first step is not recorded, and has no optimizer states yet
+            recorded_buffer=min(self.recorded_buffer, self.states.optimizer),
             free=None if memory is None else max(0, memory - CUDA_CONTEXT - always - gradients),
             in_backward=self.optim_in_backward,
         )

@@ -87,6 +87,7 @@ class LayerShape:
     adapter_inputs: int = 0  # sum of the input widths of these layers
     widest_adapter: int = 0  # the largest of them
     adapter_outputs: int = 0  # sum of the output widths
+    adapter_elements: int = 0  # of their matrices
     experts: ExpertsShape | None = None  # of a mixture of experts
     norms_train: bool = True  # whether a norm's weight (or a bias) trains
     normed: bool = True  # attention and MLP read the output of a norm (OLMo 2 norms their outputs instead)
