@@ -56,6 +56,7 @@ def sample_answers(
         return
     if settings.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {settings.max_new_tokens}: expected at least 1.")
+    # a step reads the last token of its prompt, so there must be one
     empty = next((place for place, prompt in enumerate(prompts) if not prompt.ids), None)
     if empty is not None:
         raise UserError(f"Prompt {empty + 1} has no tokens, so there is nothing to answer.")
@@ -79,6 +80,7 @@ def sample_answers(
 
 def _answers(task: AnswerTask) -> Iterator[Answer]:
     masked = attention_with_masks(task.model)
+    # a model that needs eager attention may add terms to its scores that SLOTS does not have
     attentions: tuple[str, ...] = (SLOTS, masked) if masked == "sdpa" else (masked,)
     reason = ""
     options = dict(task.settings.generate_options)
@@ -147,6 +149,7 @@ def _answer_batch(task: AnswerTask, asked: Sequence[tuple[int, int]]) -> list[An
     stops = StopTexts(tokenizer, task.settings.stop, prompt_length=n_prompt)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     made = task.model.generate(
+        # not the model's own: its filters and penalties would apply too
         generation_config=GenerationConfig(),
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -162,6 +165,7 @@ def _answer_batch(task: AnswerTask, asked: Sequence[tuple[int, int]]) -> list[An
     answers = []
     for row, (place, number) in enumerate(asked):
         new = made[row, n_prompt:].tolist()
+        # generate goes on until all rows have ended, and pads those that have
         at_end = next((n for n, token in enumerate(new, 1) if token in task.end_tokens), len(new))
         at_text = stops.length(new[:at_end], at_end)
         n = at_text or at_end

@@ -86,6 +86,7 @@ class _SlotKeys(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store one token of each slot (S, K, 1, D), and return the keys and values of all columns."""
+        # in place: a CUDA graph writes to the addresses of its recording
         self.keys[self.rows, :, self.positions] = key_states[:, :, 0]
         self.values[self.rows, :, self.positions] = value_states[:, :, 0]
         return self.keys, self.values
@@ -111,6 +112,7 @@ class _SlotStates(LinearAttentionLayer):
 
     def __init__(self, like: Any, slots: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=like.number_of_states)
+        # with the flags of a layer that has run; dicts are copied because their states are replaced below
         for name, value in vars(like).items():
             if name not in ("keys", "values"):
                 setattr(self, name, copy.copy(value))

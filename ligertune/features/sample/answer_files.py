@@ -77,6 +77,7 @@ class AnswerWriter:
 
     def add(self, answer: StoredAnswer) -> None:
         """Append an answer. Raises UserError for a full disk."""
+        # replace: half of a surrogate pair has no UTF-8
         line = json.dumps(vars(answer), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         with self._lock:
             self._lines.append(line)
@@ -167,6 +168,7 @@ def _parsed(line: bytes) -> StoredAnswer | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     numbers = (answer.prompt, answer.number, answer.tokens)
+    # isinstance would accept true and false
     is_right = all(type(one) is int for one in numbers) and isinstance(answer.text, str)
     return answer if is_right and answer.finish in ("stop", "length") else None
 
@@ -190,6 +192,7 @@ def check_answer_folder(folder: Path, key: str) -> None:
         raise UserError(f"{key}: {folder} is {name_kind(folder)}.", hint="Name a folder.")
     for name in (SETTINGS_FILE, SCORED_FILE, KEPT_FILE, REPORT_FILE):
         check_replaceable(folder / name)
+    # the lock of the folder begins with a dot
     others = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
     if others and read_object(folder / SETTINGS_FILE) is None:
         raise UserError(

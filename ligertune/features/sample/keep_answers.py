@@ -60,6 +60,7 @@ def keep_rows(spec: SampleSpec, rated: Sequence[RatedAnswer]) -> KeptRows:
     kept = KeptRows()
     for _, group in groupby(rated, key=lambda one: one.answer.prompt):
         answers = list(group)
+        # an empty answer cannot be trained, and it would be the rejected one of a pair
         usable = [one for one in answers if one.text.strip()]
         kept.empty += len(answers) - len(usable)
         if not usable:

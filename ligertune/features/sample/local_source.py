@@ -84,6 +84,7 @@ class LocalSource:
         hide_loading_bars()
         machine = this_machine()
         if machine.device == "cuda":
+            # modulo: more processes than GPUs share them
             torch.cuda.set_device(local_rank() % torch.cuda.device_count())
         model: AnyModule
         spec = self.options.model
@@ -134,6 +135,7 @@ def answers_of(
     asked = [Prompt(found.prompts[place].ids, seed_of(spec.seed, place)) for place in places]
     rows = embedding_rows(base_of(model))
     highest = max(max(prompt.ids) for prompt in asked)
+    # on a GPU such an id ends the process with a failed assertion
     if highest >= rows:
         raise UserError(
             f"The tokenizer of {source.name} gives a prompt the token id {highest}, and the model knows {rows} tokens.",

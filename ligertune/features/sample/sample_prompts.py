@@ -153,9 +153,11 @@ class _PromptReader:
     def _shape(self, first: Sequence[Record]) -> tuple[RowShape, bool]:
         """Return the shape of the rows, and whether they need a placeholder for their answer."""
         names = {name for record in first for name in record.row}
+        # pairs have both answers, and need no placeholder
         if set(ANSWERS) <= names:
             task = PairTask(needs="prompts of pairs need both answers", labels_hint="")
             return RowShape(recognise_pairs(task, FirstRows(first, self._spec.format, self._path))), False
+        # first as they are, then with placeholders; if both fail, the error of the rows as they are is the one to show
         try:
             shape = recognise_shape(self._spec, CONVERSATIONS, first, self._path)
             lacks_answer = False
@@ -256,6 +258,7 @@ class _PromptWriter:
         ends: set[int] = set()
         if self._tokenizer is not None:
             rendered = self._template.render(conversation)
+            # the template leaves the answer out, or changes it
             if not rendered.trained:
                 raise BadRow("the answer cannot be placed")
             before = _before_answer(rendered)

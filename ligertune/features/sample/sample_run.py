@@ -118,6 +118,7 @@ def open_job(
 
     processes: others that write answers, as ids.
     """
+    # cheap checks come first: reading the data may take minutes
     _check_scores(options.build.section(SampleSpec))
     folder = output_folder(options)
     check_answer_folder(folder, FOLDER_KEY)
@@ -179,6 +180,7 @@ def _claim(job: SampleJob) -> None:
     """Record the settings of the answers in the folder, or compare them with those there. Raises UserError."""
     settings: dict[str, Any] = {name: getattr(job.spec, name) for name in _SETTINGS}
     settings |= {} if job.source is None else job.source.about()
+    # prompts for a server have no token ids
     asked = [prompt.ids or [prompt.turns, prompt.tools] for prompt in job.found.prompts]
     settings |= {"prompts": len(asked), "prompts_version": fingerprint(asked)}
     if job.source is None:
@@ -194,6 +196,7 @@ def missing_answers(job: SampleJob, rank: int = 0, world: int = 1) -> list[tuple
     done = read_answers(job.folder).keys()
     numbers = range(job.spec.num_generations)
     found = []
+    # in turn: data files are often sorted, and each process gets prompts of all their parts
     for place in range(rank, len(job.found.prompts), world):
         left = [number for number in numbers if (place, number) not in done]
         if left:
@@ -209,6 +212,7 @@ def generate(job: SampleJob, progress: Progress, *, rank: int = 0, world: int = 
     total = sum(len(numbers) for _, numbers in missing)
     made = 0
     tokens = 0
+    # a model is loaded here, before the time begins
     answers = _of_server(job, missing) if job.source is None else _of_model(job, job.source, missing)
     writer = AnswerWriter(job.folder / f"answers-{rank}.jsonl")
     begun = time.perf_counter()
@@ -228,6 +232,7 @@ def _sampling_notes() -> Iterator[list[str]]:
     """Yield a list that holds the notes on sampling at the end; other warnings are shown as usual."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
+        # a second call in one process gives the same notes again
         warnings.simplefilter("always", SamplingNote)
         yield notes
     for one in caught:

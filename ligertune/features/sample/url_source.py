@@ -239,6 +239,7 @@ def _read_choices(content: bytes) -> list[ServerAnswer]:
         raise _garbage("no list of choices")
     usage = found.get("usage")
     total = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    # the server counts the tokens of all choices together
     tokens = total // len(choices) if type(total) is int and total > 0 else 0
     return [_read_choice(choice, tokens) for choice in choices]
 
