@@ -75,6 +75,36 @@ def test_the_examples_of_the_python_page_train(name, monkeypatch, capsys):
     ] in said
 
 
+@pytest.fixture
+def sample_and_train(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the loop of rejection sampling in this process, and return the rates of right answers."""
+
+    def run(*options: str) -> dict:
+        arguments = [str(quickstart / "stories260K"), "--folder", str(tmp_path), *options]
+        monkeypatch.setattr(sys, "argv", ["rejection_sampling.py", *arguments])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return runpy.run_path(str(EXAMPLES / "rejection_sampling.py"), run_name="__main__")["result"]
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+def test_sampling_and_training_raises_the_rate_of_right_answers_to_held_out_problems(sample_and_train):
+    found = sample_and_train("--steps", "25", "40")
+    assert found["kept"] > 100 and found["after"] >= found["before"] + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_sampling_raises_the_rate_with_other_seeds_and_on_pairs(seed, method, sample_and_train):
+    found = sample_and_train("--seed", seed, "--method", method)
+    assert found["after"] >= found["before"] + 0.1
+
+
 def run_cell(source: str, variables: dict, folder: Path) -> str:
     """Run a cell of a notebook as Jupyter does; return what it printed. Lines with `!` are commands of the shell."""
     printed = []

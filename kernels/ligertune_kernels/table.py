@@ -32,6 +32,7 @@ OPS = (
     Op("norms", "group_norm", ("GroupNorm",), ("x", "weight", "bias")),
     Op("attention", "apply_rope", (), ("q", "k"), file="rope"),
     Op("attention", "document_attention", ("Documents", "document_attention_memory"), ("query", "key", "value")),
+    Op("attention", "decode_attention"),
     Op("recurrence", "causal_conv1d", (), ("x", "weight", "bias")),
     Op("recurrence", "causal_conv1d_step", file="decode"),
     Op("recurrence", "gated_delta_rule_step", file="decode"),
@@ -66,5 +67,6 @@ OPS = (
     Op("extra", "int2_int8_matmul", ("pack_int2", "unpack_int2")),
     Op("extra", "adamw_step", ("AdamWOptions",)),
     Op("extra", "seeded_dropout", ("draw_seed",)),
+    Op("extra", "sample_tokens"),
     Op("extra", "embedding", ("Embedding",), ("weight",)),
 )

@@ -56,6 +56,8 @@ SIZES = {
     "embedding": ((131, 1000, 500),),
     "adamw_step": ((67, 1000),),
     "seeded_dropout": ((67, 1000),),
+    "decode_attention": ((5, 131),),
+    "sample_tokens": ((67, 1000), (5, 50257)),
 }
 # |found - float64| / |float64| in the Euclidean norm: a few roundings to the dtype. Integers are exact.
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5, torch.int8: 0.0}

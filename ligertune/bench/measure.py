@@ -19,6 +19,7 @@ from ligertune.bench import accuracy
 from ligertune.bench.case import Case, Mode, OpBenchmark, Provider, Rates, Tensors
 from ligertune.bench.cases import (
     attention_cases,
+    decoding_cases,
     expert_cases,
     loss_cases,
     norm_cases,
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         *norm_cases.NORMS,
         pointwise_cases.ROPE,
         attention_cases.ATTENTION,
+        *decoding_cases.DECODING,
         *recurrence_cases.RECURRENCES,
         *pointwise_cases.GATED,
         expert_cases.EXPERTS,

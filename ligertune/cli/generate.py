@@ -23,7 +23,7 @@ from ligertune.progress import importing
 
 if TYPE_CHECKING:
     from ligertune.decode.chat import Chat
-    from ligertune.decode.generate import Answer, LoadedModel
+    from ligertune.decode.generate import GeneratedText, LoadedModel
 
 Model = Annotated[
     str, typer.Argument(help="Folder of a run, a model or an adapter, or a hub id of a model.", show_default=False)
@@ -308,7 +308,7 @@ def _load(model: str, *, raw: bool, trust_remote_code: bool) -> LoadedModel:
     return loaded
 
 
-def _print_answers(answers: list[Answer], json: bool, *, as_list: bool = False) -> None:
+def _print_answers(answers: list[GeneratedText], json: bool, *, as_list: bool = False) -> None:
     from dataclasses import asdict
 
     if json:

@@ -20,7 +20,7 @@ import typer
 from ligertune.recipe.feature import LAST, feature_names
 
 if TYPE_CHECKING:
-    from ligertune.decode.generate import Answer
+    from ligertune.decode.generate import GeneratedText
 
 
 def complete_recipe_key(incomplete: str) -> list[str]:
@@ -88,7 +88,7 @@ class CommandPart:
     """
 
     train: Callable[..., None]
-    decode: Callable[..., Answer | None] | None = None
+    decode: Callable[..., GeneratedText | None] | None = None
     order: int = LAST
 
 
@@ -117,7 +117,7 @@ def with_decoders(generate: Callable[..., None]) -> Callable[..., None]:
     return generate
 
 
-def answer_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> Answer | None:
+def answer_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> GeneratedText | None:
     """Return the answer of the first decoder whose options are given; None if none are."""
     for decode in _decoders():
         given = {option.name: options.get(option.name, option.default) for option in _options_of(decode)}
@@ -127,11 +127,11 @@ def answer_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> Answ
     return None
 
 
-def _decoders() -> Iterator[Callable[..., Answer | None]]:
+def _decoders() -> Iterator[Callable[..., GeneratedText | None]]:
     return (part.decode for part in command_parts() if part.decode is not None)
 
 
-def _options_of(decode: Callable[..., Answer | None]) -> list[inspect.Parameter]:
+def _options_of(decode: Callable[..., GeneratedText | None]) -> list[inspect.Parameter]:
     parameters = inspect.signature(decode, eval_str=True).parameters.values()
     options = (parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
     return [option.replace(kind=option.POSITIONAL_OR_KEYWORD) for option in options]

@@ -143,7 +143,8 @@ def run_recipe(loaded: Recipe, json: bool) -> None:
         if ranks is not None:
             stack.enter_context(output_dir_of(job.plan, processes=ranks.pids))
             phases.begin("starting the processes")
-            raise typer.Exit(ranks.run(job.plan, lambda: _hand_on(phases, display)))
+            timeout = job.plan.parallel.timeout
+            raise typer.Exit(ranks.run(job.plan.output_dir, timeout, lambda: _hand_on(phases, display)))
         report = run(job, display.line, phases=phases, display=display)
     if main:
         run_report.show_report(report)

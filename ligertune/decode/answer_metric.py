@@ -6,8 +6,6 @@ template of training, and earlier turns of a conversation are part of them.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from ligertune.data.examples import Example, Examples
 from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.decode.batched_answers import AnswerRequest, answer_batches
 from ligertune.errors import UserError, message_of
+from ligertune.files.user_functions import load_function
 from ligertune.recipe.section import EXACT_MATCH
 
 # Tokens before an answer: BOS alone is no prompt.
@@ -83,20 +82,7 @@ def load_metric(name: str, *, key: str) -> AnswerMetric:
         raise UserError(f"{key}: {name} is no metric.", hint=f"Write {EXACT_MATCH}, or file.py:function.")
     if function == "loss":  # its measure would be eval_loss
         raise UserError(f"{key}: {name}: loss is the name of a measure.", hint="Give the function another name.")
-    if not path.is_file():
-        raise UserError(f"{key}: there is no file {file}.", hint="Give the path of a Python file.")
-    spec = importlib.util.spec_from_file_location(f"ligertune_metric_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # of a file that ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look for it there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # of a user's code
-        raise UserError(f"{key}: {file} raised {type(error).__name__}: {message_of(error)}.") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise UserError(f"{key}: {file} has no function {function}.", hint="Name one that it defines.")
-    return AnswerMetric(function, found)
+    return AnswerMetric(function, load_function(name, key=key))
 
 
 def read_questions(examples: Examples, tokenizer: PreTrainedTokenizerBase, *, most: int | None, key: str) -> Questions:
@@ -119,7 +105,7 @@ def read_questions(examples: Examples, tokenizer: PreTrainedTokenizerBase, *, mo
     ends = set()
     for index, (start, end) in enumerate(spans):
         ids = examples[index].input_ids.tolist()
-        ends |= _end_token(ids[start:end], tokenizer)
+        ends |= end_token(ids[start:end], tokenizer)
         asked.append(
             Question(
                 tuple(ids[:start]),
@@ -141,7 +127,7 @@ def _last_answer(example: Example) -> tuple[int, int]:
     return int(first), int(labelled[-1]) + 1
 
 
-def _end_token(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_token(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the special token that ends an answer, if the last token that is no white space is one."""
     for token in reversed(answer):
         if token in tokenizer.all_special_ids:

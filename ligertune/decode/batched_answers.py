@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ligertune.any_types import AnyModule
-from ligertune.errors import UserError
+from ligertune.decode.answers.answer_ends import FiniteLogits, StopTexts, cut_at, end_tokens_of
 from ligertune.models.compile import run_eagerly
 from ligertune.models.read_config import config_value
 from ligertune.models.shape import attention_widths, base_of, depth_of
@@ -28,7 +21,6 @@ from ligertune.models.shape import attention_widths, base_of, depth_of
 MOST_PROMPTS = 512
 CPU_PROMPTS = 16
 _SHARE_OF_FREE = 0.5  # of a GPU's free memory, for keys and values: a longer cache is a copy of the shorter one
-_LOOK_BACK = 4  # tokens more than a stop text has: it may begin and end within one
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ def answer_batches(
     done = 0
     was_training = model.training
     model.eval()
-    with torch.no_grad(), _attention_of_padded_rows(model), run_eagerly():
+    with torch.no_grad(), attention_of(model, attention_with_masks(model)), run_eagerly():
         for group in groups.values():
             group.sort(key=lambda index: -len(requests[index].ids))
             while group:
@@ -119,18 +111,11 @@ def _answer_batch(
         pad_token_id=pad,
         stopping_criteria=StoppingCriteriaList(stopping),
         logits_processor=LogitsProcessorList([FiniteLogits(name)]),
-        eos_token_id=_end_tokens(model, first),
+        eos_token_id=list(end_tokens_of(model, first.end_tokens)) or None,
         **_settings(first.sampling),
     )
     texts = tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
     return [cut_at(text, first.stop) for text in texts]
-
-
-def _end_tokens(model: AnyModule, request: AnswerRequest) -> list[int] | None:
-    """Return the ids that end an answer: those of the request, and those of the model's generation settings."""
-    own = model.generation_config.eos_token_id
-    known = [] if own is None else [own] if isinstance(own, int) else list(own)
-    return [*dict.fromkeys([*known, *request.end_tokens])] or None
 
 
 def _settings(sampling: tuple[tuple[str, Any], ...]) -> Mapping[str, Any]:
@@ -141,55 +126,24 @@ def _settings(sampling: tuple[tuple[str, Any], ...]) -> Mapping[str, Any]:
     return {"do_sample": False, **found}
 
 
-def cut_at(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first of the stop texts."""
-    for one in stop:
-        if one:
-            text = text.partition(one)[0]
-    return text
-
-
-class FiniteLogits(LogitsProcessor):
-    """Refuse logits that are not numbers: greedy decoding would answer with token 0, and sampling would crash."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if bool(scores.isnan().any()):
-            raise UserError(
-                f"The model {self._name} computes NaN: its weights are damaged, or too large for their dtype.",
-                exit_code=1,
-            )
-        return scores
-
-
-class StopTexts(StoppingCriteria):
-    """Ends each row whose new text holds one of the stop texts. The other rows go on."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, prompt_length: int) -> None:
-        self._tokenizer = tokenizer
-        self._stop = [text for text in stop if text]
-        self._prompt_length = prompt_length
-        lengths = (len(tokenizer.encode(text, add_special_tokens=False)) for text in self._stop)
-        self._look_back = max(lengths, default=0) + _LOOK_BACK
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        new = input_ids[:, self._prompt_length :][:, -self._look_back :]
-        texts = self._tokenizer.batch_decode(new)
-        ends = [any(stop in text for stop in self._stop) for text in texts]
-        return torch.tensor(ends, device=input_ids.device)
+def attention_with_masks(model: AnyModule) -> str:
+    """Return an attention of transformers that takes masks: the model's own, else one that it supports."""
+    inner: AnyModule = base_of(model)
+    own = str(inner.config._attn_implementation)
+    if own in ("sdpa", "eager"):
+        return own
+    return "sdpa" if inner._supports_sdpa else "eager"
 
 
 @contextlib.contextmanager
-def _attention_of_padded_rows(model: AnyModule) -> Iterator[None]:
-    """Let a model attend with a mask: attention of packed documents has none for rows that are padded on the left."""
+def attention_of(model: AnyModule, name: str) -> Iterator[None]:
+    """Let a model attend by another implementation. Attention of packed documents, for one, takes no masks."""
     inner: AnyModule = base_of(model)
     before = inner.config._attn_implementation
-    if before in ("sdpa", "eager"):
+    if before == name:
         yield
         return
-    inner.set_attn_implementation("sdpa" if inner._supports_sdpa else "eager")
+    inner.set_attn_implementation(name)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from ligertune.data.rows.conversation import Conversation, Message
 from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_chat_template, template_name
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
-from ligertune.decode.batched_answers import FiniteLogits
+from ligertune.decode.answers.answer_ends import FiniteLogits
 from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.model_files import reason_of
 from ligertune.files.storage import PROMPT_FILE
@@ -38,7 +38,7 @@ PromptFormat = dict[str, Any]  # {prompt_template, system_prompt}, from `read_pr
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedText:
     """A prompt and the text that the model generated after it."""
 
     prompt: str  # with the prompt template
@@ -132,7 +132,7 @@ def generate_answer(
     seed: int,
     images: Sequence[str] = (),
     on_text: Callable[[str], object] | None = None,
-) -> Answer:
+) -> GeneratedText:
     """Answer a prompt. Raises UserError.
 
     images: files for the model, one for each `<image>` in the prompt, or placed before it.
@@ -150,7 +150,8 @@ def generate_answer(
     start = time.perf_counter()
     pieces = TextPieces(loaded.tokenizer, on_text or (lambda piece: None))
     continue_text(loaded, inputs, decoding, pieces)
-    return Answer(prompt=text, text=pieces.text, new_tokens=len(pieces.ids), seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return GeneratedText(prompt=text, text=pieces.text, new_tokens=len(pieces.ids), seconds=seconds)
 
 
 def token_inputs(ids: list[int]) -> dict[str, Tensor]:

@@ -159,7 +159,7 @@ def open_to_append(path: Path) -> BinaryIO:
 # variables whose values are secrets, and what secrets look like that were written into a command or a recipe
 _SECRET_VARIABLES = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN",
-    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "OPENAI_API_KEY",
 )  # fmt: skip
 _SECRET = re.compile(r"\bhf_\w{16,}|\bwandb_v\d+_\w{16,}|(?<=://)[^/\s:@\"']+:[^/\s@\"']+(?=@)")
 _SHORTEST_SECRET = 8  # a variable with less is a placeholder, and may be part of a word

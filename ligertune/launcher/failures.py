@@ -17,6 +17,7 @@ from ligertune.hardware import rank
 FOLDER = "LIGERTUNE_RANKS"  # environment variable: the folder into which ranks write their errors
 # Seconds. Ranks that end later than this after the first one did not fail by themselves: the launcher ended them.
 AT_ONCE = 5
+NO_CHECKPOINT = "There is no checkpoint."
 # Parts of torch's messages when a rank waited too long. gloo raises; NCCL's watchdog aborts the process.
 TIMED_OUT = ("timed out", "timeout")
 
@@ -76,16 +77,17 @@ def diagnose(
     timeout: int,
     newest: Path | None,
     stalled: Collection[int] = (),
+    kept: str = NO_CHECKPOINT,
 ) -> UserError:
     """Return the error of a run with failed ranks, which names the rank that caused the others to fail.
 
     timeout: seconds that ranks wait for each other in a step. newest: the newest checkpoint. stalled: ranks that the
-    launcher killed because they were stopped for that long.
+    launcher killed because they were stopped for that long. kept: a sentence on what work without checkpoints has left.
 
     When one rank fails, the others lose their connection to it, or the launcher ends them. So a killed rank is more
     likely the cause than any error, and a UserError is more likely than a traceback.
     """
-    left = "There is no checkpoint."
+    left = kept
     resume = ""
     if newest:
         left = f"The newest complete checkpoint is {newest}."

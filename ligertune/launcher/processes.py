@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligertune.errors import UserError
 from ligertune.files.storage import newest_checkpoint, read_object, write_json
-from ligertune.launcher.failures import FOLDER, RankExit, diagnose, read_errors, record_traceback
+from ligertune.launcher.failures import FOLDER, NO_CHECKPOINT, RankExit, diagnose, read_errors, record_traceback
 from ligertune.launcher.signals import (
     HANGUP,
     before_leaving,
@@ -43,8 +43,6 @@ from ligertune.launcher.signals import (
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
-
-    from ligertune.planning.plan import Plan
 
 READY = "ready"  # each waiting rank writes the file READY-RANK into FOLDER
 GO = "go"  # then the launcher writes this file
@@ -110,16 +108,19 @@ class Ranks:
         """The ranks' process ids."""
         return tuple(self._context.pids().values())
 
-    def run(self, plan: Plan, make_message: Callable[[], dict[str, Any]]) -> int:
-        """Let the ranks train when all are ready; return the exit code. Raises UserError if ranks failed.
+    def run(
+        self, output_dir: Path, timeout: int, make_message: Callable[[], dict[str, Any]], *, kept: str = NO_CHECKPOINT
+    ) -> int:
+        """Let the ranks work when all are ready; return the exit code. Raises UserError if ranks failed.
 
-        make_message: called when training starts; `begin_rank` returns its result in each rank.
+        timeout: seconds that ranks wait for each other in a step. make_message: called when the work starts;
+        `begin_rank` returns its result in each rank. kept: see `diagnose`.
         """
         self._run = True
         context = self._context
         started = False
         with _forwarded_signals(context) as received:
-            watch = StalledProcesses(plan.parallel.timeout)
+            watch = StalledProcesses(timeout)
             stalled: set[int] = set()
             # Before the start a longer look would delay the first step; afterwards `stalled` is called every second.
             while (result := context.wait(timeout=1 if started else 0.1, period=0.1)) is None:
@@ -131,9 +132,9 @@ class Ranks:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(context.pids()[rank], signal.SIGKILL)
         exits = [RankExit(f.local_rank, f.pid, f.exitcode, f.timestamp) for f in result.failures.values()]
-        code = exit_code(plan, exits, received)
+        code = exit_code(output_dir, exits, received)
         if code is None:
-            raise _failure(plan, exits, self._folder, stalled)
+            raise _failure(output_dir, exits, self._folder, timeout=timeout, stalled=stalled, kept=kept)
         shutil.rmtree(self._folder, ignore_errors=True)
         return code
 
@@ -182,20 +183,20 @@ def _forwarded_signals(context: PContext) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def exit_code(plan: Plan, exits: list[RankExit], received: list[int]) -> int | None:
+def exit_code(output_dir: Path, exits: list[RankExit], received: list[int]) -> int | None:
     """Return the exit code of a run whose ranks finished or were stopped; None if ranks failed.
 
     received: signals that the launcher forwarded.
     """
     if not exits:  # a stopped rank exits with 0, or torch would end those that still write
-        report = read_object(plan.output_dir / "report.json") or {}
+        report = read_object(output_dir / "report.json") or {}
         return 130 if report.get("status") == "interrupted" else 0
     left = [one.code == 130 for one in exits]  # by a second Ctrl-C, or by a signal before the first step
     # Without a forwarded signal, torch ends the ranks that outlive a failed one, and they may exit with 130, too.
     if all(left) or (received and any(left)):
         if received:
             again = received.count(signal.SIGINT) > 1
-            say(left_without_saving(plan.output_dir) if again else stopped_by(received[-1]), last=True)
+            say(left_without_saving(output_dir) if again else stopped_by(received[-1]), last=True)
         return 130
     for number in received:
         if any(-one.code == number for one in exits):  # ranks without handlers: save_on_signal is off
@@ -204,18 +205,20 @@ def exit_code(plan: Plan, exits: list[RankExit], received: list[int]) -> int | N
     return None
 
 
-def _failure(plan: Plan, exits: list[RankExit], folder: Path, stalled: set[int]) -> UserError:
+def _failure(
+    output_dir: Path, exits: list[RankExit], folder: Path, *, timeout: int, stalled: set[int], kept: str
+) -> UserError:
     """Return the error of failed ranks, and keep their output in output_dir if the run had started."""
     errors = read_errors(folder)
-    newest = newest_checkpoint(plan.output_dir)
-    problem = diagnose(exits, errors, timeout=plan.parallel.timeout, newest=newest, stalled=stalled)
+    newest = newest_checkpoint(output_dir)
+    problem = diagnose(exits, errors, timeout=timeout, newest=newest, stalled=stalled, kept=kept)
     if any(error.expected and error.message == problem.message for error in errors.values()):
         shutil.rmtree(folder, ignore_errors=True)
         return problem
-    if (plan.output_dir / "plan.json").is_file():
-        kept = plan.output_dir / KEPT
-        shutil.rmtree(kept, ignore_errors=True)
-        folder = Path(shutil.move(folder, kept))
+    if (output_dir / "plan.json").is_file():
+        place = output_dir / KEPT
+        shutil.rmtree(place, ignore_errors=True)
+        folder = Path(shutil.move(folder, place))
     problem.hint = f"The output of the ranks is in {folder}. {problem.hint}".strip()
     return problem
 

@@ -37,6 +37,7 @@ from ligertune.files.storage import name_kind, utc_now
 from ligertune.launcher.signals import before_leaving, say
 
 LOCK_FILE = ".run.lock"
+OUTPUT_DIR = "checkpoint.output_dir"  # the key that most messages name
 SIGN_OF_LIFE = 15.0  # seconds between two renewals
 # Seconds. NFS may show a modification time that is a minute old.
 ENDED_AFTER = 180.0
@@ -96,14 +97,14 @@ class RunHolder:
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path, *, processes: Sequence[int] = ()) -> Iterator[None]:
+def locked_folder(folder: Path, *, processes: Sequence[int] = (), key: str = OUTPUT_DIR) -> Iterator[None]:
     """Hold the lock of `folder`, which is made. Raises UserError (exit code 2) if another run holds it.
 
-    processes: others that write to the folder, as long as one of them exists. A folder that this call made and that is
-    empty afterwards is removed.
+    processes: others that write to the folder, as long as one of them exists. key: that names it, for messages. A
+    folder that this call made and that is empty afterwards is removed.
     """
-    made = _make(folder)
-    lock = _RunLock(folder / LOCK_FILE, RunHolder.here(processes), made)
+    made = _make(folder, key)
+    lock = _RunLock(folder / LOCK_FILE, RunHolder.here(processes), made, key)
     try:
         lock.acquire()
     except BaseException:
@@ -125,18 +126,19 @@ def check_not_in_use(folder: Path) -> None:
             raise _in_use(folder, holder, age)
 
 
-def _check_regular(path: Path) -> None:
+def _check_regular(path: Path, key: str = OUTPUT_DIR) -> None:
     """Raise UserError for a lock that is a link, a pipe or a folder: no run made it, and it never counts as ended."""
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise UserError(
-            f"checkpoint.output_dir: the lock {path} is {name_kind(path)}, and not the file that a run makes.",
+            f"{key}: the lock {path} is {name_kind(path)}, and not the file that a run makes.",
             hint="Remove it if no run uses the folder, or name another folder.",
         )
 
 
 class _RunLock:
-    def __init__(self, path: Path, holder: RunHolder, made: list[Path]) -> None:
+    def __init__(self, path: Path, holder: RunHolder, made: list[Path], key: str) -> None:
         self._path = path
+        self._key = key
         self._holder = holder
         self._made = made
         self._ended = threading.Event()
@@ -146,21 +148,21 @@ class _RunLock:
         """Create the lock file, or replace one that is left over. Raises UserError."""
         try:
             while not self._create(self._path):
-                _check_regular(self._path)
-                _check_regular(self._path.with_name(LOCK_FILE + TAKEOVER))
+                _check_regular(self._path, self._key)
+                _check_regular(self._path.with_name(LOCK_FILE + TAKEOVER), self._key)
                 try:
                     holder, age = _look(self._path)
                 except FileNotFoundError:  # released in the meantime
                     continue
                 if not _has_ended(holder, age):
-                    raise _in_use(self._path.parent, holder, age)
+                    raise _in_use(self._path.parent, holder, age, self._key)
                 if self._take_over(holder):
                     who = f" ({holder})" if holder else ""
                     say(f"The run that used {self._path.parent} before was killed{who}.")
                     break
         except OSError as problem:
             raise UserError(
-                f"checkpoint.output_dir: {self._path.parent} cannot be written to ({problem.strerror}).",
+                f"{self._key}: {self._path.parent} cannot be written to ({problem.strerror}).",
                 hint="Name a folder that this user may write to.",
             ) from problem
         for left in self._path.parent.glob(f"{LOCK_FILE}.*"):  # by a kill within the milliseconds of an acquisition
@@ -240,15 +242,14 @@ class _RunLock:
         os._exit(1)
 
 
-def _make(folder: Path) -> list[Path]:
+def _make(folder: Path, key: str) -> list[Path]:
     """Make a folder and those above it; return the new ones, lowest first."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(
-            f"checkpoint.output_dir: {folder} cannot be made ({problem.strerror}).",
-            hint="Name a folder that this user may write to.",
+            f"{key}: {folder} cannot be made ({problem.strerror}).", hint="Name a folder that this user may write to."
         ) from problem
     return missing
 
@@ -281,13 +282,13 @@ def _alive_here(holder: RunHolder | None) -> bool:
     return holder is None or not holder.is_here or holder.is_alive
 
 
-def _in_use(folder: Path, holder: RunHolder | None, age: float) -> UserError:
+def _in_use(folder: Path, holder: RunHolder | None, age: float, key: str = OUTPUT_DIR) -> UserError:
     who = str(holder) if holder else "another process that is just starting"
     away = holder is None or not holder.is_here
     seen = f"; its last sign of life was {format_duration(max(age, 0))} ago" if away else ""
     later = f" A run counts as ended after {ENDED_AFTER:.0f} seconds without a sign of life." if away else ""
     return UserError(
-        f"checkpoint.output_dir: {folder} is in use by a run ({who}{seen}).",
+        f"{key}: {folder} is in use by a run ({who}{seen}).",
         hint=f"Wait until it has ended, or name another folder.{later}",
     )
 

@@ -141,11 +141,14 @@ def _template_file(value: str, info: ValidationInfo) -> str:
 
 def _metric_name(value: str, info: ValidationInfo) -> str:
     """Return exact_match, or file.py:function with the absolute path of the file."""
-    if value == EXACT_MATCH:
-        return value
+    return value if value == EXACT_MATCH else _file_function(value, info, other=f"{EXACT_MATCH}, or ")
+
+
+def _file_function(value: str, info: ValidationInfo, *, other: str = "") -> str:
+    """Return file.py:function with the absolute path of the file. other: what else the key may hold."""
     file, _, function = value.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
-        raise unusable(f"is {value!r}: write {EXACT_MATCH}, or file.py:function.")
+        raise unusable(f"is {value!r}: write {other}file.py:function.")
     return f"{_resolve_path(file, info)}:{function}"
 
 
@@ -190,6 +193,7 @@ RoleName = Annotated[
 RoleList = Annotated[tuple[RoleName, ...], Field(strict=False, min_length=1)]
 NameList = Annotated[tuple[Text, ...], Field(strict=False)]
 MetricName = Annotated[PathText, AfterValidator(_metric_name)]
+FileFunction = Annotated[PathText, AfterValidator(_file_function)]
 TaskNames = Annotated[tuple[Annotated[PathText, AfterValidator(_task_name)], ...], Field(strict=False)]
 # as PEFT reads layers_to_transform and layers_pattern: one value is a list of it
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, int | str) else value)

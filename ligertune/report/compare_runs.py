@@ -14,7 +14,7 @@ from ligertune.errors import UserError, format_bytes, format_count, format_durat
 from ligertune.files.storage import mask_secrets, read_metrics, read_object
 from ligertune.launcher.run_lock import check_not_in_use
 from ligertune.recipe.read import load_recipe
-from ligertune.report.run_page import loss_unit, model_title, sample_answers
+from ligertune.report.run_page import logged_answers, loss_unit, model_title
 from ligertune.report.svg_chart import Series, line_chart, render_template
 
 RECIPE = "resolved_recipe.yaml"
@@ -248,7 +248,7 @@ def _samples(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return each prompt with (run and moment, answer). Answers before training that are equal are shown once."""
     found: dict[str, dict[tuple[str, str], list[str]]] = {}
     for run in runs:
-        for sample in sample_answers(run.lines):
+        for sample in logged_answers(run.lines):
             answers = found.setdefault(sample["prompt"], {})
             for when, answer in sample["answers"]:
                 answers.setdefault((when, answer), []).append(run.name)

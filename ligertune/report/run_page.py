@@ -60,7 +60,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         memory=_memory(plan, report),
         data=_data(plan, report),
         evaluations=_evaluations(evaluations),
-        samples=sample_answers(lines),
+        samples=logged_answers(lines),
         measured=report.measured,
         later_evaluations=evaluation_section(plan.output_dir),
         setup=_setup(plan, report),
@@ -111,7 +111,7 @@ def _evaluations(lines: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [("step", "loss", *(name.removeprefix("eval_") for name in measures)), *rows]
 
 
-def sample_answers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def logged_answers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each prompt of `eval.sample_prompts` with (when, answer) before training and in the last evaluation."""
     answered = [line for line in lines if "samples" in line]
     before = [line for line in answered if line["step"] == 0][:1]

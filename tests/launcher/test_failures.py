@@ -48,6 +48,8 @@ def test_the_cause_is_named(name):
 def test_without_a_checkpoint_the_message_does_not_suggest_to_resume():
     problem = diagnose(exits((-9, 100)), {}, timeout=60, newest=None)
     assert "There is no checkpoint." in str(problem) and "--resume" not in str(problem)
+    problem = diagnose(exits((-9, 100)), {}, timeout=60, newest=None, kept="Finished answers are kept.")
+    assert str(problem).endswith("runs out of memory. Finished answers are kept.")
 
 
 def test_a_stalled_rank_that_the_launcher_killed_is_named():

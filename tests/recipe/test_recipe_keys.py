@@ -42,6 +42,7 @@ def override_for(key: str) -> tuple[str, ...]:
     """Return the key as an override names it, and the overrides that it needs before it."""
     items = {
         "data.eval_datasets": ("data.eval_datasets[0].path=d",),
+        "sample.score": ("sample.score[0].function=f.py:f",),
         "train.lr_groups": (
             "train.lr_groups[0].parameters=p",
             "train.lr_groups[0].weight_decay=0.1",
@@ -84,5 +85,6 @@ def test_the_json_schema_forbids_unknown_keys_and_requires_three():
         "DatasetSpec": ["path"],
         "CheckpointSpec": ["output_dir"],
         "LrGroupSpec": ["parameters"],
+        "ScoreFunctionSpec": ["function"],
     }
     assert set(schema["properties"]) == set(Recipe.model_fields)

@@ -543,6 +543,32 @@ def _seeded_dropout() -> list[Case]:
     return [Case(call, ((4096, 512),) * count, dtype, backward=False) for count in (1, 2) for dtype in (BF16, FP32)]
 
 
+def _decode_attention() -> list[Case]:
+    """Grouped heads as in Llama 3, a soft cap, widths of keys and of values that differ, more heads than a tile has."""
+
+    def case(dtype: torch.dtype, key_dim: int, value_dim: int, heads: int = 32, softcap: float = 0.0) -> Case:
+        places = meta(16, dtype=torch.int32)
+
+        def call(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+            kernels.decode_attention(query, keys, values, places, places, scale=0.125, softcap=softcap)
+
+        return Case(call, ((16, heads, key_dim), (16, 8, 512, key_dim), (16, 8, 512, value_dim)), dtype, backward=False)
+
+    more = (case(FP16, 64, 64), case(FP32, 128, 128), case(BF16, 80, 80, softcap=50.0), case(BF16, 256, 256, heads=136))
+    return [case(BF16, 128, 128), *on_the_first(*more), *later(case(BF16, 192, 128))]
+
+
+def _sample_tokens() -> list[Case]:
+    keys = meta(16, 2, dtype=torch.int32)
+    least = meta(16, dtype=FP32)
+
+    def case(dtype: torch.dtype, temperature: float, least: torch.Tensor | None) -> Case:
+        call = partial(kernels.sample_tokens, keys=keys, temperature=temperature, least=least)
+        return Case(call, ((16, 128256),), dtype, backward=False)
+
+    return [case(BF16, 0.7, None), *on_the_first(case(FP32, 0.7, least), case(BF16, 0.0, None))]
+
+
 # op -> cases, made on demand: names of the package are imported at first use.
 CASES: dict[str, Callable[[], list[Case]]] = {
     "rms_norm": _rms_norm,
@@ -582,6 +608,8 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "linear_jsd": _linear_jsd,
     "adamw_step": _adamw,
     "seeded_dropout": _seeded_dropout,
+    "decode_attention": _decode_attention,
+    "sample_tokens": _sample_tokens,
 }
 
 

@@ -180,3 +180,50 @@ def rope_tile(n_heads: int, width: int) -> tuple[int, int]:
     """Return tokens and heads of a program, both powers of two; width: elements of half a head."""
     heads = min(power_of_2(n_heads), ROPE_HEADS, max(1, 2 * ROPE_PAIRS // width))
     return max(1, ROPE_PAIRS // (heads * width)), heads
+
+
+# decode_attention.
+DECODE_COLS = (16, 128)  # least and most columns of a tile: tl.dot takes 16
+
+
+class DecodeLaunch(NamedTuple):
+    """Bytes of the keys that a program loads at a time, and its launch. Reading them is all that takes time."""
+
+    chips: Literal["hopper", "nvidia", "cdna", "rdna"]
+    tile_bytes: int
+    warps: int
+    stages: int
+
+
+DECODE_LAUNCHES = (
+    DecodeLaunch("hopper", 16 << 10, 4, 3),  # three programs of a processor have 64 KiB each under way
+    DecodeLaunch("nvidia", 8 << 10, 4, 2),  # 16 KiB with two stages spill heads of 128
+    DecodeLaunch("cdna", 8 << 10, 4, 1),  # fits 64 KiB
+    DecodeLaunch("rdna", 4 << 10, 8, 1),  # more spill heads of 256, and of 128 in float32
+)
+
+
+class DecodeTile(NamedTuple):
+    """Tile and launch of decode_attention."""
+
+    rows: int  # query heads of a key head, padded
+    cols: int  # keys
+    width: int
+    value_width: int
+    warps: int
+    stages: int
+
+
+def decode_tile(group: int, head_dim: int, value_dim: int, itemsize: int, chip: Chip) -> DecodeTile:
+    """Return the tile for `group` query heads per key head."""
+    chips = "hopper" if HOPPER_TILES.holds(chip) else "nvidia"
+    if chip.vendor == "amd":
+        chips = "rdna" if chip.warp_size == 32 else "cdna"
+    launch = next(row for row in DECODE_LAUNCHES if row.chips == chips)
+    width = max(16, power_of_2(head_dim))
+    value_width = max(16, power_of_2(value_dim))
+    least, most = DECODE_COLS
+    cols = min(max(launch.tile_bytes // (max(width, value_width) * itemsize), least), most)
+    if chip.vendor == "interpreter":
+        cols = least  # small tiles cover more branches
+    return DecodeTile(max(16, power_of_2(group)), cols, width, value_width, launch.warps, launch.stages)

@@ -12,6 +12,10 @@ STEP_BLOCK = 2048  # elements per program: 8 per thread, of four tensors
 # seeded_dropout
 DROPOUT_BLOCK = 2048  # elements per program: 512 counters of Philox, which give four numbers each
 
+# sample_tokens
+# Logits that a program holds: 32 a thread. The hash and two logarithms of each need registers too.
+SAMPLE_BLOCK = 4096
+
 # embedding
 COPY_TILE = 4096  # elements that a forward program copies
 SORTED_CHUNK = 16  # sorted indices per backward program, processed one by one

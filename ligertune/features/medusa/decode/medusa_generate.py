@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ligertune.decode.generate import Answer, choose_prompt, encode_prompt
+from ligertune.decode.generate import GeneratedText, choose_prompt, encode_prompt
 from ligertune.errors import UserError, plural
 from ligertune.features.medusa.decode.candidate_tree import Acceptance, CandidateTree, Greedy, Typical
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
@@ -20,7 +20,7 @@ from ligertune.models.save import load_saved
 
 
 @dataclass(frozen=True)
-class MedusaAnswer(Answer):
+class MedusaAnswer(GeneratedText):
     """An answer and its decoding speed."""
 
     accepted_length: float  # tokens per forward pass

@@ -1,0 +1,1 @@
+"""How answers grow: settings, ends, the choice of tokens, and slots that are refilled."""

@@ -1,0 +1,173 @@
+"""Many answers to many prompts, each the same in any batch: see `slot_engine` for how they grow.
+
+Models whose cache cannot be replaced slot by slot are answered by transformers' `generate`, in batches of prompts of
+the same length, with the same choice of tokens; a SamplingNote says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from ligertune.any_types import AnyModule
+from ligertune.decode.answers.answer_ends import StopTexts, end_tokens_of, nan_error
+from ligertune.decode.answers.answer_task import Answer, AnswerTask, Prompt, SamplingNote, SamplingSettings
+from ligertune.decode.answers.slot_attention import SLOTS, NoSlotsError
+from ligertune.decode.answers.slot_engine import CPU_SLOTS, answers_by_slots, probe_slots
+from ligertune.decode.answers.token_choice import answer_key, choose_tokens
+from ligertune.decode.batched_answers import attention_of, attention_with_masks
+from ligertune.errors import UserError
+from ligertune.models.compile import run_eagerly
+
+__all__ = ["Answer", "Prompt", "SamplingNote", "SamplingSettings", "sample_answers"]
+
+
+def sample_answers(
+    model: AnyModule,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    settings: SamplingSettings,
+    *,
+    answers_each: int = 1,
+    name: str,
+    batch_size: int | None = None,
+    end_tokens: tuple[int, ...] = (),
+) -> Iterator[Answer]:
+    """Yield each answer when it is finished, in any order.
+
+    name: of the model, for errors. batch_size: answers that grow at a time; None: by the device. end_tokens: ids that
+    end an answer, besides those of the model's generation settings; the other generation settings do not count.
+    Until the last answer the model is in evaluation mode, with an attention that takes masks. Warns with a SamplingNote
+    if it cannot be answered slot by slot, or not as a CUDA graph. Raises UserError if it computes NaN, and
+    for prompts without tokens.
+    """
+    if not prompts:
+        return
+    if settings.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {settings.max_new_tokens}: expected at least 1.")
+    # a step reads the last token of its prompt, so there must be one
+    empty = next((place for place, prompt in enumerate(prompts) if not prompt.ids), None)
+    if empty is not None:
+        raise UserError(f"Prompt {empty + 1} has no tokens, so there is nothing to answer.")
+    task = AnswerTask(
+        model=model,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        settings=settings,
+        answers_each=answers_each,
+        name=name,
+        batch_size=batch_size,
+        end_tokens=end_tokens_of(model, end_tokens),
+    )
+    was_training = model.training
+    model.eval()
+    try:
+        yield from _answers(task)
+    finally:
+        model.train(was_training)
+
+
+def _answers(task: AnswerTask) -> Iterator[Answer]:
+    masked = attention_with_masks(task.model)
+    # a model that needs eager attention may add terms to its scores that SLOTS does not have
+    attentions: tuple[str, ...] = (SLOTS, masked) if masked == "sdpa" else (masked,)
+    reason = ""
+    options = dict(task.settings.generate_options)
+    if options:
+        attentions = ()
+        reason = f"slots have no {' and no '.join(options)}"
+    for attention in attentions:
+        with attention_of(task.model, attention):
+            slots_reason = reason
+            try:
+                like, reason = probe_slots(task.model, task.prompts[0].ids)
+            except NoSlotsError as error:
+                reason = str(error)
+                break
+            if like is not None:
+                if slots_reason:
+                    _note(f"answers attend by transformers' {attention}, which reads empty columns too: {slots_reason}")
+                yield from answers_by_slots(task, like)
+                return
+    _note(f"answers are made by transformers' generate, in batches of prompts of the same length: {reason}")
+    with attention_of(task.model, masked):
+        yield from _answers_by_generate(task)
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, SamplingNote, stacklevel=2)
+
+
+class _OwnChoice(LogitsProcessor):
+    """Chooses the token of each row as slots do, and leaves `generate` no other."""
+
+    def __init__(self, task: AnswerTask, keys: Tensor) -> None:
+        self.task = task
+        self.keys = keys
+        self.log_probs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        places = torch.full((len(scores),), len(self.log_probs), dtype=torch.int32, device=scores.device)
+        chosen, log_probs = choose_tokens(scores, self.keys, places, self.task.settings.filters)
+        if bool(log_probs.isnan().any()):
+            raise nan_error(self.task.name)
+        self.log_probs.append(log_probs)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+
+def _answers_by_generate(task: AnswerTask) -> Iterator[Answer]:
+    """Answer in batches without padding, which some of these models do not mask."""
+    size = task.batch_size or CPU_SLOTS
+    for _, places in groupby(task.longest_first(), key=lambda place: len(task.prompts[place].ids)):
+        asked = [(place, number) for place in places for number in range(task.answers_each)]
+        for start in range(0, len(asked), size):
+            with torch.no_grad(), run_eagerly():
+                answers = _answer_batch(task, asked[start : start + size])
+            yield from answers
+
+
+def _answer_batch(task: AnswerTask, asked: Sequence[tuple[int, int]]) -> list[Answer]:
+    tokenizer = task.tokenizer
+    options = dict(task.settings.generate_options)
+    if options.get("num_beams", 1) != 1:
+        raise UserError("num_beams: answers are made without beams.", hint="Leave it out, or write 1.")
+    ids = torch.tensor([task.prompts[place].ids for place, _ in asked], device=task.device)
+    n_prompt = ids.shape[1]
+    keys = [answer_key(task.prompts[place].seed, number) for place, number in asked]
+    choice = _OwnChoice(task, torch.tensor(keys, dtype=torch.int32, device=task.device))
+    stops = StopTexts(tokenizer, task.settings.stop, prompt_length=n_prompt)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    made = task.model.generate(
+        # not the model's own: its filters and penalties would apply too
+        generation_config=GenerationConfig(),
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=task.settings.max_new_tokens,
+        pad_token_id=pad or 0,
+        eos_token_id=list(task.end_tokens) or None,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([choice]),
+        stopping_criteria=StoppingCriteriaList([stops] if stops.texts else []),
+        **options,
+    )
+    log_probs = torch.stack(choice.log_probs, 1).tolist()
+    answers = []
+    for row, (place, number) in enumerate(asked):
+        new = made[row, n_prompt:].tolist()
+        # generate goes on until all rows have ended, and pads those that have
+        at_end = next((n for n, token in enumerate(new, 1) if token in task.end_tokens), len(new))
+        at_text = stops.length(new[:at_end], at_end)
+        n = at_text or at_end
+        answers.append(task.answer(place, number, new[:n], log_probs[row][:n], has_stop_text=at_text is not None))
+    return answers

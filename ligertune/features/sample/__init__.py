@@ -1,0 +1,1 @@
+"""Answers that a model gives to the prompts of a recipe, scored and kept as training data: `ligertune sample`."""

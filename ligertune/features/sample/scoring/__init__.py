@@ -1,0 +1,1 @@
+"""Scores of sampled answers: a user's functions in a process of their own, and a model that was trained to score."""
