@@ -23,13 +23,14 @@ from ligertune.training.checkpoint.load_checkpoint import explain_unusable
 from ligertune.training.parallel.distributed import full_state_dict, is_sharded
 
 TRAINED_FILE = "trained.safetensors"
+INITIAL_FILE = "initial_lora.safetensors"  # next to shards
 SCALES_FILE = "float8_scales.safetensors"
 BEST_FOLDER = "best"
 BEST_RECORD = "best.json"
 
 
 def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
-    """Leave frozen weights out of accelerate's checkpoints. FSDP and ZeRO save the whole model."""
+    """Leave frozen weights out of accelerate's checkpoints. ZeRO saves the whole model; `Saver` writes FSDP's shards."""
     shards_itself = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if shards_itself or all_train(model):
         return
@@ -75,6 +76,16 @@ def load_trained(model: nn.Module, path: Path) -> None:
             )
         parameter.copy_(saved[name])
     restore_initial(model, saved)
+
+
+def restore_saved_initial(model: nn.Module, folder: Path) -> None:
+    """Let the weights be those that the initial adapters of a checkpoint leave, before ranks share them.
+
+    No change for adapters that leave the weights alone, and for shards of earlier versions, which hold no such adapters.
+    """
+    if initial_factors(model):
+        for path in (path for path in (folder / TRAINED_FILE, folder / INITIAL_FILE) if path.is_file()):
+            restore_initial(model, load_file(path))
 
 
 # ---- the best evaluation
