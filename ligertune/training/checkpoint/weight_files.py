@@ -30,7 +30,7 @@ BEST_RECORD = "best.json"
 
 
 def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
-    """Leave frozen weights out of accelerate's checkpoints. ZeRO saves the whole model; `Saver` writes FSDP's shards."""
+    """Leave frozen weights out of accelerate's checkpoints. ZeRO saves the whole model; `Saver` writes FSDP's."""
     shards_itself = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if shards_itself or all_train(model):
         return
@@ -81,7 +81,7 @@ def load_trained(model: nn.Module, path: Path) -> None:
 def restore_saved_initial(model: nn.Module, folder: Path) -> None:
     """Let the weights be those that the initial adapters of a checkpoint leave, before ranks share them.
 
-    No change for adapters that leave the weights alone, and for shards of earlier versions, which hold no such adapters.
+    No change for adapters that leave the weights alone, and for shards of earlier versions, which lack them.
     """
     if initial_factors(model):
         for path in (path for path in (folder / TRAINED_FILE, folder / INITIAL_FILE) if path.is_file()):
