@@ -233,7 +233,7 @@ def _load_all_states(
     if was_sharded:
         _load_shards(folder, accelerator.unwrap_model(model), unwrap_optimizer(optimizer), alone=not is_sharded)
     else:
-        _shard_weights(folder, model)
+        load_whole_weights(folder, model)
         _shard_optimizer(folder, unwrap_optimizer(optimizer))
     if accelerator.scaler is not None:  # of float16
         accelerator.scaler.load_state_dict(load(folder / SCALER_NAME))
@@ -270,9 +270,9 @@ def _read_shards(into: dict[str, Any], shards: Path, *, alone: bool) -> None:
 
 
 @torch.no_grad()
-def _shard_weights(folder: Path, model: nn.Module) -> None:
+def load_whole_weights(folder: Path, model: nn.Module) -> None:
     """Load whole weights into a sharded model, one tensor at a time from a mapped file: no rank holds a whole model."""
-    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             # B0 and A0 of PiSSA and OLoRA are no parameters of the model.
