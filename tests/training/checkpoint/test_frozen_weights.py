@@ -164,9 +164,11 @@ def test_initial_adapters_of_a_checkpoint_replace_those_that_a_resumed_run_compu
 
 @pytest.mark.parametrize("method", [pytest.param(LORA, marks=pytest.mark.slow), FREEZE], ids=["lora", "freeze"])
 def test_the_best_weights_are_those_that_train_and_the_final_model_has_them(method, tmp_path):
-    """At this learning rate the last step is not the best one."""
-    evaluated = {"data.val_split": 0.2, "eval.eval_strategy": "steps", "eval.eval_steps": 1, "train.learning_rate": 0.3}
-    settings = {**SETTINGS, **PRETRAINED, **method, **evaluated, "checkpoint.load_best_model_at_end": True}
+    """The learning rate of the second step is too high."""
+    evaluated = {"data.val_split": 0.2, "eval.eval_strategy": "steps", "eval.eval_steps": 1}
+    rising = {"train.max_steps": 2, "train.learning_rate": 0.03, "train.warmup_steps": 2}
+    best_at_end = {"checkpoint.load_best_model_at_end": True}
+    settings = {**SETTINGS, **PRETRAINED, **method, **evaluated, **rising, **best_at_end}
     train_ranks(2, tmp_path, **settings)
     folder = tmp_path / "run"
     found = losses(folder, "eval_loss")
