@@ -248,7 +248,12 @@ def check_space(plan: Plan) -> None:
     copies = kept + 1 if saves else int(plan.checkpoint.save_on_signal)
     sharing = plan.shards if plan.shares_weights else 1
     weights = plan.bytes.model * sharing
-    in_checkpoint = plan.bytes.weights * sharing if plan.strategy in ZERO_STAGES else plan.bytes.trained * plan.shards
+    if plan.strategy in ZERO_STAGES:
+        in_checkpoint = plan.bytes.weights * sharing
+    else:
+        # PiSSA and OLoRA keep the initial values of their adapters next to the trained ones
+        starts_kept = plan.build.method.init_lora_weights.startswith(("pissa", "olora"))
+        in_checkpoint = plan.bytes.trained * plan.shards * (1 + starts_kept)
     checkpoint = in_checkpoint + plan.bytes.saved_states * plan.shards
     saves_adapter = plan.bytes.saves_adapter and feature_of(plan.build.task).saves_adapter
     final = weights + (0 if plan.carried is None or saves_adapter else plan.carried.saved_bytes)

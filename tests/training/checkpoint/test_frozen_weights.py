@@ -1,8 +1,10 @@
 """Two ranks under FSDP2: checkpoints leave frozen weights out, and a resumed run has those of the base model."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft  # noqa: F401  # once here, and not in each rank
 import pytest
@@ -10,17 +12,19 @@ import torch
 from safetensors.torch import load_file
 from support.command_line import RECIPE, losses, weights
 from support.forked_ranks import on_ranks
-from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train_ranks, unfinished
+from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, recipe_for, saves, train_ranks, unfinished
 from torch.distributed.checkpoint import FileSystemReader
 
+from ligertune.errors import UserError
 from ligertune.features.task import Task
 from ligertune.models.adapters.initial_lora import PREFIX, initial_factors, restore_initial
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.run import run
-from ligertune.training.checkpoint.checkpoint_files import Saver, save_checkpoint
+from ligertune.training.checkpoint.checkpoint_files import Saver, check_space, save_checkpoint
 from ligertune.training.checkpoint.load_checkpoint import MODEL_SHARDS
 from ligertune.training.checkpoint.weight_files import INITIAL_FILE
+from ligertune.training.resolve import plan_for
 from ligertune.training.setup import Custom, Training
 
 SETTINGS = {
@@ -182,3 +186,19 @@ def test_the_best_weights_are_those_that_train_and_the_final_model_has_them(meth
         expected = base | expected
     model = load_file(next((folder / "model").glob("*.safetensors")))
     assert model.keys() == expected.keys() and all(torch.equal(model[name], t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("method", [LORA, FREEZE, METHODS_FROM_WEIGHTS["pissa"]], ids=["lora", "freeze", "pissa"])
+def test_space_is_checked_for_what_checkpoints_hold(method, tmp_path, monkeypatch):
+    plan = plan_for(recipe_for(tmp_path, **SETTINGS, **method), processes=2).plan
+    trained = 4 * plan.n_trainable
+    starts = trained if "method.init_lora_weights" in method else 0
+    checkpoint = 3 * trained + starts  # with both moments of AdamW
+    model = trained if method["method.type"] == "lora" else 4 * plan.n_parameters
+    for free in (3 * checkpoint + model + 16, 3 * checkpoint + model - 16):  # bytes of shards are rounded
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        if free < 3 * checkpoint + model:
+            with pytest.raises(UserError, match="this run's saves need"):
+                check_space(plan)
+        else:
+            check_space(plan)
