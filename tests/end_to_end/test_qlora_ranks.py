@@ -31,6 +31,7 @@ SHARDED = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "changes",
     [
