@@ -369,8 +369,8 @@ def host_memory_parts(plan: Plan) -> dict[str, tuple[int, int]]:
         f"method.init_lora_weights: {method.init_lora_weights}": (original if reads_original else 0, 0),
     }
     if plan.checkpoint.async_save and plan.checkpoint.save_strategy != "no":
-        own = states.weights + states.saved_states  # under FSDP each process copies its shards
-        copies = (own, 0) if plan.shares_weights else (0, states.trained + states.saved_states)
+        copied = states.trained + states.saved_states
+        copies = (copied, 0) if plan.shares_weights else (0, copied)  # under FSDP each process copies its shards
         parts["checkpoint.async_save: true"] = copies
     return {key: sizes for key, sizes in parts.items() if any(sizes)}
 

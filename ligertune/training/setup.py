@@ -28,7 +28,7 @@ from ligertune.decode.harness import task_measures
 from ligertune.decode.text_scorer import batching_of
 from ligertune.errors import UserError
 from ligertune.features.task import Task
-from ligertune.files.storage import MetricsFile, newest_checkpoint
+from ligertune.files.storage import MetricsFile
 from ligertune.models.experts.expert_load import ExpertLoad
 from ligertune.models.load_tokenizer import LoadedTokenizer
 from ligertune.models.mixers.decays import give_weights_one_dtype
@@ -39,14 +39,9 @@ from ligertune.planning.plan import Plan, TriedSettings
 from ligertune.progress import Display, LogLine
 from ligertune.training.callbacks import Callbacks
 from ligertune.training.checkpoint.checkpoint_files import Saver
-from ligertune.training.checkpoint.choose_checkpoint import resume_folder
-from ligertune.training.checkpoint.load_checkpoint import (
-    explain_unusable,
-    load_states,
-    restore_random_states,
-    saved_progress,
-)
-from ligertune.training.checkpoint.weight_files import save_float8_scales, save_only_what_trains
+from ligertune.training.checkpoint.choose_checkpoint import agree_on_checkpoint
+from ligertune.training.checkpoint.load_checkpoint import explain_unusable, load_states, restore_random_states
+from ligertune.training.checkpoint.weight_files import restore_saved_initial, save_float8_scales, save_only_what_trains
 from ligertune.training.checks import FiniteLossCheck, check_context_parallel
 from ligertune.training.evaluate import EarlyStopping, EvaluationMetrics
 from ligertune.training.metrics.meter import Counts, Meter
@@ -247,8 +242,16 @@ def start(
 
     All ranks call it. show: receives each logged line, on the main rank only. display: shows the steps.
     """
+    folder, step, notes = agree_on_checkpoint(accelerator, job.plan)
+    if folder is not None:
+        with explain_unusable(folder):
+            restore_saved_initial(model, folder)
     wrapped = _wrap(job.plan, accelerator, model, custom)
-    resumed = _resume(job.plan, accelerator, wrapped)
+    if folder is not None:
+        with explain_unusable(folder):
+            load_states(accelerator, folder, wrapped.model, wrapped.optimizer)
+            restore_random_states(folder, accelerator.process_index)
+    resumed = _resumed(job.plan, accelerator, step, notes)
     training = custom.setup(setup(job, accelerator, wrapped, resumed, show=show, display=display, custom=custom))
     task = training.task
     if training.metrics is not None and not task.gives_predictions:
@@ -350,18 +353,8 @@ def _takes_kernel_step(plan: Plan, accelerator: Accelerator, optimizer: torch.op
     return not uses_deepspeed(accelerator) and kernel_step_pays(optimizer, accelerator.device, ranks=ranks)
 
 
-def _resume(plan: Plan, accelerator: Accelerator, wrapped: Wrapped) -> Resumed:
-    """Load the checkpoint that the plan names, and drop what was logged after it. All ranks call it."""
-    found = [resume_folder(plan) if accelerator.is_main_process else None]
-    folder, notes = broadcast_object_list(found)[0]
-    step = 0
-    if folder is not None:
-        step = saved_progress(folder, plan)
-        if notes and folder != newest_checkpoint(plan.output_dir):
-            notes += (f"continued from step {step} ({folder}) instead",)
-        with explain_unusable(folder):
-            load_states(accelerator, folder, wrapped.model, wrapped.optimizer)
-            restore_random_states(folder, accelerator.process_index)
+def _resumed(plan: Plan, accelerator: Accelerator, step: int, notes: tuple[str, ...]) -> Resumed:
+    """Drop what was logged after the step of a checkpoint, and return where the run continues. All ranks call it."""
     metrics = MetricsFile(plan.output_dir / "metrics.jsonl", enabled=accelerator.is_main_process)
     metrics.begin(after=step)
     losses, has_evaluation = _earlier_evaluations(metrics, step)

@@ -1,9 +1,6 @@
 """Methods that change how weights start, train or are saved: two ranks give the losses and the files of one."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from safetensors.torch import load_file
 from support.quickstart_runs import train_ranks
 
@@ -31,15 +28,6 @@ WAYS = {
     },
     "added tokens": {**FSDP, "model.tokenizer.add_tokens": "[Below]"},
 }  # fmt: skip
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Each rank computes in one thread. PiSSA's singular vectors, which are ill-conditioned, depend on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

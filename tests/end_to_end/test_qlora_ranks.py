@@ -31,6 +31,7 @@ SHARDED = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -47,15 +48,9 @@ def test_two_ranks_train_resume_and_export_as_one_process(changes, tmp_path, lig
     run = tmp_path / "two" / "run"
     one, two = (load_file(tmp_path / name / "run" / "model" / "adapter_model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-5 for name in one)
-    # the checkpoint holds each 4-bit weight in two parts, and no scales
     checkpoint = run / "checkpoints" / "step-2"
     stored = FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
-    weights = {name: entry for name, entry in stored.items() if name.endswith("q_proj.base_layer.weight")}
-    assert len(weights) == 5
-    for entry in weights.values():
-        assert entry.properties.dtype == torch.bfloat16  # which holds two bytes
-        assert [chunk.sizes.numel() for chunk in entry.chunks] == [64 * 64 // 2 // 2 // 2] * 2
-    assert not [name for name in stored if "absmax" in name or "quant_map" in name]
+    assert len(stored) == 5 * 7 * 2 and all(".lora_" in name for name in stored)
     again = {"checkpoint.resume_from_checkpoint": checkpoint}
     assert train_ranks(2, tmp_path / "again", **QLORA, **SHARDED, **changes, **again) == losses(run)[2:]
     train(tmp_path / "whole", **QLORA, **changes, **again)  # one process reads the shards

@@ -42,6 +42,9 @@ def test_the_host_memory_of_each_key(planned):
     shards = planned({**ASYNC_SAVE, "parallel.strategy": "fsdp"}, gpus=4)
     own = shards.bytes.weights + shards.bytes.optimizer  # each process copies its part
     assert host_memory_parts(shards) == {"checkpoint.async_save: true": (own, 0)}
+    adapter = planned({**ASYNC_SAVE, "parallel.strategy": "fsdp", "method.type": "lora"}, gpus=4)
+    own = adapter.bytes.trained + adapter.bytes.optimizer
+    assert host_memory_parts(adapter) == {"checkpoint.async_save: true": (own, 0)}
     assert not host_memory_parts(planned({CHECKPOINTING: "true"}))
 
 

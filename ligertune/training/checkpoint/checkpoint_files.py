@@ -1,8 +1,9 @@
 """Checkpoint folders: written under another name, then renamed, so that each is complete or absent; with checksums.
 
 `output_dir/checkpoints/step-N/` holds what accelerate's `save_state` writes (weights as safetensors, or shards under
-FSDP; optimizer and random states) and `progress.json` with a checksum of each file. Data order and learning rate follow
-from the step. A damaged checkpoint is not resumed from; the one before it is (`choose_checkpoint`).
+FSDP; optimizer and random states), without frozen weights, and `progress.json` with a checksum of each file. DeepSpeed
+alone saves frozen weights. Data order and learning rate follow from the step. A damaged checkpoint is not resumed from;
+the one before it is (`choose_checkpoint`).
 
 `torch.distributed.checkpoint` (torch 2.13) cannot replace this: it has no checksums, and loads a file with a flipped
 bit without an error. A kill while it saves into a folder again leaves that folder unreadable, so one that is complete
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, new_group
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from ligertune.errors import UserError, format_bytes, message_of
@@ -48,12 +49,19 @@ from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, file_checksums
 from ligertune.training.checkpoint.load_checkpoint import MODEL_SHARDS, OPTIMIZER_SHARDS
-from ligertune.training.checkpoint.weight_files import TRAINED_FILE, all_train, save_weights, trained, write_scales
-from ligertune.training.parallel.distributed import LONG_TIMEOUT
+from ligertune.training.checkpoint.weight_files import (
+    INITIAL_FILE,
+    TRAINED_FILE,
+    all_train,
+    save_weights,
+    trained,
+    write_scales,
+)
+from ligertune.training.parallel.distributed import LONG_TIMEOUT, ZERO_STAGES, unfrozen_states
 
 
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
-    """Write `step-N` and remove the oldest checkpoints beyond `save_total_limit`. All ranks call it."""
+    """Write `step-N` and remove the oldest checkpoints beyond `save_total_limit`. All ranks call it, without FSDP."""
     partial = begin(accelerator, plan, step)
     with explain_failed_save(plan, step, partial):
         accelerator.save_state(str(partial))
@@ -115,7 +123,7 @@ class Saver:
     The thread receives copies in host memory of everything that the next step changes. Under FSDP2 each rank has such a
     thread, for its shards; they agree through a process group of their own. At most one save runs at a time.
     The rename is its last action, so a kill leaves the checkpoint before it. An error of the thread ends the run at the
-    next step, with the message of a synchronous save. The files equal those of accelerate's `save_state` bit for bit.
+    next step, with the message of a synchronous save. The files equal those of a synchronous save bit for bit.
 
     `model` and `optimizer` are those that accelerate prepared.
     """
@@ -132,26 +140,22 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Write `step-N`, or start to write it."""
-        if not self._plan.checkpoint.async_save:
-            save_checkpoint(self._accelerator, self._plan, step)
+        accelerator = self._accelerator
+        shards = accelerator.distributed_type == DistributedType.FSDP
+        if not (shards or self._plan.checkpoint.async_save):
+            save_checkpoint(accelerator, self._plan, step)
             return
         self.finish()
-        partial = begin(self._accelerator, self._plan, step)
-        accelerator = self._accelerator
+        partial = begin(accelerator, self._plan, step)
         with explain_failed_save(self._plan, step, partial):  # each rank's random states are small
             rank = accelerator.process_index
             save_accelerator_state(str(partial), [], [], [], [], rank, accelerator.step, accelerator.scaler)
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process and (scales := scales_of(self._model)) is not None:  # small: written at once
-            write_scales(scales, partial)
-        if accelerator.distributed_type == DistributedType.FSDP:
-            self._threads_group = self._threads_group or new_group(backend="gloo", timeout=LONG_TIMEOUT)
-            shards = {
-                MODEL_SHARDS: {"model": get_model_state_dict(self._model)},
-                OPTIMIZER_SHARDS: {"optimizer": get_optimizer_state_dict(self._model, self._optimizer)},
-            }
-            self._running = self._pool.submit(self.write_shards, step, partial, _copy_to_host(shards))
+        if shards:
+            self._save_shards(step, partial)
         elif accelerator.is_main_process:
+            if (scales := scales_of(self._model)) is not None:  # small: written at once
+                write_scales(scales, partial)
             weights = self._copy_weights()
             states = _copy_to_host(self._optimizer.state_dict())
             self._running = self._pool.submit(self.write_and_complete, step, partial, weights, states)
@@ -167,6 +171,20 @@ class Saver:
         self._running = None
         if running is not None:
             running.result()
+
+    def _save_shards(self, step: int, partial: Path) -> None:
+        """Write what trains, without the frozen weights, and the optimizer states; or start to write copies of them."""
+        accelerator = self._accelerator
+        shards: dict[str, dict[str, Any]] = {
+            MODEL_SHARDS: {"model": unfrozen_states(self._model)},
+            OPTIMIZER_SHARDS: {"optimizer": get_optimizer_state_dict(self._model, self._optimizer)},
+        }
+        if self._plan.checkpoint.async_save:
+            self._threads_group = self._threads_group or new_group(backend="gloo", timeout=LONG_TIMEOUT)
+            self._running = self._pool.submit(self.write_shards, step, partial, _copy_to_host(shards))
+        else:
+            self.write_shards(step, partial, shards)
+            accelerator.wait_for_everyone()
 
     def _copy_weights(self) -> dict[str, Tensor]:
         """Return copies in host memory. Tied weights stay tied, since safetensors must store them once."""
@@ -191,12 +209,16 @@ class Saver:
 
     def write_shards(self, step: int, partial: Path, shards: dict[str, dict[str, Any]]) -> None:
         """Write this rank's shards as `save_state` does. All ranks call it; the main rank completes the checkpoint."""
+        is_main = self._accelerator.is_main_process
         with explain_failed_save(self._plan, step, partial):
+            initial = initial_factors(self._model)
+            if is_main and initial:
+                save_weights(initial, partial / INITIAL_FILE)
             for folder, states in shards.items():
                 save_shards(
                     states, storage_writer=FileSystemWriter(partial / folder), process_group=self._threads_group
                 )
-            if self._accelerator.is_main_process:
+            if is_main:
                 complete(self._plan, step, partial)
 
 
@@ -224,8 +246,15 @@ def check_space(plan: Plan) -> None:
     # One more than the limit: the oldest is removed after the newest is complete. Without a limit: for a signal.
     kept = plan.checkpoint.save_total_limit or plan.times(plan.save)
     copies = kept + 1 if saves else int(plan.checkpoint.save_on_signal)
-    weights = plan.bytes.model * (plan.shards if plan.shares_weights else 1)
-    checkpoint = weights + plan.bytes.saved_states * plan.shards
+    sharing = plan.shards if plan.shares_weights else 1
+    weights = plan.bytes.model * sharing
+    if plan.strategy in ZERO_STAGES:
+        in_checkpoint = plan.bytes.weights * sharing
+    else:
+        # PiSSA and OLoRA keep the initial values of their adapters next to the trained ones
+        starts_kept = plan.build.method.init_lora_weights.startswith(("pissa", "olora"))
+        in_checkpoint = plan.bytes.trained * plan.shards * (1 + starts_kept)
+    checkpoint = in_checkpoint + plan.bytes.saved_states * plan.shards
     saves_adapter = plan.bytes.saves_adapter and feature_of(plan.build.task).saves_adapter
     final = weights + (0 if plan.carried is None or saves_adapter else plan.carried.saved_bytes)
     needed = copies * checkpoint + final * plan.checkpoint.save_model

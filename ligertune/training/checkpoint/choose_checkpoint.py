@@ -9,12 +9,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
 from ligertune.errors import UserError, plural
-from ligertune.files.storage import PROGRESS_FILE, damaged_lines, read_metrics, step_folders
+from ligertune.files.storage import PROGRESS_FILE, damaged_lines, newest_checkpoint, read_metrics, step_folders
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import no_checkpoint
 from ligertune.training.checkpoint.checkpoint_record import damage_of
+from ligertune.training.checkpoint.load_checkpoint import saved_progress
 from ligertune.training.checkpoint.weight_files import damage_of_best
+
+
+def agree_on_checkpoint(accelerator: Accelerator, plan: Plan) -> tuple[Path | None, int, tuple[str, ...]]:
+    """Return the checkpoint to resume from, its step and notes, as the main rank finds them. All ranks call it.
+
+    Raises UserError if it belongs to another run.
+    """
+    found = [resume_folder(plan) if accelerator.is_main_process else None]
+    folder, notes = broadcast_object_list(found)[0]
+    if folder is None:
+        return None, 0, notes
+    step = saved_progress(folder, plan)
+    if notes and folder != newest_checkpoint(plan.output_dir):
+        notes += (f"continued from step {step} ({folder}) instead",)
+    return folder, step, notes
 
 
 def resume_folder(plan: Plan) -> tuple[Path | None, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from ligertune.files.storage import writing
 from ligertune.models.save import write_model
 from ligertune.planning.feature_spec import feature_of
 from ligertune.training.metrics.train_result import TrainResult
-from ligertune.training.parallel.distributed import full_state_dict
+from ligertune.training.parallel.distributed import full_state_dict, trained_state_dict
 from ligertune.training.setup import Job
 
 
@@ -31,7 +31,8 @@ def save_final_model(job: Job, accelerator: Accelerator, fitted: TrainResult) ->
         written = save(trained)
         accelerator.wait_for_everyone()
         return written
-    weights = full_state_dict(accelerator, fitted.model) if fitted.best_weights is None else fitted.best_weights
+    gather = trained_state_dict if job.plan.bytes.saves_adapter else full_state_dict
+    weights = gather(accelerator, fitted.model) if fitted.best_weights is None else fitted.best_weights
     return _write_base_model(job, accelerator, accelerator.unwrap_model(fitted.model), weights), None
 
 

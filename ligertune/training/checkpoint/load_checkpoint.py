@@ -2,8 +2,8 @@
 
 FSDP writes states by parameter name, which `torch.distributed.checkpoint` distributes over any number of ranks. A run
 with whole models writes weights by name, and optimizer states in the order of the optimizer's parameters, which
-sharding does not change. If both runs shard, or neither does, accelerate loads its own files. Random states belong to a
-rank; additional ranks start with new ones.
+sharding does not change. If neither run shards, accelerate loads its own files. Frozen weights stay those of the base
+model, as at the start. Random states belong to a rank; additional ranks start with new ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import RNG_STATE_NAME, DistributedType, load
+from accelerate.utils import RNG_STATE_NAME, SCALER_NAME, DistributedType, load
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -41,7 +41,7 @@ from ligertune.planning.plan import Plan
 from ligertune.training.checkpoint.checkpoint_record import CheckpointRecord, DamagedRecordError
 from ligertune.training.optim.combined import keep_settings
 from ligertune.training.optim.gradients import unwrap_optimizer
-from ligertune.training.parallel.distributed import local_shard
+from ligertune.training.parallel.distributed import local_shard, unfrozen_states
 
 # accelerate's names: folders with the ranks' shards of weights and optimizer states, and the file of whole states
 MODEL_SHARDS = "pytorch_model_fsdp_0"
@@ -227,37 +227,52 @@ def _load_all_states(
 ) -> None:
     was_sharded = (folder / MODEL_SHARDS).is_dir()
     is_sharded = accelerator.distributed_type == DistributedType.FSDP
-    if was_sharded == is_sharded:
+    if not (was_sharded or is_sharded):
         accelerator.load_state(str(folder))
-    elif was_sharded:
-        _gather_shards(folder, accelerator.unwrap_model(model), unwrap_optimizer(optimizer))
+        return
+    if was_sharded:
+        _load_shards(folder, accelerator.unwrap_model(model), unwrap_optimizer(optimizer), alone=not is_sharded)
     else:
-        _shard_weights(folder, model)
+        load_whole_weights(folder, model)
         _shard_optimizer(folder, unwrap_optimizer(optimizer))
+    if accelerator.scaler is not None:  # of float16
+        accelerator.scaler.load_state_dict(load(folder / SCALER_NAME))
 
 
-def _gather_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load all shards into a whole model. Each rank reads them by itself."""
-    # weights in 4 bits are those of the base model, whose bytes this model may hold in another dtype
-    packed = {name for name, parameter in model.named_parameters() if hasattr(parameter, "quant_state")}
-    weights = {"model": {name: t for name, t in get_model_state_dict(model).items() if name not in packed}}
-    _read_shards(weights, folder / MODEL_SHARDS)
-    set_model_state_dict(model, weights["model"], options=StateDictOptions(strict=not packed))
+def _load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+    """Load shards into a model that is sharded, too, or whole. alone: each rank reads all of them by itself."""
+    weights = {"model": unfrozen_states(model) | _saved_states(folder, model)}
+    _read_shards(weights, folder / MODEL_SHARDS, alone=alone)
+    set_model_state_dict(model, weights["model"], options=StateDictOptions(strict=False))
     states = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    _read_shards(states, folder / OPTIMIZER_SHARDS)
+    _read_shards(states, folder / OPTIMIZER_SHARDS, alone=alone)
     set_optimizer_state_dict(model, optimizer, states["optimizer"])
 
 
-def _read_shards(into: dict[str, Any], shards: Path) -> None:
+def _saved_states(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of the model that a checkpoint holds. Those of earlier versions hold the frozen ones, too.
+
+    Weights in 4 bits are not loaded into a whole model: it may hold their bytes in another dtype.
+    """
+    packed = {name for name, parameter in model.named_parameters() if hasattr(parameter, "quant_state")}
+    saved = FileSystemReader(folder / MODEL_SHARDS).read_metadata().state_dict_metadata
+    return {
+        name: tensor
+        for name, tensor in get_model_state_dict(model).items()
+        if f"model.{name}" in saved and name not in packed
+    }
+
+
+def _read_shards(into: dict[str, Any], shards: Path, *, alone: bool) -> None:
     with warnings.catch_warnings():  # torch warns that there is one process, which is intended
         warnings.simplefilter("ignore", UserWarning)
-        load_shards(into, storage_reader=FileSystemReader(shards), no_dist=True)
+        load_shards(into, storage_reader=FileSystemReader(shards), no_dist=alone)
 
 
 @torch.no_grad()
-def _shard_weights(folder: Path, model: nn.Module) -> None:
+def load_whole_weights(folder: Path, model: nn.Module) -> None:
     """Load whole weights into a sharded model, one tensor at a time from a mapped file: no rank holds a whole model."""
-    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             # B0 and A0 of PiSSA and OLoRA are no parameters of the model.

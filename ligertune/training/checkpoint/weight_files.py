@@ -19,17 +19,18 @@ from ligertune.models.adapters.initial_lora import initial_factors, restore_init
 from ligertune.models.float8.delayed_scales import DelayedScales
 from ligertune.models.float8.float8_linear import scales_of
 from ligertune.training.checkpoint.checkpoint_record import difference, file_checksums
-from ligertune.training.checkpoint.load_checkpoint import explain_unusable
-from ligertune.training.parallel.distributed import full_state_dict, is_sharded
+from ligertune.training.checkpoint.load_checkpoint import explain_unusable, load_whole_weights
+from ligertune.training.parallel.distributed import is_sharded, trained_state_dict
 
 TRAINED_FILE = "trained.safetensors"
+INITIAL_FILE = "initial_lora.safetensors"  # next to shards
 SCALES_FILE = "float8_scales.safetensors"
 BEST_FOLDER = "best"
 BEST_RECORD = "best.json"
 
 
 def save_only_what_trains(accelerator: Accelerator, model: nn.Module) -> None:
-    """Leave frozen weights out of accelerate's checkpoints. FSDP and ZeRO save the whole model."""
+    """Leave frozen weights out of accelerate's checkpoints. ZeRO saves the whole model; `Saver` writes FSDP's."""
     shards_itself = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if shards_itself or all_train(model):
         return
@@ -77,12 +78,22 @@ def load_trained(model: nn.Module, path: Path) -> None:
     restore_initial(model, saved)
 
 
+def restore_saved_initial(model: nn.Module, folder: Path) -> None:
+    """Let the weights be those that the initial adapters of a checkpoint leave, before ranks share them.
+
+    No change for adapters that leave the weights alone, and for shards of earlier versions, which lack them.
+    """
+    if initial_factors(model):
+        for path in (path for path in (folder / TRAINED_FILE, folder / INITIAL_FILE) if path.is_file()):
+            restore_initial(model, load_file(path))
+
+
 # ---- the best evaluation
 
 
 def save_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, step: int, loss: float) -> None:
     """Replace the trainable weights in `output_dir/best`, with their checksum, atomically. All ranks call it."""
-    weights = full_state_dict(accelerator, model)
+    weights = trained_state_dict(accelerator, model)
     if accelerator.is_main_process:
         if weights is None:
             weights = trained(accelerator.unwrap_model(model))
@@ -98,7 +109,7 @@ def save_best(accelerator: Accelerator, model: nn.Module, output_dir: Path, *, s
 
 
 def load_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> tuple[int, dict[str, Tensor] | None]:
-    """Load the best weights into `model`; return (their step, the weights instead if the model is sharded).
+    """Load the best weights into `model`; return (their step, the weights instead under ZeRO-3).
 
     Raises UserError if they are damaged.
     """
@@ -114,9 +125,12 @@ def load_best(accelerator: Accelerator, model: nn.Module, output_dir: Path) -> t
     assert record is not None  # `damage_of_best` has read it
     step: int = record["step"]
     with explain_unusable(folder):
-        if is_sharded(accelerator):
+        if accelerator.distributed_type == DistributedType.FSDP:
+            load_whole_weights(folder, accelerator.unwrap_model(model))
+        elif is_sharded(accelerator):
             return step, load_file(folder / TRAINED_FILE)
-        load_trained(accelerator.unwrap_model(model), folder / TRAINED_FILE)
+        else:
+            load_trained(accelerator.unwrap_model(model), folder / TRAINED_FILE)
     return step, None
 
 

@@ -27,4 +27,4 @@ class TrainResult:
     losses: dict[str, Any]  # LossCounts.as_dict() of this process
     notes: tuple[str, ...] = ()
     experts: dict[str, Any] | None = None  # ExpertLoad.report() of all ranks
-    best_weights: dict[str, Tensor] | None = None  # of the best model, if the model itself is sharded
+    best_weights: dict[str, Tensor] | None = None  # of the best model, under ZeRO-3

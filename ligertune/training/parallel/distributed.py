@@ -27,6 +27,7 @@ from accelerate.utils import (
 from ligertune_kernels.ops.moe.quantised_weight import QuantisedWeight
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public way; torchtitan uses it too
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -317,6 +318,24 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
     Under FSDP every rank gets them, under ZeRO-3 the main rank only.
     """
     return accelerator.get_state_dict(model) if is_sharded(accelerator) else None
+
+
+def trained_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor] | None:
+    """Return what `full_state_dict` does; under FSDP without frozen weights, and on the main rank alone."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return unfrozen_states(model, whole=True)
+    return full_state_dict(accelerator, model)
+
+
+def unfrozen_states(model: nn.Module, *, whole: bool = False) -> dict[str, Tensor]:
+    """Return the parameters that train, and all buffers, by name: this rank's shards. Tied parameters have two names.
+
+    whole: gathered in host memory, for the main rank alone. All ranks call it.
+    """
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=True)
+    # the option leaves the second names of tied frozen parameters in
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in get_model_state_dict(model, options=options).items() if name not in frozen}
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
