@@ -6,6 +6,7 @@ the same length, with the same choice of tokens; a SamplingNote says so.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -26,9 +27,9 @@ from ligertune.decode.answers.answer_task import Answer, AnswerTask, Prompt, Sam
 from ligertune.decode.answers.slot_attention import SLOTS, NoSlotsError
 from ligertune.decode.answers.slot_engine import CPU_SLOTS, answers_by_slots, probe_slots
 from ligertune.decode.answers.token_choice import answer_key, choose_tokens
-from ligertune.decode.batched_answers import attention_of, attention_with_masks
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
+from ligertune.models.shape import base_of
 
 __all__ = ["Answer", "Prompt", "SamplingNote", "SamplingSettings", "sample_answers"]
 
@@ -79,7 +80,7 @@ def sample_answers(
 
 
 def _answers(task: AnswerTask) -> Iterator[Answer]:
-    masked = attention_with_masks(task.model)
+    masked = _attention_with_masks(task.model)
     # a model that needs eager attention may add terms to its scores that SLOTS does not have
     attentions: tuple[str, ...] = (SLOTS, masked) if masked == "sdpa" else (masked,)
     reason = ""
@@ -88,7 +89,7 @@ def _answers(task: AnswerTask) -> Iterator[Answer]:
         attentions = ()
         reason = f"slots have no {' and no '.join(options)}"
     for attention in attentions:
-        with attention_of(task.model, attention):
+        with _attention_of(task.model, attention):
             slots_reason = reason
             try:
                 like, reason = probe_slots(task.model, task.prompts[0].ids)
@@ -101,12 +102,36 @@ def _answers(task: AnswerTask) -> Iterator[Answer]:
                 yield from answers_by_slots(task, like)
                 return
     _note(f"answers are made by transformers' generate, in batches of prompts of the same length: {reason}")
-    with attention_of(task.model, masked):
+    with _attention_of(task.model, masked):
         yield from _answers_by_generate(task)
 
 
 def _note(text: str) -> None:
     warnings.warn(text, SamplingNote, stacklevel=2)
+
+
+def _attention_with_masks(model: AnyModule) -> str:
+    """Return an attention of transformers that takes masks: the model's own, else one that it supports."""
+    inner: AnyModule = base_of(model)
+    own = str(inner.config._attn_implementation)
+    if own in ("sdpa", "eager"):
+        return own
+    return "sdpa" if inner._supports_sdpa else "eager"
+
+
+@contextlib.contextmanager
+def _attention_of(model: AnyModule, name: str) -> Iterator[None]:
+    """Let a model attend by another implementation. Attention of packed documents, for one, takes no masks."""
+    inner: AnyModule = base_of(model)
+    before = inner.config._attn_implementation
+    if before == name:
+        yield
+        return
+    inner.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
 
 
 class _OwnChoice(LogitsProcessor):
