@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from ligertune.any_types import AnyModule
 from ligertune.decode.sampling import Prompt, SamplingSettings, sample_answers
 
-# Filters of `generate`, with the values that it uses if neither the request nor the model has one.
-_FILTERS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
-# Settings of `generate` that a model may bring and slots do not have, and the values that change nothing.
+# Settings that slots have, with the values of `generate` if neither the request nor the model has one.
+_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0}
+# Settings that slots do not have and a model may bring, and the values that change nothing.
 _NEUTRAL = {
     "bad_words_ids": (None,),
     "begin_suppress_tokens": (None,),
@@ -27,7 +27,6 @@ _NEUTRAL = {
     "min_new_tokens": (None, 0),
     "no_repeat_ngram_size": (None, 0),
     "num_beams": (None, 1),
-    "repetition_penalty": (None, 1),
     "sequence_bias": (None,),
     "suppress_tokens": (None,),
 }
@@ -98,18 +97,19 @@ def _settings(model: AnyModule, request: AnswerRequest) -> SamplingSettings:
     own = model.generation_config
     asked = dict(request.sampling)
     asked.pop("do_sample", None)
-    filters = dict(_FILTERS)
-    for name in filters:
+    known = dict(_DEFAULTS)
+    for name in known:
         value = asked.pop(name, getattr(own, name))
         if value is not None:
-            filters[name] = value
+            known[name] = value
     others = {name: getattr(own, name) for name in _NEUTRAL} | asked
     return SamplingSettings(
         max_new_tokens=request.max_new_tokens,
-        temperature=filters["temperature"] if request.is_drawn else 0.0,
-        top_p=filters["top_p"],
-        top_k=int(filters["top_k"]),
-        min_p=filters["min_p"],
+        temperature=known["temperature"] if request.is_drawn else 0.0,
+        top_p=known["top_p"],
+        top_k=int(known["top_k"]),
+        min_p=known["min_p"],
+        repetition_penalty=known["repetition_penalty"],
         stop=request.stop,
         generate_options=tuple(item for item in others.items() if item[1] not in _NEUTRAL.get(item[0], ())),
     )

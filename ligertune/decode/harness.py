@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ligertune.any_types import AnyModule
 from ligertune.decode.log_probs import prepare_to_score
+from ligertune.decode.sampling import SamplingNote, sampling_notes
 from ligertune.decode.text_scorer import TextBatching, TextScorer
 from ligertune.errors import UserError, message_of, pip_install
 from ligertune.models.compile import run_eagerly
@@ -75,9 +77,9 @@ def run_tasks(scorer: TextScorer, tasks: Any, options: HarnessOptions, *, name: 
     """Evaluate the tasks, and return their measures: "task/measure", with the name of a filter other than none.
 
     tasks: of `load_tasks`, which can be evaluated again. name: of the model. Random states of Python, numpy and torch
-    are kept. Raises UserError.
+    are kept. Warns as `sample_answers` does. Raises UserError.
     """
-    with _quiet(), _kept_random_states():
+    with _quiet(), _kept_random_states(), sampling_notes() as notes:
         from lm_eval import evaluate
 
         from ligertune.decode.harness_lm import HarnessModel
@@ -92,6 +94,8 @@ def run_tasks(scorer: TextScorer, tasks: Any, options: HarnessOptions, *, name: 
             fewshot_as_multiturn=options.chat_template,
             log_samples=True,
         )
+    for note in notes:
+        warnings.warn(note, SamplingNote, stacklevel=2)
     assert found is not None  # of the first process, and there is one
     return _measures(found["results"], found["samples"])
 

@@ -23,7 +23,14 @@ from transformers import (
 
 from ligertune.any_types import AnyModule
 from ligertune.decode.answers.answer_ends import StopTexts, end_tokens_of, nan_error
-from ligertune.decode.answers.answer_task import Answer, AnswerTask, Prompt, SamplingNote, SamplingSettings
+from ligertune.decode.answers.answer_task import (
+    Answer,
+    AnswerTask,
+    Prompt,
+    SamplingNote,
+    SamplingSettings,
+    sampling_notes,
+)
 from ligertune.decode.answers.slot_attention import SLOTS, NoSlotsError
 from ligertune.decode.answers.slot_engine import CPU_SLOTS, answers_by_slots, probe_slots
 from ligertune.decode.answers.token_choice import answer_key, choose_tokens
@@ -31,7 +38,10 @@ from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
 from ligertune.models.shape import base_of
 
-__all__ = ["Answer", "Prompt", "SamplingNote", "SamplingSettings", "sample_answers"]
+__all__ = ["Answer", "Prompt", "SamplingNote", "SamplingSettings", "sample_answers", "sampling_notes"]
+
+# Options that `generate` applies after the processors of logits, the last of which chooses the token.
+_REFUSED = ("num_beams", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 
 
 def sample_answers(
@@ -134,6 +144,18 @@ def _attention_of(model: AnyModule, name: str) -> Iterator[None]:
         inner.set_attn_implementation(before)
 
 
+@contextlib.contextmanager
+def _without_own_settings(model: AnyModule) -> Iterator[None]:
+    """Take a model's generation settings away: `generate` completes those that it is given by them."""
+    inner: AnyModule = base_of(model)
+    before = inner.generation_config
+    inner.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        inner.generation_config = before
+
+
 class _OwnChoice(LogitsProcessor):
     """Chooses the token of each row as slots do, and leaves `generate` no other."""
 
@@ -165,27 +187,28 @@ def _answers_by_generate(task: AnswerTask) -> Iterator[Answer]:
 def _answer_batch(task: AnswerTask, asked: Sequence[tuple[int, int]]) -> list[Answer]:
     tokenizer = task.tokenizer
     options = dict(task.settings.generate_options)
-    if options.get("num_beams", 1) != 1:
-        raise UserError("num_beams: answers are made without beams.", hint="Leave it out, or write 1.")
+    refused = next((option for option in _REFUSED if option in options), None)
+    if refused is not None:
+        raise UserError(f"{refused}: answers are made without it.", hint="Leave it out.")
     ids = torch.tensor([task.prompts[place].ids for place, _ in asked], device=task.device)
     n_prompt = ids.shape[1]
     keys = [answer_key(task.prompts[place].seed, number) for place, number in asked]
     choice = _OwnChoice(task, torch.tensor(keys, dtype=torch.int32, device=task.device))
     stops = StopTexts(tokenizer, task.settings.stop, prompt_length=n_prompt)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    made = task.model.generate(
-        # not the model's own: its filters and penalties would apply too
-        generation_config=GenerationConfig(),
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=task.settings.max_new_tokens,
-        pad_token_id=pad or 0,
-        eos_token_id=list(task.end_tokens) or None,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([choice]),
-        stopping_criteria=StoppingCriteriaList([stops] if stops.texts else []),
-        **options,
-    )
+    with _without_own_settings(task.model):
+        made = task.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=task.settings.max_new_tokens,
+            pad_token_id=pad or 0,
+            eos_token_id=list(task.end_tokens) or None,
+            do_sample=False,
+            repetition_penalty=task.settings.repetition_penalty,
+            logits_processor=LogitsProcessorList([choice]),
+            stopping_criteria=StoppingCriteriaList([stops] if stops.texts else []),
+            **options,
+        )
     log_probs = torch.stack(choice.log_probs, 1).tolist()
     answers = []
     for row, (place, number) in enumerate(asked):

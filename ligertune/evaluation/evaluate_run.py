@@ -14,6 +14,7 @@ import numpy as np
 
 from ligertune.data.examples import Examples
 from ligertune.decode.answer_metric import ScoredAnswer, load_metric, read_questions, score_answers
+from ligertune.decode.sampling import sampling_notes
 from ligertune.errors import UserError
 from ligertune.evaluation.eval_options import EvalOptions
 from ligertune.evaluation.eval_target import EvalTarget
@@ -158,7 +159,8 @@ def evaluate_target(
         scored = score_examples(loaded, job, examples, progress)
         return _Found(scored, None if answer is None else answer(loaded.model, name, progress))
 
-    found, base = on_both_models(target, job, work, trust_remote_code=wanted.trust_remote_code, compares=compares)
+    with sampling_notes() as notes_on_answers:
+        found, base = on_both_models(target, job, work, trust_remote_code=wanted.trust_remote_code, compares=compares)
     of_base = None if base is None else base.scored
     rows = [*_metric_rows(measures, job, found.scored, of_base)]
     if answers is not None:
@@ -173,7 +175,7 @@ def evaluate_target(
         labels=int(examples.trained.sum()),
         metrics=tuple(rows),
         seconds=time.perf_counter() - begun,
-        notes=tuple(notes),
+        notes=(*notes, *notes_on_answers),
         ended=utc_now(),
         predictions=lambda: _with_answers(measures.predictions(build, found.scored, of_base), found, base),
     )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ligertune.decode.harness import HarnessOptions, TaskMeasure, load_tasks, run_tasks
+from ligertune.decode.sampling import sampling_notes
 from ligertune.decode.text_scorer import TextScorer, batching_of
 from ligertune.errors import UserError
 from ligertune.evaluation.eval_options import EvalOptions
@@ -55,7 +56,8 @@ def evaluate_tasks(
         say(f"evaluating {model_name}")
         return _run(loaded, job, tasks, harness, model_name)
 
-    found, base = on_both_models(target, job, work, trust_remote_code=options.trust_remote_code, compares=compares)
+    with sampling_notes() as notes:
+        found, base = on_both_models(target, job, work, trust_remote_code=options.trust_remote_code, compares=compares)
     result = EvaluationResult(
         model=target.model,
         base=target.base_name if compares else None,
@@ -66,7 +68,7 @@ def evaluate_tasks(
         labels=0,
         metrics=task_rows(found, base or {}),
         seconds=time.perf_counter() - begun,
-        notes=(),
+        notes=tuple(notes),
         ended=utc_now(),
         predictions=lambda: iter(()),
     )

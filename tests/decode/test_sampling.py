@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from ligertune import patch
 from ligertune.decode.answers import slot_engine
 from ligertune.decode.answers.token_choice import TokenFilters, choose_tokens
+from ligertune.decode.batched_answers import AnswerRequest, answer_batches
 from ligertune.decode.sampling import Prompt, SamplingNote, SamplingSettings, sample_answers
 from ligertune.errors import UserError
 from ligertune.patching.lora.fused_lora import fuse_adapters
@@ -283,6 +284,7 @@ def test_models_without_slots_are_answered_by_generate_with_a_note(family, token
     model = without_end(tiny_family("causal", family))
     prompts = prompts_of((3, 7, 7, 12))
     expected = {place: generated(model, prompt) for place, prompt in enumerate(prompts)}
+    model.generation_config.no_repeat_ngram_size = 1  # settings of a model do not count
     with pytest.warns(SamplingNote, match="answers are made by transformers' generate, in batches of prompts"):
         found = sample_answers(model, tokenizer, prompts, GREEDY, name="tiny", batch_size=2)
         assert {answer.prompt: answer.ids for answer in found} == expected
@@ -346,19 +348,70 @@ def test_nan_is_one_sentence(folder, tokenizer):
             list(sample_answers(model, tokenizer, prompts_of((3, 4)), settings, name="tiny"))
 
 
-def test_settings_that_slots_do_not_have_are_those_of_generate(stories, tokenizer):
-    """Beams are refused."""
+def test_a_repetition_penalty_is_that_of_generate(stories, tokenizer):
+    prompts = prompts_of((1, 3, 12, 7, 30))
+    n_new = 24
+    expected = {(place, 0): generated(stories, one, n_new, repetition_penalty=1.5) for place, one in enumerate(prompts)}
+    assert expected != {(place, 0): generated(stories, one, n_new) for place, one in enumerate(prompts)}
+    settings = replace(GREEDY, max_new_tokens=n_new, repetition_penalty=1.5)
+    for batch_size in (2, 8):
+        assert ids_of(answered(stories, tokenizer, prompts, settings, batch_size=batch_size)) == expected
+
+
+def test_settings_of_requests_and_models_are_those_of_generate(stories, tokenizer, monkeypatch):
+    """The settings of a model count for evaluation, as in `lm_eval`, unless the request has its own."""
     prompts = prompts_of((3, 7, 12))
     n_new = 24
-    expected = [tokenizer.decode(generated(stories, prompt, n_new, repetition_penalty=3.0)) for prompt in prompts]
-    assert expected != [tokenizer.decode(generated(stories, prompt, n_new)) for prompt in prompts]
 
-    def answers(**options):
-        settings = SamplingSettings(max_new_tokens=n_new, temperature=0, generate_options=tuple(options.items()))
-        with pytest.warns(SamplingNote, match="slots have no"):
-            found = list(sample_answers(stories, tokenizer, prompts, settings, name="tiny", batch_size=2))
-        return [one.text for one in sorted(found, key=lambda one: one.prompt)]
+    def texts(**changes):
+        answers = [generated(stories, prompt, n_new, **changes) for prompt in prompts]
+        return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
 
-    assert answers(repetition_penalty=3.0) == expected
-    with pytest.raises(UserError, match="num_beams: answers are made without beams"):
-        answers(num_beams=4)
+    def answers(*sampling):
+        requests = [AnswerRequest(prompt.ids, (), n_new, sampling) for prompt in prompts]
+        return answer_batches(stories, tokenizer, requests, name="tiny", batch_size=2)
+
+    plain = texts()
+    asked = {"suppress_tokens": [generated(stories, prompts[0], 1)[0]], "repetition_penalty": 1.5}
+    changed = texts(**asked)
+    others = [texts(**{name: value}) for name, value in asked.items()]
+    assert len({tuple(found) for found in (plain, changed, *others)}) == 4
+    without_slots = pytest.warns(SamplingNote, match="slots have no suppress_tokens")
+    with without_slots:
+        assert answers(*asked.items()) == changed
+    for name, value in asked.items():
+        monkeypatch.setattr(stories.generation_config, name, value)
+    with without_slots:
+        assert answers() == changed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SamplingNote)
+        neutral = {"suppress_tokens": None, "repetition_penalty": 1.0, "num_beams": 1}
+        assert answers(*neutral.items()) == plain
+
+
+@pytest.mark.parametrize("option", [("num_beams", 4), ("typical_p", 0.9)])
+def test_beams_and_other_filters_are_refused(option, stories, tokenizer):
+    requests = [AnswerRequest((5, 6), (), NEW, (option,))]
+    with pytest.warns(SamplingNote), pytest.raises(UserError, match=f"{option[0]}: answers are made without it"):
+        answer_batches(stories, tokenizer, requests, name="tiny")
+
+
+def test_drawn_answers_of_requests_follow_torchs_seed(stories, tokenizer):
+    sampling = (("do_sample", True), ("temperature", 1.5))
+    requests = [AnswerRequest(prompt.ids, (), NEW, sampling) for prompt in prompts_of((3, 7, 7))]
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(answer_batches(stories, tokenizer, requests, name="tiny"))
+    assert found[0] == found[1] != found[2]
+    before = torch.get_rng_state()  # greedy answers, of which a run makes some while it trains, draw nothing
+    answer_batches(stories, tokenizer, [replace(request, sampling=()) for request in requests], name="tiny")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_requests_of_several_settings_report_their_progress(stories, tokenizer):
+    shares = []
+    requests = [AnswerRequest(prompt.ids, (), 1 + prompt.seed % 2) for prompt in prompts_of((3, 4, 5, 6))]
+    answers = answer_batches(stories, tokenizer, requests, name="tiny", progress=shares.append)
+    assert answers == [tokenizer.decode(generated(stories, Prompt(one.ids, 0), one.max_new_tokens)) for one in requests]
+    assert shares == [0.25, 0.5, 0.75, 1.0]

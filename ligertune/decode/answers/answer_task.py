@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,21 @@ class SamplingNote(UserWarning):
     """How answers are made where slots, or a CUDA graph, cannot make them."""
 
 
+@contextlib.contextmanager
+def sampling_notes() -> Iterator[list[str]]:
+    """Yield a list that holds each SamplingNote once at the end; other warnings are shown then."""
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        # a second call in one process gives the same notes again
+        warnings.simplefilter("always", SamplingNote)
+        yield notes
+    for one in caught:
+        if not issubclass(one.category, SamplingNote):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        elif str(one.message) not in notes:
+            notes.append(str(one.message))
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How answers are drawn, and where they end. Filters are those of transformers, in this order."""
@@ -27,6 +44,7 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # before the temperature, and before log-probabilities
     stop: tuple[str, ...] = ()
     # arguments of transformers' generate that slots do not have, as items: it then makes the answers
     generate_options: tuple[tuple[str, Any], ...] = ()

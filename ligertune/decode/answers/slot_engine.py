@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
@@ -29,7 +30,7 @@ from ligertune.decode.answers.slot_cache import (
     has_recurrent_states,
     prefix_cache,
 )
-from ligertune.decode.answers.token_choice import answer_key, choose_tokens
+from ligertune.decode.answers.token_choice import answer_key, choose_tokens, penalised
 from ligertune.errors import message_of
 from ligertune.hardware import available_memory, total_memory
 from ligertune.models.compile import run_eagerly
@@ -157,6 +158,10 @@ class SlotEngine:
         self.has_nan = torch.zeros(slots, dtype=torch.bool, device=device)
         self.keys = torch.zeros(slots, 2, dtype=torch.int32, device=device)
         self.end_tokens = torch.tensor(task.end_tokens or (-1,), device=device)
+        # (S, C): the tokens of each text up to the one that the next step reads; behind them its first token
+        self.texts: Tensor | None = None
+        if task.settings.repetition_penalty != 1:
+            self.texts = torch.zeros(slots, capacity, dtype=torch.long, device=device)
         # of the answers; a slot that waits writes to the column behind its answer
         self.answer_ids = torch.zeros(slots, most_tokens + 1, dtype=torch.long, device=device)
         self.answer_log_probs = torch.zeros(slots, most_tokens + 1, device=device)
@@ -206,6 +211,10 @@ class SlotEngine:
         self.positions[where] = torch.tensor([len(prompt.ids) - 1 for prompt in prompts], device=device)
         self.keys[where] = torch.tensor(keys, dtype=torch.int32, device=device)
         self.places[where] = 0
+        if self.texts is not None:
+            capacity = self.texts.shape[1]
+            texts = [[*prompt.ids, *[prompt.ids[0]] * (capacity - len(prompt.ids))] for prompt in prompts]
+            self.texts[where] = torch.tensor(texts, device=device)
         self.active[where] = True
         for slot, answer in zip(slots, answers, strict=True):
             self.growing[slot] = answer
@@ -226,6 +235,9 @@ class SlotEngine:
         task = self.task
         inputs = {"input_ids": self.tokens[:, None], "position_ids": self.positions[:, None], **self.cache.inputs()}
         logits = task.model(**inputs).logits[:, -1]
+        if self.texts is not None:
+            self.texts.scatter_(1, self.positions[:, None], self.tokens[:, None])
+            logits = penalised(logits, self.texts, task.settings.repetition_penalty)
         chosen, log_probs = choose_tokens(logits, self.keys, self.places, task.settings.filters)
         place = self.places.long()[:, None]
         self.answer_ids.scatter_(1, place, chosen[:, None])

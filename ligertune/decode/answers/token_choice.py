@@ -32,6 +32,13 @@ def answer_key(seed: int, number: int) -> tuple[int, int]:
     return first, second
 
 
+def penalised(logits: Tensor, texts: Tensor, penalty: float) -> Tensor:
+    """Return logits (S, V) in float32, those of the tokens of texts (S, C) lowered as transformers does."""
+    scores = logits.float()
+    found = scores.gather(1, texts)
+    return scores.scatter(1, texts, torch.where(found < 0, found * penalty, found / penalty))
+
+
 def choose_tokens(
     logits: Tensor,  # (S, V)
     keys: Tensor,  # (S, 2) int32: of each answer

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligertune.any_types import AnyModule
-from ligertune.decode.sampling import SamplingNote
+from ligertune.decode.sampling import sampling_notes
 from ligertune.errors import UserError
 from ligertune.features.sample.answer_files import (
     KEPT_FILE,
@@ -216,7 +215,7 @@ def generate(job: SampleJob, progress: Progress, *, rank: int = 0, world: int = 
     answers = _of_server(job, missing) if job.source is None else _of_model(job, job.source, missing)
     writer = AnswerWriter(job.folder / f"answers-{rank}.jsonl")
     begun = time.perf_counter()
-    with contextlib.closing(writer), _sampling_notes() as notes:
+    with contextlib.closing(writer), sampling_notes() as notes:
         for answer in answers:
             writer.add(answer)
             made += 1
@@ -225,21 +224,6 @@ def generate(job: SampleJob, progress: Progress, *, rank: int = 0, world: int = 
     write_json(
         job.folder / f"speed-{rank}.json", {"tokens": tokens, "seconds": time.perf_counter() - begun, "notes": notes}
     )
-
-
-@contextlib.contextmanager
-def _sampling_notes() -> Iterator[list[str]]:
-    """Yield a list that holds the notes on sampling at the end; other warnings are shown as usual."""
-    notes: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        # a second call in one process gives the same notes again
-        warnings.simplefilter("always", SamplingNote)
-        yield notes
-    for one in caught:
-        if issubclass(one.category, SamplingNote):
-            notes.append(str(one.message))
-        else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def _of_model(
