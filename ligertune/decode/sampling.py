@@ -73,6 +73,7 @@ def sample_answers(
         raise UserError(f"Prompt {empty + 1} has no tokens, so there is nothing to answer.")
     task = AnswerTask(
         model=model,
+        base=base_of(model),
         tokenizer=tokenizer,
         prompts=prompts,
         settings=settings,
@@ -90,7 +91,7 @@ def sample_answers(
 
 
 def _answers(task: AnswerTask) -> Iterator[Answer]:
-    masked = _attention_with_masks(task.model)
+    masked = _attention_with_masks(task.base)
     # a model that needs eager attention may add terms to its scores that SLOTS does not have
     attentions: tuple[str, ...] = (SLOTS, masked) if masked == "sdpa" else (masked,)
     reason = ""
@@ -99,10 +100,10 @@ def _answers(task: AnswerTask) -> Iterator[Answer]:
         attentions = ()
         reason = f"slots have no {' and no '.join(options)}"
     for attention in attentions:
-        with _attention_of(task.model, attention):
+        with _attention_of(task.base, attention):
             slots_reason = reason
             try:
-                like, reason = probe_slots(task.model, task.prompts[0].ids)
+                like, reason = probe_slots(task)
             except NoSlotsError as error:
                 reason = str(error)
                 break
@@ -112,7 +113,7 @@ def _answers(task: AnswerTask) -> Iterator[Answer]:
                 yield from answers_by_slots(task, like)
                 return
     _note(f"answers are made by transformers' generate, in batches of prompts of the same length: {reason}")
-    with _attention_of(task.model, masked):
+    with _attention_of(task.base, masked):
         yield from _answers_by_generate(task)
 
 
@@ -120,40 +121,37 @@ def _note(text: str) -> None:
     warnings.warn(text, SamplingNote, stacklevel=2)
 
 
-def _attention_with_masks(model: AnyModule) -> str:
+def _attention_with_masks(base: AnyModule) -> str:
     """Return an attention of transformers that takes masks: the model's own, else one that it supports."""
-    inner: AnyModule = base_of(model)
-    own = str(inner.config._attn_implementation)
+    own = str(base.config._attn_implementation)
     if own in ("sdpa", "eager"):
         return own
-    return "sdpa" if inner._supports_sdpa else "eager"
+    return "sdpa" if base._supports_sdpa else "eager"
 
 
 @contextlib.contextmanager
-def _attention_of(model: AnyModule, name: str) -> Iterator[None]:
+def _attention_of(base: AnyModule, name: str) -> Iterator[None]:
     """Let a model attend by another implementation. Attention of packed documents, for one, takes no masks."""
-    inner: AnyModule = base_of(model)
-    before = inner.config._attn_implementation
+    before = base.config._attn_implementation
     if before == name:
         yield
         return
-    inner.set_attn_implementation(name)
+    base.set_attn_implementation(name)
     try:
         yield
     finally:
-        inner.set_attn_implementation(before)
+        base.set_attn_implementation(before)
 
 
 @contextlib.contextmanager
-def _without_own_settings(model: AnyModule) -> Iterator[None]:
+def _without_own_settings(base: AnyModule) -> Iterator[None]:
     """Take a model's generation settings away: `generate` completes those that it is given by them."""
-    inner: AnyModule = base_of(model)
-    before = inner.generation_config
-    inner.generation_config = GenerationConfig()
+    before = base.generation_config
+    base.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        inner.generation_config = before
+        base.generation_config = before
 
 
 class _OwnChoice(LogitsProcessor):
@@ -196,7 +194,7 @@ def _answer_batch(task: AnswerTask, asked: Sequence[tuple[int, int]]) -> list[An
     choice = _OwnChoice(task, torch.tensor(keys, dtype=torch.int32, device=task.device))
     stops = StopTexts(tokenizer, task.settings.stop, prompt_length=n_prompt)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with _without_own_settings(task.model):
+    with _without_own_settings(task.base):
         made = task.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

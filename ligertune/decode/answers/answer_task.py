@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ligertune.any_types import AnyModule
 from ligertune.decode.answers.answer_ends import cut_at
@@ -81,9 +81,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerTask:
-    """A model with the prompts that it answers. The arguments are those of `sample_answers`."""
+    """A model with the prompts that it answers. The arguments are those of `sample_answers`.
+
+    base: the model without PEFT's classes around it, which has the configuration.
+    """
 
     model: AnyModule
+    base: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     settings: SamplingSettings

@@ -34,7 +34,6 @@ from ligertune.decode.answers.token_choice import answer_key, choose_tokens, pen
 from ligertune.errors import message_of
 from ligertune.hardware import available_memory, total_memory
 from ligertune.models.compile import run_eagerly
-from ligertune.models.shape import base_of
 
 CPU_SLOTS = 32
 MOST_SLOTS = 512
@@ -55,21 +54,23 @@ Finished = Callable[[], Answer]  # decodes the text of a finished answer
 
 
 @torch.no_grad()
-def probe_slots(model: AnyModule, ids: Sequence[int]) -> tuple[Cache | None, str]:
-    """Compare logits by slots with those of a plain forward, for two short texts of these ids.
+def probe_slots(task: AnswerTask) -> tuple[Cache | None, str]:
+    """Compare logits by slots with those of a plain forward, for two short texts from the first prompt.
 
     Returns (a cache of prompts, for its shapes; "") or (None; why the model cannot be answered slot by slot). Raises
     NoSlotsError if no attention would help.
     """
-    device = next(model.parameters()).device
+    model: AnyModule = task.model
+    device = task.device
+    ids = task.prompts[0].ids
     texts = [[ids[index % len(ids)] for index in range(length)] for length in _PROBE]
     try:
         with run_eagerly():
-            like = _read_prefixes(model, [text[:-1] for text in texts[:1]])
+            like = _read_prefixes(task, [text[:-1] for text in texts[:1]])
             positions = torch.zeros(len(texts), dtype=torch.long, device=device)
-            slots = SlotCache(base_of(model), like, capacity=max(_PROBE) + 1, positions=positions)
+            slots = SlotCache(task.base, like, capacity=max(_PROBE) + 1, positions=positions)
             for slot, text in enumerate(texts):
-                slots.fill(_read_prefixes(model, [text[:-1]]), [0], [slot])
+                slots.fill(_read_prefixes(task, [text[:-1]]), [0], [slot])
                 positions[slot] = len(text) - 1
             last = torch.tensor([text[-1:] for text in texts], device=device)
             found = model(input_ids=last, position_ids=positions[:, None], **slots.inputs()).logits[:, -1]
@@ -86,16 +87,14 @@ def probe_slots(model: AnyModule, ids: Sequence[int]) -> tuple[Cache | None, str
     return like, ""
 
 
-def _read_prefixes(model: AnyModule, rows: Sequence[Sequence[int]]) -> Cache:
+def _read_prefixes(task: AnswerTask, rows: Sequence[Sequence[int]]) -> Cache:
     """Return the cache of some texts, padded on the right."""
-    device = next(model.parameters()).device
     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for row, text in enumerate(rows):
         ids[row, : len(text)] = torch.tensor(text)
-    base = base_of(model)
-    cache = prefix_cache(base)
-    keywords: dict[str, Any] = {cache_keyword(base): cache, "use_cache": True, "logits_to_keep": 1}
-    model(input_ids=ids.to(device), **keywords)
+    cache = prefix_cache(task.base)
+    keywords: dict[str, Any] = {cache_keyword(task.base): cache, "use_cache": True, "logits_to_keep": 1}
+    task.model(input_ids=ids.to(task.device), **keywords)
     return cache
 
 
@@ -165,7 +164,7 @@ class SlotEngine:
         # of the answers; a slot that waits writes to the column behind its answer
         self.answer_ids = torch.zeros(slots, most_tokens + 1, dtype=torch.long, device=device)
         self.answer_log_probs = torch.zeros(slots, most_tokens + 1, device=device)
-        self.cache = SlotCache(base_of(task.model), like, capacity=capacity, positions=self.positions)
+        self.cache = SlotCache(task.base, like, capacity=capacity, positions=self.positions)
 
     @property
     def is_busy(self) -> bool:
@@ -197,7 +196,7 @@ class SlotEngine:
                 break  # padding would change recurrent states
             places.append(self.unread.popleft())
         rows = [prompts[place].ids[:-1] for place in places]
-        prefix = _read_prefixes(self.task.model, rows) if longest > 1 else None
+        prefix = _read_prefixes(self.task, rows) if longest > 1 else None
         for row, place in enumerate(places):
             self.waiting += [_Waiting(place, number, prefix, row) for number in range(each)]
 
