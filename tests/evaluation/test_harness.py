@@ -122,6 +122,17 @@ def test_answers_match_and_the_base_model_is_next_to_the_run(model_run, tasks):
     assert bits["difference"]["value"] == pytest.approx(bits["value"] - bits["base"]["value"])
 
 
+@pytest.mark.slow
+def test_a_setting_that_slots_lack_is_told_in_a_note(model_run, tasks):
+    task = json.loads(tasks["generate_until"].read_text(encoding="utf-8"))
+    task["generation_kwargs"]["no_repeat_ngram_size"] = 2
+    file = tasks["generate_until"].with_name("no_repeat.yaml")
+    file.write_text(json.dumps(task), encoding="utf-8")
+    assert evaluated(model_run, "--tasks", tasks["generate_until"], "--no-base")["notes"] == []
+    (note,) = evaluated(model_run, "--tasks", file)["notes"]  # of two models
+    assert "generate" in note and "slots have no no_repeat_ngram_size" in note
+
+
 def test_tasks_that_cannot_be_evaluated_are_refused(model_run, tasks):
     def refusal(*arguments: object) -> str:
         done = run_here("eval", model_run, *arguments, cwd=model_run.parent)
