@@ -21,7 +21,7 @@ what one layer needs while it computes is that of the kind that needs the most.
 Under FSDP2 the embedding and the head are gathered from the forward to the end of the backward, and so are two layers
 at a time: the one that computes and the next one, which is prefetched. Without resharding after the forward all layers
 stay gathered, each to its backward. The gradient of a layer, of the embedding and of the head is whole before it is
-reduced and scattered.
+reduced and scattered, and while a layer has its backward, that of the layer before is scattered.
 
 Tiled layers have other phases (tiled_bytes.py). With offloading, the inputs of the other layers are in host memory, and
 so are attention's and o_proj's outputs (`ligertune.activations.second_run`).
@@ -369,10 +369,13 @@ class LayerStack:
         return layer, *(one for one, number in self.others if number)
 
     def gathered(self, waiting: int) -> int:
-        """Return the bytes of gathered weights while so many layers wait for their backward."""
+        """Return the bytes of gathered weights while so many layers wait for their backward.
+
+        In the backward they include the gradient of the layer before, which is being reduced and scattered.
+        """
         done = self.number - waiting
-        # and the buffer of the last gather
-        return max(2, self.stay_gathered - done + 1) * self.weights
+        # and the buffers of two gathers
+        return (max(2, self.stay_gathered - done + 2) + (done > 0)) * self.weights
 
 
 def _gathered_ends(head: HeadShape, itemsize: int, stack: LayerStack) -> tuple[int, int]:
