@@ -117,7 +117,8 @@ class MemoryEstimate:
         tokens = -(-slots // self.cp_size)
         labels = round(tokens * self.labelled) if labels is None else min(labels, tokens)
         keys = self.visible_keys(tokens)
-        batch = MicroBatch(tokens, max(1, labels), row_length, accumulates)
+        full_rows = (1 - self.labelled) * row_length < 1.001
+        batch = MicroBatch(tokens, max(1, labels), row_length, accumulates, full_rows)
         inputs = INPUT_BYTES * tokens * self.input_copies
         step = self._step_bytes(self.workspace + inputs + self.gathered_keys_bytes(slots, keys), memory)
         if self.heads is not None and not self.heads.joint:
