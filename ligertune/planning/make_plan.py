@@ -29,7 +29,7 @@ from ligertune.planning.memory.activation_policy import (
     suggest_offload,
     with_checkpointed_layers,
 )
-from ligertune.planning.memory.estimate import UNCOUNTED, MemoryEstimate, initial_adapter_bytes
+from ligertune.planning.memory.estimate import MemoryEstimate, initial_adapter_bytes, uncounted
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
 from ligertune.planning.memory.model_shape import ExpertsShape, ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
@@ -330,7 +330,7 @@ def estimate_memory(
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
         workspace=dequantised + _adapter_bytes(shape, itemsize) + _cublas_bytes(recipe, inputs.machine),
         recorded_buffer=dequantised if recipe.train.cuda_graphs is True else 0,
-        uncounted=UNCOUNTED if inputs.machine.device == "cuda" else 0.0,
+        uncounted=uncounted(shards) if inputs.machine.device == "cuda" else 0.0,
         # the graphs of a step's first and later micro-batches each read their own copy
         input_copies=3 if recipe.train.cuda_graphs is True else 1,
         optim_in_backward=recipe.train.optim_in_backward,

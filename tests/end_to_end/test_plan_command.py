@@ -121,7 +121,7 @@ def test_a_plan_for_pairs_counts_both_sequences(ligertune, recipe, quickstart):
 
 @pytest.mark.parametrize(
     "settings, when",
-    [({}, "at the beginning of the backward"),
+    [({}, "in the loss"), ({"train.gradient_checkpointing": True}, "at the beginning of the backward"),
      ({"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 1, "data.max_length": 256,
        "train.gradient_checkpointing": True}, "in the backward of the first layer")],
 )  # fmt: skip
@@ -185,7 +185,7 @@ def test_auto_checkpoints_as_few_layers_as_memory_allows(tmp_path):
         left = made.memory.policy.not_checkpointed
         fits = [
             dataclasses.replace(made.memory, policy=dataclasses.replace(made.memory.policy, not_checkpointed=n)).fits(
-                64, 512, accumulates=True, memory=mib << 20
+                64, 512, accumulates=True, memory=mib << 20, labels=made.largest_batch.labels
             )
             for n in range(7)
         ]

@@ -1,7 +1,6 @@
 """Metrics of generated answers: during a run by eval.metric, and of the trained model by `ligertune eval --metric`."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -81,8 +80,8 @@ def test_recipes_whose_answers_cannot_be_scored_are_refused(changes, words, tmp_
         plan_run(tmp_path, **changes)
 
 
-@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
-def test_a_run_with_tasks_needs_lm_eval_before_anything_is_loaded(tmp_path):
+def test_a_run_with_tasks_needs_lm_eval_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("ligertune.planning.preflight.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"eval\.tasks: arc_easy needs the package lm-eval.*pip install 'lm-eval>="):
         plan_run(tmp_path, **{"eval.tasks": "[arc_easy]"})
 

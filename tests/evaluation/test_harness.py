@@ -1,7 +1,10 @@
-"""Tasks of lm-evaluation-harness on a run: the numbers of `lm_eval --model hf`."""
+"""Tasks of lm-evaluation-harness on a model and on a run: the numbers of `lm_eval --model hf`.
+
+The extra `dev` brings lm-eval: without it the fast tests fail, and only the slow ones are skipped.
+"""
 
 import json
-import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ OUTPUTS = {
         "doc_to_text": "Question: {{question}}\nAnswer:",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        # brier_score follows each log-likelihood; the others follow only their order
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}, {"metric": "brier_score"}],
     },
     "loglikelihood_rolling": {
         "doc_to_text": "",
@@ -40,36 +44,48 @@ def model_run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tasks(model_run, tmp_path_factory, quickstart) -> dict[str, Path]:
-    """YAML files of a task of each kind. Every second answer of `generate_until` is what the model writes."""
-    pytest.importorskip("lm_eval")
-    folder = tmp_path_factory.mktemp("yaml")
+def documents(quickstart) -> list[dict]:
+    """Eight documents: a question, four answers to choose from, and a text."""
     rows = [json.loads(line) for line in (quickstart / "dolly_short.jsonl").read_text(encoding="utf-8").splitlines()]
-    model = AutoModelForCausalLM.from_pretrained(model_run / "model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model_run / "model")
-    documents = []
+    found = []
     for number in range(8):
-        question = rows[number]["instruction"]
-        ids = tokenizer(f"{question}\n", return_tensors="pt").input_ids
-        with torch.no_grad():
-            made = model.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0, ids.shape[1] :]
-        answer = tokenizer.decode(made, skip_special_tokens=True).split("\n\n")[0].split(".")[0]
-        document = {"question": question, "choices": [row["output"][:40] for row in rows[4 * number :][:4]]}
-        document |= {"answer": number % 4, "text": " ".join(row["output"] for row in rows[9 * number :][:9])}
-        documents.append(document | {"greedy": answer if number % 2 else "another"})
-    data = folder / "documents.jsonl"
-    data.write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
-    found = {}
-    for kind, settings in OUTPUTS.items():
-        task = {"task": f"local_{kind}", "dataset_path": "json", "test_split": "test", "output_type": kind, **settings}
-        task["dataset_kwargs"] = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
-        found[kind] = folder / f"{kind}.yaml"
-        found[kind].write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+        document = {"question": rows[number]["instruction"], "answer": number % 4}
+        document["choices"] = [row["output"][:40] for row in rows[4 * number :][:4]]
+        document["text"] = " ".join(row["output"] for row in rows[9 * number :][:9])
+        found.append(document)
     return found
 
 
-def evaluated(run: Path, *arguments: object) -> dict:
-    done = run_here("eval", run, *arguments, "--json", cwd=run.parent)
+def write_task(folder: Path, kind: str, documents: list[dict]) -> Path:
+    """Write a task of this kind with its documents. Returns its YAML file."""
+    data = folder / f"{kind}.jsonl"
+    data.write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
+    task = {"task": f"local_{kind}", "dataset_path": "json", "test_split": "test", "output_type": kind, **OUTPUTS[kind]}
+    task["dataset_kwargs"] = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+    path = folder / f"{kind}.yaml"
+    path.write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    return path
+
+
+@pytest.fixture(scope="module")
+def tasks(model_run, documents, tmp_path_factory) -> dict[str, Path]:
+    """YAML files of a task of each kind. Every second answer of `generate_until` is what the model writes."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path_factory.mktemp("yaml")
+    model = AutoModelForCausalLM.from_pretrained(model_run / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_run / "model")
+    answered = []
+    for number, document in enumerate(documents):
+        ids = tokenizer(f"{document['question']}\n", return_tensors="pt").input_ids
+        with torch.no_grad():
+            made = model.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0, ids.shape[1] :]
+        answer = tokenizer.decode(made, skip_special_tokens=True).split("\n\n")[0].split(".")[0]
+        answered.append({**document, "greedy": answer if number % 2 else "another"})
+    return {kind: write_task(folder, kind, answered) for kind in OUTPUTS}
+
+
+def evaluated(target: Path, *arguments: object) -> dict:
+    done = run_here("eval", target, *arguments, "--json", cwd=target.parent)
     assert done.code == 0, done.err
     return json.loads(done.out)
 
@@ -87,25 +103,37 @@ def of_lm_eval(model: Path, task: Path) -> dict[str, tuple[float, object]]:
     return {name: (float(values[f"{name},none"]), values[f"{name}_stderr,none"]) for name in names}
 
 
-def check_task(kind: str, run: Path, tasks: dict[str, Path]) -> None:
-    found = evaluated(run, "--tasks", tasks[kind], "--no-base")
-    expected = of_lm_eval(run / "model", tasks[kind])
+def check_task(kind: str, target: Path, model: Path, task: Path) -> None:
+    """Compare `ligertune eval` of a target with lm_eval on its model."""
+    found = evaluated(target, "--tasks", task, "--no-base")
+    expected = of_lm_eval(model, task)
     assert found["examples"] == 8
-    assert len(expected) == len(found["metrics"]) > 0
+    assert len(expected) == len(found["metrics"]) == len(OUTPUTS[kind]["metric_list"])
     for name, (value, stderr) in expected.items():
         measured = found["metrics"][f"local_{kind}/{name}"]
         assert measured["value"] == pytest.approx(value, rel=1e-6), name
         assert measured["stderr"] == (pytest.approx(stderr, rel=1e-6) if isinstance(stderr, float) else None)
 
 
-def test_a_multiple_choice_task_has_the_numbers_of_lm_eval(model_run, tasks):
-    check_task("multiple_choice", model_run, tasks)
+def test_a_multiple_choice_task_has_the_numbers_of_lm_eval_without_a_network(
+    quickstart, documents, tmp_path, monkeypatch
+):
+    reached = []
+
+    def refuse(connection: socket.socket, address: object) -> None:
+        reached.append(address)
+        raise OSError("the test has no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    model = quickstart / "stories260K"
+    check_task("multiple_choice", model, model, write_task(tmp_path, "multiple_choice", documents))
+    assert not reached
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["loglikelihood_rolling", "generate_until"])
-def test_other_tasks_have_the_numbers_of_lm_eval(kind, model_run, tasks):
-    check_task(kind, model_run, tasks)
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_tasks_on_a_run_have_the_numbers_of_lm_eval(kind, model_run, tasks):
+    check_task(kind, model_run, model_run / "model", tasks[kind])
 
 
 @pytest.mark.slow
@@ -133,24 +161,24 @@ def test_a_setting_that_slots_lack_is_told_in_a_note(model_run, tasks):
     assert "generate" in note and "slots have no no_repeat_ngram_size" in note
 
 
-def test_tasks_that_cannot_be_evaluated_are_refused(model_run, tasks):
+def test_tasks_that_cannot_be_evaluated_are_refused(quickstart, documents, tmp_path):
     def refusal(*arguments: object) -> str:
-        done = run_here("eval", model_run, *arguments, cwd=model_run.parent)
+        done = run_here("eval", quickstart / "stories260K", *arguments, cwd=tmp_path)
         assert done.code == 2 and "Traceback" not in done.err
         return " ".join(done.err.split())
 
+    task = write_task(tmp_path, "generate_until", documents)
     assert "there is no file missing.yaml" in refusal("--tasks", "missing.yaml")
-    assert "--tasks and --data both say" in refusal("--tasks", tasks["generate_until"], "--data", "x.jsonl")
+    assert "--tasks and --data both say" in refusal("--tasks", task, "--data", "x.jsonl")
     assert "--num-fewshot belongs to --tasks" in refusal("--num-fewshot", 2)
-    broken = tasks["generate_until"].with_name("broken.yaml")
+    broken = tmp_path / "broken.yaml"
     broken.write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: gone.jsonl}}\n")
     assert "--tasks: " in refusal("--tasks", broken)
 
 
-@pytest.mark.skipif("lm_eval" in os.environ.get("PYTHONPATH", ""), reason="lm_eval is installed")
-def test_without_lm_eval_the_command_says_what_to_install(model_run, monkeypatch):
+def test_without_lm_eval_the_command_says_what_to_install(quickstart, tmp_path, monkeypatch):
     monkeypatch.setattr("ligertune.decode.harness.find_spec", lambda name: None)
-    done = run_here("eval", model_run, "--tasks", "arc_easy", cwd=model_run.parent)
+    done = run_here("eval", quickstart / "stories260K", "--tasks", "arc_easy", cwd=tmp_path)
     assert done.code == 2
     assert "pip install 'lm-eval>=0.4.13'" in done.err
 

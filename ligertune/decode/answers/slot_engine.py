@@ -36,7 +36,7 @@ from ligertune.hardware import available_memory, total_memory
 from ligertune.models.compile import run_eagerly
 
 CPU_SLOTS = 32
-MOST_SLOTS = 512
+MOST_SLOTS = 1024
 SHARE_OF_FREE = 0.6  # of the free memory, for slots; the rest is for prefixes, logits and activations
 _CUDA_STEPS = 16  # between two looks at the slots: a look waits for the GPU, and a finished slot waits for a look
 _PREFIX_TOKENS = 16_384  # of the prompts that are read in one forward, padding included

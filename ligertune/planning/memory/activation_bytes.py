@@ -21,7 +21,7 @@ what one layer needs while it computes is that of the kind that needs the most.
 Under FSDP2 the embedding and the head are gathered from the forward to the end of the backward, and so are two layers
 at a time: the one that computes and the next one, which is prefetched. Without resharding after the forward all layers
 stay gathered, each to its backward. The gradient of a layer, of the embedding and of the head is whole before it is
-reduced and scattered.
+reduced and scattered, and while a layer has its backward, that of the layer before is scattered.
 
 Tiled layers have other phases (tiled_bytes.py). With offloading, the inputs of the other layers are in host memory, and
 so are attention's and o_proj's outputs (`ligertune.activations.second_run`).
@@ -95,12 +95,25 @@ class ActivationPolicy:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of one micro-batch in token slots. `accumulates`: gradients of earlier micro-batches exist."""
+    """Sizes of one micro-batch in token slots. `accumulates`: gradients of earlier micro-batches exist.
+
+    full_rows: of each row, only the last token has no label.
+    """
 
     tokens: int
     labels: int
     row_length: int
     accumulates: bool
+    full_rows: bool = False
+
+    @property
+    def copied_labels(self) -> int:
+        """Labels whose rows the loss first copies together: rows without a label are skipped.
+
+        A few are computed to fill up a multiple of rows; if these are all, nothing is copied.
+        """
+        computed = -(-self.labels // MULTIPLE_OF) * MULTIPLE_OF
+        return 0 if self.full_rows and computed >= self.tokens else self.labels
 
 
 @dataclass(frozen=True)
@@ -258,11 +271,6 @@ def loss_workspace(rows: int, head: HeadShape, itemsize: int, *, needs_dw: bool,
     return schedule_of(rows, head.hidden, head.vocab, dtype, needs_dw=needs_dw, free_bytes=free).extra_bytes
 
 
-def _rounded(labels: int) -> int:
-    """Return the rows that the loss computes for so many labels."""
-    return -(-labels // MULTIPLE_OF) * MULTIPLE_OF
-
-
 def loss_bytes(
     head: HeadShape,
     policy: ActivationPolicy,
@@ -286,8 +294,7 @@ def loss_bytes(
         return logits * (itemsize + 12) + copies, logits * (itemsize + 4) + copies
     needs_dw = head.head_trains or head.token_rows
     workspace = loss_workspace(batch.labels, head, itemsize, needs_dw=needs_dw, free=free)
-    # Rows without a label are skipped, so the labelled rows are first copied together, up to a multiple of rows.
-    gathered = 0 if _rounded(batch.labels) >= batch.tokens else batch.labels * head.hidden * itemsize
+    gathered = batch.copied_labels * head.hidden * itemsize
     gradient = head.head_trains * head.elements * itemsize
     held = batch.labels * head.hidden * itemsize + copies
     freed = in_backward and not head.tied  # the embedding adds to the gradient of a tied weight at the end
@@ -306,9 +313,8 @@ def divergence_bytes(
     dtypes = [{2: torch.bfloat16, 4: torch.float32}[size] for size in (itemsize, frozen.itemsize)]
     sizes = batch.labels, head.hidden, head.vocab
     workspace = divergence_workspace(*sizes, *dtypes, needs_dw=head.head_trains)
-    # Rows without a label are skipped, so the labelled rows of both models are first copied together.
     row = head.hidden * itemsize
-    gathered = 0 if _rounded(batch.labels) >= batch.tokens else batch.labels * (row + frozen.hidden_bytes)
+    gathered = batch.copied_labels * (row + frozen.hidden_bytes)
     return given + gathered + workspace + batch.labels * row + head.head_trains * head.elements * itemsize
 
 
@@ -369,10 +375,13 @@ class LayerStack:
         return layer, *(one for one, number in self.others if number)
 
     def gathered(self, waiting: int) -> int:
-        """Return the bytes of gathered weights while so many layers wait for their backward."""
+        """Return the bytes of gathered weights while so many layers wait for their backward.
+
+        In the backward they include the gradient of the layer before, which is being reduced and scattered.
+        """
         done = self.number - waiting
-        # and the buffer of the last gather
-        return max(2, self.stay_gathered - done + 1) * self.weights
+        # and the buffers of two gathers
+        return (max(2, self.stay_gathered - done + 2) + (done > 0)) * self.weights
 
 
 def _gathered_ends(head: HeadShape, itemsize: int, stack: LayerStack) -> tuple[int, int]:
@@ -405,6 +414,16 @@ def _layer_needs(
     return saved, backward_bytes(layer, policy, itemsize, batch.tokens, expert_gradients=gradients)
 
 
+def _freed_by_last_norm(layer: LayerShape, policy: ActivationPolicy, batch: MicroBatch, itemsize: int) -> int:
+    """Return the bytes of the loss phase that are free, or not used yet, when the last MLP has its backward.
+
+    The backward of the last norm has freed its input and output, and replaced the gradient of the loss. The gradient of
+    the MLP's input does not exist yet.
+    """
+    states = 2 + (not policy.offloads_inputs)
+    return (states * batch.tokens + batch.labels) * layer.hidden * itemsize
+
+
 def step_phases(
     layer: LayerShape, head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, step: StepBytes, stack: LayerStack
 ) -> tuple[StepPhase, ...]:
@@ -430,8 +449,6 @@ def step_phases(
     gate = gate_bytes(largest, policy_of_first, itemsize) * batch.tokens
     ends = _end_bytes(layer, itemsize) * batch.tokens
     loss_peak, loss_held = loss_bytes(head, policy, batch, itemsize, step.free, in_backward=step.in_backward)
-    # When a layer is run again, the last norm and the loss have freed their tensors, and its input is held already.
-    run_again = whole_layer - (2 if policy.offloads_inputs and last == 0 else 3) * hidden_states if last < layers else 0
     back_of_last = back
     if last:
         saved, own = needs(layer, policy_of_last)
@@ -446,19 +463,15 @@ def step_phases(
     existing, done, another = gradient_bytes(
         head, batch, gradients, itemsize, layers=layers, last=last, shards=stack.shards
     )
-    rest = held - saved_by_last + ends + run_again + gate
+    # the last norm and the loss have freed their tensors, and the layer's input is held already
+    rest = held - saved_by_last + ends + whole_layer - 3 * hidden_states + gate
     back_of_first = back + with_gradient
     again = StepPhase("run again", rest, done, gathered_end * head.tied, back_of_first + stack.gathered(layers - last))
-    # The backward of the last norm has freed its input and output, and replaced the gradient of the loss.
-    freed = 2 * hidden_states + batch.labels * layer.hidden * itemsize
-    # In the MLP's backward, the gradient of its input does not exist yet.
-    freed += hidden_states * (not policy.offloads_inputs)
     of_last = results if last else whole_layer - (1 - policy.offloads_inputs) * hidden_states
-    backward = held + ends + of_last + gate - freed
-    # Measured: one recomputed norm with fused adapters, and one input on its way to the host.
+    backward = held + ends + of_last + gate - _freed_by_last_norm(layer, policy, batch, itemsize)
     keeps = last < layers if policy.offloads_inputs else last and policy.fused_lora and policy.recompute
-    kept = hidden_states if keeps else 0
-    loss_peak = max(loss_peak + kept, loss_held + hidden_states)
+    # Measured: an input on its way to the host, or a recomputed norm of fused adapters.
+    loss_peak = max(loss_peak + hidden_states * bool(keeps), loss_held + hidden_states)
     ends_in_loss = max(gathered_end, kept_end * (2 - head.tied))
     working_in_loss = step.workspace - step.recorded_buffer + ends_in_loss + stack.gathered(layers)
     working_in_backward = back_of_last + with_gradient + stack.gathered(layers)

@@ -44,12 +44,18 @@ FRAGMENTATION = 0.04
 # Share of the peak that is not counted, such as temporaries of small kernels and the allocator's rounding. Without it
 # the lowest prediction of 81 steps of `scripts/bench choice` on an H200 was 0.2 % too low.
 UNCOUNTED = 0.002
+UNCOUNTED_SHARDED = 0.005  # under FSDP2, whose buffers are not all counted: of 4 runs on two H200
 # A token slot of a packed batch on the device: ids, labels, positions, rows with labels (int64), documents (two int32).
 INPUT_BYTES = 40
 
 # Bytes for each element of a weight while its initial adapter is computed: copies in float32 and float64, and the
 # singular vectors. The sum of the tensors that exist together, and not measured: a library's own workspace is extra.
 INITIAL_BYTES = 24
+
+
+def uncounted(shards: int) -> float:
+    """Return the share of a GPU's peak that no formula counts. shards: ranks that share the weights."""
+    return UNCOUNTED if shards == 1 else UNCOUNTED_SHARDED
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class MemoryEstimate:
     image_share: float = 0.0  # largest share of a row's slots that are image tokens
     shards: int = 1  # ranks that share the states; FSDP2 gathers one layer at a time
     reshards: bool = True  # FSDP2 frees a layer's gathered weights after its forward
-    keeps_gradients: bool = False  # gradients keep their memory between steps: the buckets of DDP
+    keeps_gradients: bool = False  # between steps: DDP's buckets. Micro-batches accumulate outside of them.
     cp_size: int = 1  # ranks that share a row
     longest_document: int = 0
     cpu_offload: bool = False  # the states are in host memory; the device holds what FSDP2 gathers
@@ -95,9 +101,11 @@ class MemoryEstimate:
         weights, optimizer = (0, 0) if self.cpu_offload else (self.states.weights, self.states.optimizer)
         weights += self.float8_copies
         slots = rows * row_length
+        buckets = self.states.gradients if self.keeps_gradients and accumulates else 0
         accumulates = accumulates or self.keeps_gradients
         phases = self._phases(slots, row_length, accumulates=accumulates, memory=memory, labels=labels)
         phases = (*phases, StepPhase("loading", 0, 0, 0, self.loading))
+        phases = tuple(replace(phase, gradients=phase.gradients + buckets) for phase in phases)
         frozen = 0 if self.frozen_model is None else self.frozen_model.weights
         found = MemoryPeak(weights, optimizer, max(phases, key=lambda phase: phase.total), frozen)
         working = found.phase.working + round(self.uncounted * found.total)
@@ -109,7 +117,8 @@ class MemoryEstimate:
         tokens = -(-slots // self.cp_size)
         labels = round(tokens * self.labelled) if labels is None else min(labels, tokens)
         keys = self.visible_keys(tokens)
-        batch = MicroBatch(tokens, max(1, labels), row_length, accumulates)
+        full_rows = (1 - self.labelled) * row_length < 1.001
+        batch = MicroBatch(tokens, max(1, labels), row_length, accumulates, full_rows)
         inputs = INPUT_BYTES * tokens * self.input_copies
         step = self._step_bytes(self.workspace + inputs + self.gathered_keys_bytes(slots, keys), memory)
         if self.heads is not None and not self.heads.joint:

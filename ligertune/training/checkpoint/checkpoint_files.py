@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from ligertune.errors import UserError, format_bytes, message_of
 from ligertune.files.checked_files import DamagedFileError
@@ -63,7 +64,7 @@ from ligertune.training.parallel.distributed import LONG_TIMEOUT, ZERO_STAGES, u
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
     """Write `step-N` and remove the oldest checkpoints beyond `save_total_limit`. All ranks call it, without FSDP."""
     partial = begin(accelerator, plan, step)
-    with explain_failed_save(plan, step, partial):
+    with explain_failed_save(plan, step, partial), without_own_checksums():
         accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()  # checksums are of what all ranks have written to the end
         if accelerator.is_main_process:
@@ -115,6 +116,17 @@ def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
             hint="Free disk space or repair the folder, and continue with --resume.",
             exit_code=1,
         ) from error
+
+
+@contextlib.contextmanager
+def without_own_checksums() -> Iterator[None]:
+    """Let torch write files without checksums of its own: progress.json has them, and these take 40 % of the time."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 class Saver:
@@ -199,7 +211,7 @@ class Saver:
 
     def write_and_complete(self, step: int, partial: Path, weights: dict[str, Tensor], states: dict[str, Any]) -> None:
         """Write the files as `save_state` does, and trainable weights alone as `save_only_what_trains` does."""
-        with explain_failed_save(self._plan, step, partial):
+        with explain_failed_save(self._plan, step, partial), without_own_checksums():
             if all_train(self._model):
                 save(weights, partial / SAFE_WEIGHTS_NAME, safe_serialization=True)
             else:
@@ -210,7 +222,7 @@ class Saver:
     def write_shards(self, step: int, partial: Path, shards: dict[str, dict[str, Any]]) -> None:
         """Write this rank's shards as `save_state` does. All ranks call it; the main rank completes the checkpoint."""
         is_main = self._accelerator.is_main_process
-        with explain_failed_save(self._plan, step, partial):
+        with explain_failed_save(self._plan, step, partial), without_own_checksums():
             initial = initial_factors(self._model)
             if is_main and initial:
                 save_weights(initial, partial / INITIAL_FILE)
