@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import time
+from functools import partial
 
 from benchmarks import inputs, pages, processes
 from benchmarks.pages import GIB
@@ -60,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of a side")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a side, and write no page")
     parser.add_argument("--line", metavar="SIDE", help=argparse.SUPPRESS)
-    options = pages.parse(parser)
+    options = pages.parse(parser, partial(pages.joined, keys=("model", "side")))
     if options.small:
         options.only = "stories260K"
     options.sides = options.sides or (SMALL_SIDES if options.small else SIDES)
