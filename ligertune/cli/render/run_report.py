@@ -25,6 +25,7 @@ PHASES = {
     "forward": "in the forward",
     "frozen model": "in the forward of the frozen model",
     "loss": "in the loss",
+    "last norm": "in the backward of the last norm",
     "backward": "at the beginning of the backward",
     "run again": "in the backward, when the first checkpointed layer is recomputed",
     "first layer": "in the backward of the first layer",

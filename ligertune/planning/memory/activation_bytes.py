@@ -1,8 +1,9 @@
 """Activation memory of one training step, by formula. No model is loaded and nothing is run.
 
-The memory of a step has up to six phases with a local maximum. The largest is the peak:
+The memory of a step has up to seven phases with a local maximum. The largest is the peak:
 
     loss         all activations, the output head's chunks of logits, and the gradients that the loss computes
+    last norm    all activations, and the gradients of the last norm's input and output
     backward     all activations, and the backward of one layer
     run again    the first checkpointed layer, if the last layers are not checkpointed: their activations are freed and
                  their gradients exist
@@ -414,14 +415,25 @@ def _layer_needs(
     return saved, backward_bytes(layer, policy, itemsize, batch.tokens, expert_gradients=gradients)
 
 
-def _freed_by_last_norm(layer: LayerShape, policy: ActivationPolicy, batch: MicroBatch, itemsize: int) -> int:
+def _kept_in_loss(policy: ActivationPolicy, last: int, layers: int) -> bool:
+    """Return whether the loss phase has one hidden state more, as traces show.
+
+    It is an input on its way to the host, or a recomputed norm of fused adapters. last: layers that save everything.
+    """
+    if policy.offloads_inputs:
+        return last < layers
+    return last > 0 and policy.fused_lora and bool(policy.recompute)
+
+
+def _freed_by_last_norm(head: HeadShape, policy: ActivationPolicy, batch: MicroBatch, itemsize: int) -> int:
     """Return the bytes of the loss phase that are free, or not used yet, when the last MLP has its backward.
 
     The backward of the last norm has freed its input and output, and replaced the gradient of the loss. The gradient of
     the MLP's input does not exist yet.
     """
     states = 2 + (not policy.offloads_inputs)
-    return (states * batch.tokens + batch.labels) * layer.hidden * itemsize
+    rows = 0 if head.gives_scores else batch.labels
+    return (states * batch.tokens + rows) * head.hidden * itemsize
 
 
 def step_phases(
@@ -468,15 +480,16 @@ def step_phases(
     back_of_first = back + with_gradient
     again = StepPhase("run again", rest, done, gathered_end * head.tied, back_of_first + stack.gathered(layers - last))
     of_last = results if last else whole_layer - (1 - policy.offloads_inputs) * hidden_states
-    backward = held + ends + of_last + gate - _freed_by_last_norm(layer, policy, batch, itemsize)
-    keeps = last < layers if policy.offloads_inputs else last and policy.fused_lora and policy.recompute
-    # Measured: an input on its way to the host, or a recomputed norm of fused adapters.
-    loss_peak = max(loss_peak + hidden_states * bool(keeps), loss_held + hidden_states)
+    backward = held + ends + of_last + gate - _freed_by_last_norm(head, policy, batch, itemsize)
+    in_loss = held + ends + _kept_in_loss(policy, last, layers) * hidden_states
+    # the gradient of the norm's input, and that of its output where the loss reads one token of a text
+    in_norm = held + ends + hidden_states * (1 + head.gives_scores)
     ends_in_loss = max(gathered_end, kept_end * (2 - head.tied))
     working_in_loss = step.workspace - step.recorded_buffer + ends_in_loss + stack.gathered(layers)
     working_in_backward = back_of_last + with_gradient + stack.gathered(layers)
     return (
-        StepPhase("loss", held + ends + (1 if last else 2) * (gate + results), before, loss_peak, working_in_loss),
+        StepPhase("loss", in_loss + (1 if last else 2) * (gate + results), before, loss_peak, working_in_loss),
+        StepPhase("last norm", in_norm, before, loss_held, working_in_loss),
         StepPhase("backward", backward, before, loss_held, working_in_backward),
         *([again] if 0 < last < layers else []),
         StepPhase("first layer", whole_layer + stack.tower, existing, another, back_of_first + stack.gathered(1)),

@@ -159,7 +159,8 @@ class Saver:
             return
         self.finish()
         partial = begin(accelerator, self._plan, step)
-        with explain_failed_save(self._plan, step, partial):  # each rank's random states are small
+        # each rank's random states are small
+        with explain_failed_save(self._plan, step, partial), without_own_checksums():
             rank = accelerator.process_index
             save_accelerator_state(str(partial), [], [], [], [], rank, accelerator.step, accelerator.scaler)
         accelerator.wait_for_everyone()
