@@ -24,9 +24,11 @@ NEW = 8
 GREEDY = SamplingSettings(max_new_tokens=NEW, temperature=0)
 DRAWN = SamplingSettings(max_new_tokens=NEW, temperature=1.3, top_k=40, top_p=0.95, min_p=0.01)
 LENGTHS = range(1, 51)
-IN_FOUR_BITS = pytest.param(
-    "four bits", marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-)
+NEEDS_BITSANDBYTES = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+SPECIAL = {
+    "four bits": pytest.param("four bits", marks=NEEDS_BITSANDBYTES),
+    "state in every layer": pytest.param("state in every layer", marks=pytest.mark.slow),
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def ids_of(answers) -> dict[tuple[int, int], tuple[int, ...]]:
     return {key: answer.ids for key, answer in answers.items()}
 
 
-@pytest.mark.parametrize("kind", [kind if kind != "four bits" else IN_FOUR_BITS for kind in MODELS])
+@pytest.mark.parametrize("kind", [SPECIAL.get(kind, kind) for kind in MODELS])
 def test_greedy_answers_are_those_of_generate_one_prompt_at_a_time(kind, folder, tokenizer, tmp_path):
     model = without_end(MODELS[kind](folder, tmp_path))
     prompts = prompts_of(LENGTHS if kind == "stories" else (1, 2, 5, 9, 9, 17, 30))
@@ -279,7 +281,9 @@ def test_a_patched_model_in_training_keeps_its_mode_and_its_attention(folder, to
     assert model.training and model.config._attn_implementation == "per_document"
 
 
-@pytest.mark.parametrize("family", ["bloom", "deepseek_v32"])  # positions by masks; a cache of another kind
+@pytest.mark.parametrize(
+    "family", ["bloom", pytest.param("deepseek_v32", marks=pytest.mark.slow)]
+)  # positions by masks; a cache of another kind
 def test_models_without_slots_are_answered_by_generate_with_a_note(family, tokenizer):
     model = without_end(tiny_family("causal", family))
     prompts = prompts_of((3, 7, 7, 12))

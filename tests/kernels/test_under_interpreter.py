@@ -10,26 +10,27 @@ OPS = Path(__file__).parent / "ops"
 EMULATED = (OPS / "attention" / "test_hopper_emulated.py", OPS / "recurrence" / "test_hopper_scans_emulated.py")
 IGNORED = tuple(f"--ignore={file}" for file in EMULATED)
 TESTS = Path(__file__).parents[1]
+RECOMPUTED = TESTS / "patching" / "test_recompute.py"
 IN_MODELS = (
-    "patching/test_recompute.py",
-    "patching/test_patch_in_place.py",
-    "training/optim/test_kernel_adamw.py",
-    "decode/test_sampling.py",
+    TESTS / "patching" / "test_patch_in_place.py",
+    TESTS / "training" / "optim" / "test_kernel_adamw.py",
+    TESTS / "decode" / "test_sampling.py",
 )
 
 
 def test_the_kernels_agree_with_float64_under_the_interpreter() -> None:
-    """Within models: of the families whose norms and MLPs launch in different ways. Others differ outside the kernels.
+    """All run in one process, which imports torch once."""
+    chosen = "ops or test_patch_in_place or trains_as_torchs_adamw or (greedy_answers and sliding)"
+    rerun_interpreted(str(OPS), *map(str, IN_MODELS), "-m", "not slow", "-k", chosen, *IGNORED)
 
-    All run in one process, which imports torch once.
-    """
+
+@pytest.mark.slow
+def test_recomputed_layers_have_every_bit_under_the_interpreter() -> None:
+    """Of the families whose norms and MLPs launch in different ways. Others differ outside the kernels."""
     different = "llama- or llama] or gemma2 or phi3] or mixtral or olmo2"
     freed = "freed and not qwen2 and (llama- or True- or adapter or casts)"
-    chosen = f"(every_bit and ({different})) or two_backwards or ({freed}) or test_patch_in_place"
-    generated = "(greedy_answers and sliding)"
-    files = [str(OPS), *(str(TESTS / file) for file in IN_MODELS)]
     rerun_interpreted(
-        *files, "-m", "not slow", "-k", f"ops or {chosen} or trains_as_torchs_adamw or {generated}", *IGNORED
+        str(RECOMPUTED), "-m", "not slow", "-k", f"(every_bit and ({different})) or two_backwards or ({freed})"
     )
 
 
