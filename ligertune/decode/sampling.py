@@ -40,7 +40,7 @@ from ligertune.models.shape import base_of
 
 __all__ = ["Answer", "Prompt", "SamplingNote", "SamplingSettings", "sample_answers", "sampling_notes"]
 
-# Options that `generate` applies after the processors of logits, the last of which chooses the token.
+# `generate` applies these options after its logits processors, when our processor has already chosen the token.
 _REFUSED = ("num_beams", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 
 

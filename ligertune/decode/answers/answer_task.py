@@ -1,4 +1,4 @@
-"""What is asked of a model, and a finished answer."""
+"""Prompts and settings that a model is given, and the answers that it returns."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class _SlotKeys(CacheLayerMixin):
 
 
 class _SlotStates(LinearAttentionLayer):
-    """States of a recurrent layer, of which a forward changes all slots."""
+    """States of a recurrent layer. A forward changes the states of all slots."""
 
     def __init__(self, like: Any, slots: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=like.number_of_states)

@@ -1,4 +1,4 @@
-"""Continuous batching: a fixed number of slots, each of which takes the next answer when its own is finished.
+"""Continuous batching: the number of slots is fixed, and a slot takes the next answer when its answer is finished.
 
 The keys, values and states of a prompt are computed once, and copied into the slots of its answers. A step has static
 shapes and does not wait for the device, so on a GPU it is recorded as a CUDA graph.

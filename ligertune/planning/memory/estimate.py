@@ -42,9 +42,9 @@ from ligertune.planning.memory.tiled_bytes import tiled_phases
 # Share of allocated memory that torch's allocator loses to fragmentation.
 FRAGMENTATION = 0.04
 # Share of the peak that is not counted, such as temporaries of small kernels and the allocator's rounding. Without it
-# the lowest prediction of 81 steps of `scripts/bench choice` on an H200 was 0.2 % too low.
+# the lowest prediction of 75 steps of `scripts/bench choice` on an H200 was 0.1 % too low.
 UNCOUNTED = 0.002
-UNCOUNTED_SHARDED = 0.005  # under FSDP2, whose buffers are not all counted: of 4 runs on two H200
+UNCOUNTED_SHARDED = 0.005  # under FSDP2, whose buffers are not all counted; from 3 runs on two H200
 # A token slot of a packed batch on the device: ids, labels, positions, rows with labels (int64), documents (two int32).
 INPUT_BYTES = 40
 
@@ -117,6 +117,7 @@ class MemoryEstimate:
         tokens = -(-slots // self.cp_size)
         labels = round(tokens * self.labelled) if labels is None else min(labels, tokens)
         keys = self.visible_keys(tokens)
+        # at most one slot of a row has no label; the share is rounded
         full_rows = (1 - self.labelled) * row_length < 1.001
         batch = MicroBatch(tokens, max(1, labels), row_length, accumulates, full_rows)
         inputs = INPUT_BYTES * tokens * self.input_copies

@@ -64,7 +64,7 @@ from ligertune.training.parallel.distributed import LONG_TIMEOUT, ZERO_STAGES, u
 def save_checkpoint(accelerator: Accelerator, plan: Plan, step: int) -> None:
     """Write `step-N` and remove the oldest checkpoints beyond `save_total_limit`. All ranks call it, without FSDP."""
     partial = begin(accelerator, plan, step)
-    with explain_failed_save(plan, step, partial), without_own_checksums():
+    with explain_failed_save(plan, step, partial), without_torch_checksums():
         accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()  # checksums are of what all ranks have written to the end
         if accelerator.is_main_process:
@@ -119,8 +119,11 @@ def explain_failed_save(plan: Plan, step: int, partial: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_own_checksums() -> Iterator[None]:
-    """Let torch write files without checksums of its own: progress.json has them, and these take 40 % of the time."""
+def without_torch_checksums() -> Iterator[None]:
+    """Turn torch's checksums off while files are written, because progress.json has checksums of these files.
+
+    torch's took 40 % of the time of writing shards to memory, on a CPU.
+    """
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -160,7 +163,7 @@ class Saver:
         self.finish()
         partial = begin(accelerator, self._plan, step)
         # each rank's random states are small
-        with explain_failed_save(self._plan, step, partial), without_own_checksums():
+        with explain_failed_save(self._plan, step, partial), without_torch_checksums():
             rank = accelerator.process_index
             save_accelerator_state(str(partial), [], [], [], [], rank, accelerator.step, accelerator.scaler)
         accelerator.wait_for_everyone()
@@ -212,7 +215,7 @@ class Saver:
 
     def write_and_complete(self, step: int, partial: Path, weights: dict[str, Tensor], states: dict[str, Any]) -> None:
         """Write the files as `save_state` does, and trainable weights alone as `save_only_what_trains` does."""
-        with explain_failed_save(self._plan, step, partial), without_own_checksums():
+        with explain_failed_save(self._plan, step, partial), without_torch_checksums():
             if all_train(self._model):
                 save(weights, partial / SAFE_WEIGHTS_NAME, safe_serialization=True)
             else:
@@ -223,7 +226,7 @@ class Saver:
     def write_shards(self, step: int, partial: Path, shards: dict[str, dict[str, Any]]) -> None:
         """Write this rank's shards as `save_state` does. All ranks call it; the main rank completes the checkpoint."""
         is_main = self._accelerator.is_main_process
-        with explain_failed_save(self._plan, step, partial), without_own_checksums():
+        with explain_failed_save(self._plan, step, partial), without_torch_checksums():
             initial = initial_factors(self._model)
             if is_main and initial:
                 save_weights(initial, partial / INITIAL_FILE)

@@ -47,7 +47,7 @@ def gumbel_noise(keys: Tensor, n_tokens: int) -> Tensor:
     """Return Gumbel noise (S, V) float32 for keys (S, 2) int32."""
     tokens = torch.arange(n_tokens, dtype=torch.int32, device=keys.device) * _signed(_GOLDEN)
     bits = mix(mix(tokens[None] + keys[:, :1]) ^ keys[:, 1:])
-    # 31 bits in (0, 1). The largest noise comes from the smallest numbers, of which float32 has many: ties are rare.
+    # Numbers of 31 bits in (0, 1). Small ones give large noise, and float32 has many small numbers, so ties are rare.
     uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * _UNIT
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 

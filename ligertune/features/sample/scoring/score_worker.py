@@ -112,7 +112,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1)  # by line: a signal ends the process, and would lose the rest
-    sys.dont_write_bytecode = True  # no __pycache__ beside the user's file
+    sys.dont_write_bytecode = True  # writes no __pycache__ next to the user's file
 
     def send(reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply).encode() + b"\n")
