@@ -1,7 +1,7 @@
 """Choice of the settings that a recipe leaves open: the fastest plan, by prediction, that fits on the device.
 
 All splits of the global batch are tried, each with all layers saved (also with `kernels.recompute`), with as few layers
-checkpointed as fit, and with offloaded inputs; on several GPUs each with the parallel strategies. Of plans that are
+checkpointed as fit, also with their inputs offloaded, and with all inputs offloaded; on several GPUs each with the parallel strategies. Of plans that are
 close to the fastest the simplest is taken, and one that leaves some memory free where there is one.
 """
 
@@ -188,7 +188,8 @@ def _saved_layers(recipe: Recipe, given: OpenSettings) -> Iterator[Recipe]:
         return
     whole = _with_recompute(recipe, False) if given.recompute else recipe
     yield with_train(whole, gradient_checkpointing=True, gradient_checkpointing_layers="auto")
-    yield with_train(whole, gradient_checkpointing="offload", gradient_checkpointing_layers="all")
+    for layers in ("auto", "all"):
+        yield with_train(whole, gradient_checkpointing="offload", gradient_checkpointing_layers=layers)
 
 
 def _with_recompute(recipe: Recipe, value: Any) -> Recipe:

@@ -74,7 +74,7 @@ def run_configuration(options: argparse.Namespace, name: str) -> None:
     tried = plan_for(with_settings(path, {}), for_show=True).plan.settings_tried
     chosen, *others = [settings_of(one) for one in tried] or [{}]
     if len(others) < options.most - 1:
-        others += islice(by_hand(path, configuration.rows, others), options.most - 1 - len(others))
+        others += islice(by_hand(path, configuration.rows, [chosen, *others]), options.most - 1 - len(others))
     measure(with_settings(path, chosen))  # the first run of a process is slower
     for place, values in enumerate((chosen, *spread(others, options.most - 1))):
         point = measure(with_settings(path, values))
