@@ -23,6 +23,7 @@ ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
 # of Llama-3.2-1B, 96 ms.
 HOST_MS = {"full": 4.5, "lora": 9.0, "qlora": 11.5, "float8": 6.5}
 HOST_OF_EXPERTS = 1.4  # times: 12 ms for a layer of OLMoE with LoRA (H200, `scripts/bench choice`)
+HOST_OF_MIXERS = 1.25  # times: 11.3 ms for a layer of Qwen3.5-4B with LoRA (the same script)
 SHARDED_MS = 1.5  # the same of FSDP2's gathers, copies and reductions, a guess
 FLOAT8_TIME = 0.75  # of a step's time in bfloat16 on the GPU: 8,192 tokens of Llama-3.2-1B on an H200
 RUN_AGAIN = 1.5  # times the work of the host if layers are checkpointed
@@ -61,6 +62,7 @@ def host_seconds(plan: Plan) -> float:
     if execution.fp8 is True:
         layer = max(layer, HOST_MS["float8"])
     layer *= HOST_OF_EXPERTS if plan.n_active is not None else 1.0
+    layer *= HOST_OF_MIXERS if plan.memory.has_mixers else 1.0
     if plan.shares_weights:
         layer += SHARDED_MS
     layers = plan.memory.layers

@@ -330,7 +330,7 @@ def estimate_memory(
         labelled=data.trained_tokens / data.tokens if data.tokens else 1.0,
         workspace=dequantised + _adapter_bytes(shape, itemsize) + _cublas_bytes(recipe, inputs.machine),
         recorded_buffer=dequantised if recipe.train.cuda_graphs is True else 0,
-        uncounted=uncounted(shards) if inputs.machine.device == "cuda" else 0.0,
+        uncounted=uncounted(shards, shape.mixers) if inputs.machine.device == "cuda" else 0.0,
         # the graphs of a step's first and later micro-batches each read their own copy
         input_copies=3 if recipe.train.cuda_graphs is True else 1,
         optim_in_backward=recipe.train.optim_in_backward,

@@ -22,6 +22,7 @@ from ligertune.planning.time.step_time import (
     NETWORK_BYTES,
     NVLINK_BYTES,
     RECORDED_LAYER_SECONDS,
+    SUSTAINED,
     WHOLE_STEP,
     SharedModel,
     StepWork,
@@ -33,6 +34,7 @@ Q, K = HEADS * WIDTH, KEYS * WIDTH
 IN_LAYER = E * Q + 2 * E * K + Q * E + 3 * E * F
 TOKENS, PAIRS = 1000.0, 1000.0 * 250  # documents of 250 tokens
 COPY, MATMUL, ADAM = 1e9, 1e12, 5e8
+REACHED = SUSTAINED * MATMUL  # by the layers' products
 OPS = ("add_rms_norm", "linear_cross_entropy", "document_attention", "dequantize_nf4", "experts", "gated_delta_rule")
 RATES = GpuRates(
     copy=COPY,
@@ -67,7 +69,7 @@ def scaled(seconds: float) -> object:
 
 def test_a_full_step():
     found = time_of()
-    assert found.products == scaled(6 * LAYERS * IN_LAYER * TOKENS / MATMUL)
+    assert found.products == scaled(6 * LAYERS * IN_LAYER * TOKENS / REACHED)
     assert found.attention == scaled(7 * LAYERS * Q * PAIRS / MATMUL)  # two products forward, five backward
     per_layer = 2 * 8 * E + 4 * (Q + K) + 8 * F  # norms, rotary embeddings, gated product
     assert found.elementwise == scaled(2 * LAYERS * per_layer * TOKENS / COPY)
@@ -84,7 +86,7 @@ def test_adapters_have_no_gradients_of_the_frozen_weights():
     found = time_of("lora")
     trained = work("lora").shape.n_matmul_trainable
     assert 0 < trained < LAYERS * IN_LAYER
-    assert found.products == scaled((4 * (LAYERS * IN_LAYER + trained) + 2 * trained) * TOKENS / MATMUL)
+    assert found.products == scaled((4 * (LAYERS * IN_LAYER + trained) + 2 * trained) * TOKENS / REACHED)
     assert found.loss == scaled(4 * 400 * V * E / MATMUL)
     states = work("lora").states  # adapters, their gradients and moments are float32
     assert found.update == pytest.approx((4 * states.gradients + 2 * states.trained + 2 * states.optimizer) / ADAM)
@@ -94,7 +96,7 @@ def test_adapters_have_no_gradients_of_the_frozen_weights():
 def test_checkpointed_layers_run_again_without_their_last_product(how, left_out):
     plain = time_of()
     again = time_of(policy=ActivationPolicy(checkpointing=how))
-    repeated = 2 * LAYERS * (IN_LAYER - left_out) * TOKENS / MATMUL
+    repeated = 2 * LAYERS * (IN_LAYER - left_out) * TOKENS / REACHED
     assert again.products - plain.products == scaled(repeated)
     attends = 2 * LAYERS * Q * PAIRS / MATMUL
     assert again.attention - plain.attention == scaled(attends if how is True else 0)

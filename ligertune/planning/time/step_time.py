@@ -22,15 +22,18 @@ from ligertune.planning.memory.states import StateBytes
 from ligertune.planning.time.gpu_rates import GpuRates, rate_at
 
 # Whole steps run slower than their kernels alone: the GPU lowers its clock, there are gaps between kernels, and small
-# kernels are not counted. Fitted to 81 steps of Llama 1B and 8B, Mixtral and OLMoE on an H200 (scripts/bench choice).
-WHOLE_STEP = 1.10
+# kernels are not counted. Fitted, with the next two and ADAPTER, to 120 steps of Llama 1B and 8B, Qwen3.5-4B, Mixtral
+# and OLMoE on an H200 (scripts/bench choice).
+WHOLE_STEP = 1.08
+# Of the rate of large products, the most that a product reaches in a step: alone, small ones run at a higher clock.
+SUSTAINED = 0.955
 LAYER_SECONDS = 3e-4  # of a layer's gaps, forward and backward
 RECORDED_LAYER_SECONDS = 5e-5  # the same in a CUDA graph
 # Elements per token that fused kernels read and write, in units of the width that they work on.
 NORM = (4, 4)  # add_rms_norm forward and backward, of the hidden size
 GATED = (3, 5)  # swiglu, of the MLP's width
 ROTATED = (2, 2)  # of queries and keys
-ADAPTER = (1.5, 1.5)  # of the inputs and outputs of adapted layers: both factors' products, fitted too
+ADAPTER = (2, 2)  # of the inputs and outputs of adapted layers: both factors' products, fitted too
 FOUR_BIT_BYTES = 0.53 + 2.0  # read and written for each dequantised weight
 # Bytes/s of copies from and to pinned host memory, assumed and not measured: PCIe 5.0 x16 carries 63 GB/s at most. At
 # half of it, layers of Llama models of 1 B parameters and more still hide their copies on an H100.
@@ -41,7 +44,7 @@ HIDDEN = 0.7  # share of the computation that can run while ranks communicate, a
 BACKWARD = 2 / 3  # of the computation; sums of gradients run in the last backward of a step
 # Rows of a product above which its rate alone falls, because the GPU lowers its clock; in a step it does not.
 MOST_ROWS = 8192
-# Stated with each prediction. The steps that the constants were fitted to have a median error of 2 %, and 19 % at most;
+# Stated with each prediction. The steps that the constants were fitted to have a median error of 2.5 %, and 26 % at most;
 # others were not checked.
 MEASURED_ERROR = 0.15
 GUESSED_ERROR = 0.3  # of a GPU whose rates were not measured, and of several, whose communication was not
@@ -200,13 +203,14 @@ def _rate_of_layer(shape: ModelShape, rates: GpuRates, tokens: float) -> float:
     """Return FLOP/s of a layer's linear layers, each at the rate of a layer (E, 4 E) with as many weights."""
     layer = shape.layer
     rows = min(tokens, MOST_ROWS)
+    most = SUSTAINED * rates.matmul
     if layer is None:
-        return rate_at(rates.linear, shape.hidden_size, rows)
+        return min(most, rate_at(rates.linear, shape.hidden_size, rows))
     hidden = layer.hidden
     sizes = [(hidden, layer.query), *[(hidden, layer.key)] * 2, (layer.query, hidden), *[(hidden, layer.dense_mlp)] * 3]
     weights = [inputs * outputs for inputs, outputs in sizes if inputs * outputs]
-    seconds = sum(number / rate_at(rates.linear, math.sqrt(number) / 2, rows) for number in weights)
-    return sum(weights) / seconds if seconds else rate_at(rates.linear, hidden, rows)
+    seconds = sum(number / min(most, rate_at(rates.linear, math.sqrt(number) / 2, rows)) for number in weights)
+    return sum(weights) / seconds if seconds else min(most, rate_at(rates.linear, hidden, rows))
 
 
 def _not_repeated(work: StepWork) -> int:

@@ -156,7 +156,7 @@ def measure(recipe: Recipe) -> dict[str, object]:
     except Exception as error:
         if not processes.is_out_of_memory(error):
             raise
-        failed = "out of memory"
+        failed = str(error).splitlines()[0]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return {
