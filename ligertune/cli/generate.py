@@ -105,27 +105,50 @@ def _answer_prompts(request: GenerateRequest, json: bool) -> None:
     loaded = _load(request.model, raw=request.raw, trust_remote_code=request.trust_remote_code)
     if request.system is not None:
         loaded = loaded.with_system(request.system)
-    from ligertune.decode.generate import Decoding, generate_answer
+    from ligertune.decode.sampling import sampling_notes
 
-    decoding = Decoding(request.max_new_tokens, request.temperature, request.top_p)
     answers = []
-    with contextlib.nullcontext() if json else before_leaving(partial(os.write, 1, b"\n")):  # ends a line cut off
-        for number, text in enumerate(request.prompts, start=1):
-            if request.prompts_file and not json:
-                render.document(f"--- {number}: {text.strip().splitlines()[0]} ---")
-            answer = generate_answer(
-                loaded,
-                text,
-                decoding,
-                images=list(request.images),
-                seed=request.seed,
-                on_text=None if json else render.piece,
-            )
+    line_end = contextlib.nullcontext() if json else before_leaving(partial(os.write, 1, b"\n"))  # of a line cut off
+    with sampling_notes() as notes, line_end:
+        for answer in _answers_of(loaded, request, json):
             answers.append(answer)
             if not json and not answer.text.endswith("\n"):
                 render.piece("\n")
     if json:
         _print_answers(answers, json, as_list=request.prompts_file is not None)
+    for note in notes:
+        render.note(note)
+
+
+def _answers_of(loaded: LoadedModel, request: GenerateRequest, json: bool) -> Iterator[GeneratedText]:
+    """Yield the answers in the order of their prompts, and print their text. Images are answered one by one."""
+    from ligertune.decode.generate import Decoding, generate_answer, generate_answers
+
+    decoding = Decoding(request.max_new_tokens, request.temperature, request.top_p)
+    if request.prompts_file and loaded.reader is None:
+        answers = generate_answers(loaded, request.prompts, decoding, seed=request.seed)
+        for number, answer in enumerate(answers):
+            if not json:
+                _print_number(number, request)
+                render.piece(answer.text)
+            yield answer
+        return
+    for number, text in enumerate(request.prompts):
+        if request.prompts_file and not json:
+            _print_number(number, request)
+        yield generate_answer(
+            loaded,
+            text,
+            decoding,
+            images=list(request.images),
+            seed=request.seed,
+            on_text=None if json else render.piece,
+        )
+
+
+def _print_number(place: int, request: GenerateRequest) -> None:
+    """Print the line above an answer to one of many prompts."""
+    render.document(f"--- {place + 1}: {request.prompts[place].strip().splitlines()[0]} ---")
 
 
 def chat(
@@ -149,6 +172,7 @@ def chat(
 
     from ligertune.decode.chat import Chat
     from ligertune.decode.generate import Decoding
+    from ligertune.decode.sampling import sampling_notes
 
     decoding = Decoding(max_new_tokens, temperature, top_p)
     conversation = Chat(loaded, decoding, on_text=render.piece, on_notice=render.note)
@@ -165,8 +189,10 @@ def chat(
             if re.fullmatch(r"/\w+", word):
                 _run_command(conversation, word, rest.strip())
             else:
-                with _ctrl_c_raises():  # it ends the answer, not the conversation
+                with sampling_notes() as notes, _ctrl_c_raises():  # it ends the answer, not the conversation
                     conversation.ask(message)
+                for note in notes:
+                    render.note(note)
         except UserError as problem:  # the message is refused, and the conversation goes on
             render.error(problem)
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    MinPLogitsWarper,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ligertune.any_types import AnyModule
 from ligertune.decode.sampling import Prompt, SamplingSettings, sample_answers
+from ligertune.files.model_files import reason_of
+from ligertune.models.save import SAVED_MODEL
 
 # Settings that slots have, with the values of `generate` if neither the request nor the model has one.
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -19,6 +29,8 @@ _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repet
 _NEUTRAL = {
     "bad_words_ids": (None,),
     "begin_suppress_tokens": (None,),
+    "epsilon_cutoff": (None, 0),
+    "eta_cutoff": (None, 0),
     "exponential_decay_length_penalty": (None,),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
@@ -29,7 +41,10 @@ _NEUTRAL = {
     "num_beams": (None, 1),
     "sequence_bias": (None,),
     "suppress_tokens": (None,),
+    "top_h": (None,),
+    "typical_p": (None, 1),
 }
+_OF_DRAWS = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")  # without effect on greedy answers
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ def answer_batches(
             model,
             tokenizer,
             [Prompt(requests[index].ids, seeds[index]) for index in group],
-            _settings(model, first),
+            settings_of(model, first, name=name),
             name=name,
             batch_size=batch_size,
             end_tokens=first.end_tokens,
@@ -92,8 +107,19 @@ def answer_batches(
     return answers
 
 
-def _settings(model: AnyModule, request: AnswerRequest) -> SamplingSettings:
-    """Return the settings of a request, completed by those of the model."""
+@contextlib.contextmanager
+def refused_settings(name: str) -> Iterator[None]:
+    """Turn transformers' refusal of a model's generation settings into a UserError."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise SAVED_MODEL.error(
+            f"{name} cannot generate with its generation_config.json: {reason_of(error)}"
+        ) from error
+
+
+def settings_of(model: AnyModule, request: AnswerRequest, *, name: str) -> SamplingSettings:
+    """Return the settings of a request, completed by those of the model. Raises UserError for those it refuses."""
     own = model.generation_config
     asked = dict(request.sampling)
     asked.pop("do_sample", None)
@@ -102,7 +128,11 @@ def _settings(model: AnyModule, request: AnswerRequest) -> SamplingSettings:
         value = asked.pop(name, getattr(own, name))
         if value is not None:
             known[name] = value
-    others = {name: getattr(own, name) for name in _NEUTRAL} | asked
+    with refused_settings(name):
+        own.validate()
+        if request.is_drawn:
+            _check_filters(known)
+    others = {name: getattr(own, name, None) for name in _NEUTRAL if request.is_drawn or name not in _OF_DRAWS} | asked
     return SamplingSettings(
         max_new_tokens=request.max_new_tokens,
         temperature=known["temperature"] if request.is_drawn else 0.0,
@@ -113,3 +143,13 @@ def _settings(model: AnyModule, request: AnswerRequest) -> SamplingSettings:
         stop=request.stop,
         generate_options=tuple(item for item in others.items() if item[1] not in _NEUTRAL.get(item[0], ())),
     )
+
+
+def _check_filters(known: Mapping[str, Any]) -> None:
+    """Raise ValueError for values that transformers refuses; it refuses neutral ones, too."""
+    TemperatureLogitsWarper(float(known["temperature"]))
+    TopPLogitsWarper(known["top_p"])
+    MinPLogitsWarper(known["min_p"])
+    RepetitionPenaltyLogitsProcessor(known["repetition_penalty"])
+    if known["top_k"] != 0:
+        TopKLogitsWarper(known["top_k"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ligertune.decode.generate import Decoding, LoadedModel, TextPieces, continue_text, encode_prompt, token_inputs
+import torch
+
+from ligertune.decode.generate import Decoding, LoadedModel, TextPieces, continue_text, encode_prompt
 from ligertune.errors import UserError, plural
 
 
@@ -44,8 +46,9 @@ class Chat:
         """Answer a message and remember both; end the line. KeyboardInterrupt ends the answer. Raises UserError."""
         ids, room = self._fit(message)
         pieces = TextPieces(self.loaded.tokenizer, self.on_text)
+        seed = int(torch.randint(2**62, ()))
         try:
-            continue_text(self.loaded, token_inputs(ids), replace(self.decoding, max_new_tokens=room), pieces)
+            continue_text(self.loaded, ids, replace(self.decoding, max_new_tokens=room), pieces, seed=seed)
         except KeyboardInterrupt:
             pieces.end()
         if pieces.text:

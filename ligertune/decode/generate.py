@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.decode.answers.answer_ends import FiniteLogits
+from ligertune.decode.batched_answers import AnswerRequest, answer_batches, refused_settings, settings_of
+from ligertune.decode.sampling import Answer, Prompt, sample_answers
 from ligertune.errors import UserError, panics_as_errors, plural
-from ligertune.files.model_files import reason_of
 from ligertune.files.storage import PROMPT_FILE
-from ligertune.models.compile import run_eagerly
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import SAVED_MODEL, load_saved, read_prompt, read_saved_config, saved_spec
 from ligertune.models.score_head import SCORE_AUTO_CLASS, gives_scores
@@ -62,9 +62,10 @@ class Decoding:
 
     @property
     def sampling(self) -> dict[str, Any]:
+        """Arguments of `generate`. Beams have no text before they end."""
         if not self.temperature:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+            return {"do_sample": False, "num_beams": 1}
+        return {"do_sample": True, "num_beams": 1, "temperature": self.temperature, "top_p": self.top_p}
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def generate_answer(
     images: Sequence[str] = (),
     on_text: Callable[[str], object] | None = None,
 ) -> GeneratedText:
-    """Answer a prompt. Raises UserError.
+    """Answer a prompt. Raises UserError. Warns as `sample_answers` does.
 
     images: files for the model, one for each `<image>` in the prompt, or placed before it.
     on_text: called with each piece of the answer as it is made.
@@ -141,52 +142,100 @@ def generate_answer(
     check_prompt(prompt)
     if images and loaded.reader is None:
         raise UserError(f"--image: {loaded.name} is a text model.", hint="Leave the image out.")
+    pieces = TextPieces(loaded.tokenizer, on_text or (lambda piece: None))
+    start = time.perf_counter()
     if loaded.reader is None:
         text, ids = encode_prompt(loaded.tokenizer, prompt, loaded.template)
-        inputs = token_inputs(ids)
+        continue_text(loaded, ids, decoding, pieces, seed=seed)
     else:
         text, inputs = _encode_with_images(loaded.reader, loaded.tokenizer, prompt, images, loaded.template)
-    torch.manual_seed(seed)
-    start = time.perf_counter()
-    pieces = TextPieces(loaded.tokenizer, on_text or (lambda piece: None))
-    continue_text(loaded, inputs, decoding, pieces)
+        torch.manual_seed(seed)
+        _continue_with_images(loaded, inputs, decoding, pieces)
     seconds = time.perf_counter() - start
     return GeneratedText(prompt=text, text=pieces.text, new_tokens=len(pieces.ids), seconds=seconds)
 
 
-def token_inputs(ids: list[int]) -> dict[str, Tensor]:
-    """Return the inputs of `generate` for one prompt."""
-    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+def generate_answers(
+    loaded: LoadedModel, prompts: Sequence[str], decoding: Decoding, *, seed: int
+) -> Iterator[GeneratedText]:
+    """Answer prompts of a text model together; yield the answers in their order. Each is as if it was alone.
+
+    The seconds of an answer begin with those of the first. Raises UserError. Warns as `sample_answers` does.
+    """
+    for prompt in prompts:
+        check_prompt(prompt)
+    encoded = [encode_prompt(loaded.tokenizer, prompt, loaded.template) for prompt in prompts]
+    start = time.perf_counter()
+    finished: dict[int, GeneratedText] = {}
+    following = 0
+    for answer in _answers_to(loaded, [ids for _, ids in encoded], decoding, seed=seed):
+        seconds = time.perf_counter() - start
+        finished[answer.prompt] = GeneratedText(encoded[answer.prompt][0], answer.text, len(answer.ids), seconds)
+        while following in finished:
+            yield finished.pop(following)
+            following += 1
 
 
-@torch.no_grad()
-def continue_text(loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Decoding, pieces: TextPieces) -> None:
-    """Generate tokens after one prompt, and hand each to `pieces` as it is made. Raises UserError."""
+def continue_text(
+    loaded: LoadedModel, ids: Sequence[int], decoding: Decoding, pieces: TextPieces, *, seed: int
+) -> None:
+    """Generate tokens after the ids of a prompt, and hand each to `pieces` as it is made. Raises UserError."""
+    answers = _answers_to(loaded, [ids], decoding, seed=seed, on_tokens=lambda place, new: pieces.add(new))
+    for _ in answers:
+        pieces.end()
+
+
+def _answers_to(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    seed: int,
+    on_tokens: Callable[[int, Sequence[int]], object] | None = None,
+) -> Iterator[Answer]:
+    """Yield an answer to each prompt. The seed is that of each prompt, so an answer does not depend on the others."""
+    _check_ids(loaded, max(max(ids) for ids in prompts))
+    request = AnswerRequest((), (), decoding.max_new_tokens, tuple(decoding.sampling.items()))
+    settings = settings_of(loaded.model, request, name=loaded.name)
+    yield from sample_answers(
+        loaded.model,
+        loaded.tokenizer,
+        [Prompt(tuple(ids), seed) for ids in prompts],
+        settings,
+        name=loaded.name,
+        on_tokens=on_tokens,
+    )
+
+
+def _check_ids(loaded: LoadedModel, highest: int) -> None:
+    """Raise UserError if the highest token id of a prompt is not the model's."""
     model: AnyModule = loaded.model
-    pad = loaded.tokenizer.pad_token_id
-    eos = loaded.tokenizer.eos_token_id
     rows = model.get_input_embeddings().weight.shape[0]
-    highest = int(inputs["input_ids"].max())
     if highest >= rows:
         raise UserError(
             f"The tokenizer of {loaded.name} gives the prompt a token id of {highest}, and the model knows {rows}"
             " tokens.",
             hint="Use the tokenizer the model was trained with.",
         )
-    try:
+
+
+@torch.no_grad()
+def _continue_with_images(
+    loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Decoding, pieces: TextPieces
+) -> None:
+    model: AnyModule = loaded.model
+    pad = loaded.tokenizer.pad_token_id
+    eos = loaded.tokenizer.eos_token_id
+    _check_ids(loaded, int(inputs["input_ids"].max()))
+    with refused_settings(loaded.name):
         model.generate(
             **{name: value.to(model.device) for name, value in inputs.items()},
             max_new_tokens=decoding.max_new_tokens,
             pad_token_id=pad if pad is not None else eos,  # transformers chooses the same, with a warning
             streamer=pieces,
-            num_beams=1,  # beams have no text before they end
             logits_processor=LogitsProcessorList([FiniteLogits(loaded.name)]),
             **decoding.sampling,
         )
-    except (ValueError, TypeError) as error:  # transformers refuses settings of the model's folder
-        raise SAVED_MODEL.error(
-            f"{loaded.name} cannot generate with its generation_config.json: {reason_of(error)}"
-        ) from error
 
 
 class TextPieces(BaseStreamer):
@@ -210,11 +259,15 @@ class TextPieces(BaseStreamer):
     def put(self, value: Tensor) -> None:
         """Take a token. `generate` passes the prompt first, which is skipped."""
         if self._has_prompt:
-            self.ids += value.flatten().tolist()
-            text = self.text
-            if not text.endswith("\ufffd"):
-                self._send(text)
+            self.add(value.flatten().tolist())
         self._has_prompt = True
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Take the next tokens."""
+        self.ids += ids
+        text = self.text
+        if not text.endswith("\ufffd"):
+            self._send(text)
 
     def end(self) -> None:
         self._send(self.text)
@@ -333,27 +386,10 @@ class SampleAnswers:
     prompts: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     template: PromptFormat
-    pad_token_id: int
 
-    @torch.no_grad()
     def __call__(self, model: AnyModule) -> list[dict[str, str]]:
         """Return {prompt, answer} for each prompt."""
-        was_training = model.training
-        found = []
-        model.eval()
-        for prompt in self.prompts:
-            text, has_bos = format_prompt(self.tokenizer, prompt, self.template)
-            inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=not has_bos)
-            ids = inputs["input_ids"].to(next(model.parameters()).device)
-            with run_eagerly():  # each length of the answer would be another graph
-                output = model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=SAMPLE_TOKENS,
-                    do_sample=False,
-                    pad_token_id=self.pad_token_id,
-                )
-            answer: Any = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-            found.append({"prompt": prompt, "answer": answer})
-        model.train(was_training)
-        return found
+        encoded = [encode_prompt(self.tokenizer, prompt, self.template)[1] for prompt in self.prompts]
+        requests = [AnswerRequest(tuple(ids), (), SAMPLE_TOKENS) for ids in encoded]
+        answers = answer_batches(model, self.tokenizer, requests, name="that trains")
+        return [{"prompt": asked, "answer": said} for asked, said in zip(self.prompts, answers, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -32,7 +32,7 @@ from ligertune.decode.answers.answer_task import (
     sampling_notes,
 )
 from ligertune.decode.answers.slot_attention import SLOTS, NoSlotsError
-from ligertune.decode.answers.slot_engine import CPU_SLOTS, answers_by_slots, probe_slots
+from ligertune.decode.answers.slot_engine import CPU_SLOTS, answers_by_slots, has_room, probe_slots
 from ligertune.decode.answers.token_choice import answer_key, choose_tokens
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
@@ -54,11 +54,13 @@ def sample_answers(
     name: str,
     batch_size: int | None = None,
     end_tokens: tuple[int, ...] = (),
+    on_tokens: Callable[[int, Sequence[int]], object] | None = None,
 ) -> Iterator[Answer]:
     """Yield each answer when it is finished, in any order.
 
     name: of the model, for errors. batch_size: answers that grow at a time; None: by the device. end_tokens: ids that
     end an answer, besides those of the model's generation settings; the other generation settings do not count.
+    on_tokens: called with the place of a prompt and the next tokens of its answer, as these are made.
     Until the last answer the model is in evaluation mode, with an attention that takes masks. Warns with a SamplingNote
     if it cannot be answered slot by slot, or not as a CUDA graph. Raises UserError if it computes NaN, and
     for prompts without tokens.
@@ -81,6 +83,7 @@ def sample_answers(
         name=name,
         batch_size=batch_size,
         end_tokens=end_tokens_of(model, end_tokens),
+        on_tokens=on_tokens,
     )
     was_training = model.training
     model.eval()
@@ -106,6 +109,9 @@ def _answers(task: AnswerTask) -> Iterator[Answer]:
                 like, reason = probe_slots(task)
             except NoSlotsError as error:
                 reason = str(error)
+                break
+            if like is not None and not has_room(task, like):
+                reason = "memory has no room for the longest prompt with max_new_tokens"
                 break
             if like is not None:
                 if slots_reason:
@@ -157,10 +163,12 @@ def _without_own_settings(base: AnyModule) -> Iterator[None]:
 class _OwnChoice(LogitsProcessor):
     """Chooses the token of each row as slots do, and leaves `generate` no other."""
 
-    def __init__(self, task: AnswerTask, keys: Tensor) -> None:
+    def __init__(self, task: AnswerTask, keys: Tensor, places: Sequence[int]) -> None:
+        """keys: of the answers. places: of their prompts."""
         self.task = task
         self.keys = keys
         self.log_probs: list[Tensor] = []
+        self._growing = dict(enumerate(places))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         places = torch.full((len(scores),), len(self.log_probs), dtype=torch.int32, device=scores.device)
@@ -168,6 +176,12 @@ class _OwnChoice(LogitsProcessor):
         if bool(log_probs.isnan().any()):
             raise nan_error(self.task.name)
         self.log_probs.append(log_probs)
+        if self.task.on_tokens is not None:
+            for row, token in enumerate(chosen.tolist()):
+                if row in self._growing:
+                    self.task.on_tokens(self._growing[row], [token])
+                if token in self.task.end_tokens:
+                    self._growing.pop(row, None)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
 
@@ -191,7 +205,8 @@ def _answer_batch(task: AnswerTask, asked: Sequence[tuple[int, int]]) -> list[An
     ids = torch.tensor([task.prompts[place].ids for place, _ in asked], device=task.device)
     n_prompt = ids.shape[1]
     keys = [answer_key(task.prompts[place].seed, number) for place, number in asked]
-    choice = _OwnChoice(task, torch.tensor(keys, dtype=torch.int32, device=task.device))
+    places = [place for place, _ in asked]
+    choice = _OwnChoice(task, torch.tensor(keys, dtype=torch.int32, device=task.device), places)
     stops = StopTexts(tokenizer, task.settings.stop, prompt_length=n_prompt)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with _without_own_settings(task.base):

@@ -39,7 +39,7 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request asks of the model. ids: token ids of the prompt. seed: None leaves the random state as it is."""
+    """What a request asks of the model. ids: token ids of the prompt. seed: None draws one."""
 
     ids: list[int]
     decoding: Decoding

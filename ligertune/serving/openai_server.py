@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ligertune.decode.generate import Decoding, LoadedModel, TextPieces, continue_text, token_inputs
+from ligertune.decode.generate import Decoding, LoadedModel, TextPieces, continue_text
 from ligertune.errors import UserError, printable
 from ligertune.files.checked_files import DamagedFileError, parse_json_text
 from ligertune.serving.completion_requests import BadRequestError, Completion, read_completion
@@ -139,11 +139,10 @@ def generate_completion(served: ServedRun, asked: Completion, on_text: Callable[
     pieces = TextPieces(served.loaded.tokenizer, filtered.add)
     start = time.perf_counter()
     with served.lock:
-        if asked.seed is not None:
-            torch.manual_seed(asked.seed)
+        seed = int(torch.randint(2**62, ())) if asked.seed is None else asked.seed
         reason = "stop"
         try:
-            continue_text(served.loaded, token_inputs(asked.ids), asked.decoding, pieces)
+            continue_text(served.loaded, asked.ids, asked.decoding, pieces, seed=seed)
             filtered.end()
             if pieces.ids[-1] not in _end_ids(served.loaded):
                 reason = "length"

@@ -450,7 +450,7 @@ def _sample_answers(job: Job) -> SampleAnswers | None:
     prompts = job.plan.evaluation.sample_prompts
     if not prompts or job.plan.shares_weights:
         return None
-    return SampleAnswers(prompts, job.tokenizer.tokenizer, job.prompt, pad_token_id=job.tokenizer.pad_token_id)
+    return SampleAnswers(prompts, job.tokenizer.tokenizer, job.prompt)
 
 
 def _run_measures(job: Job) -> tuple[RunMeasure, ...]:

@@ -84,8 +84,7 @@ def test_eight_training_and_eight_evaluation_lengths_are_all_compiled():
 def test_generation_does_not_compile_a_graph_per_length(tmp_path):
     job = plan_run(tmp_path, **SETTINGS, **{"train.torch_compile": True})
     model, _ = trained_model(job.plan, job.config, start_accelerator(job.plan))
-    answer = SampleAnswers(["Once upon a time"], job.tokenizer.tokenizer, job.prompt,
-                        pad_token_id=job.tokenizer.pad_token_id)  # fmt: skip
+    answer = SampleAnswers(["Once upon a time"], job.tokenizer.tokenizer, job.prompt)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     (said,) = answer(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,7 @@ class AnswerTask:
     name: str
     batch_size: int | None
     end_tokens: tuple[int, ...]
+    on_tokens: Callable[[int, Sequence[int]], object] | None = None
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ CPU_SLOTS = 32
 MOST_SLOTS = 1024
 SHARE_OF_FREE = 0.6  # of the free memory, for slots; the rest is for prefixes, logits and activations
 _CUDA_STEPS = 16  # between two looks at the slots: a look waits for the GPU, and a finished slot waits for a look
+_WATCHED_STEPS = 4  # the same if somebody reads the answer while it grows
 _PREFIX_TOKENS = 16_384  # of the prompts that are read in one forward, padding included
 # Prompts that are read at a time, at least: slots become empty one by one, and a forward over one prompt takes a GPU as
 # long as one over many.
@@ -138,7 +139,8 @@ class SlotEngine:
         slots = min(_wanted_slots(task, n_answers), _slots_in_memory(task, bytes_per_slot(like, capacity)))
         self.task = task
         self.stops = StopTexts(task.tokenizer, task.settings.stop)
-        self.steps = min(_CUDA_STEPS, most_tokens) if device.type == "cuda" else 1
+        steps = _CUDA_STEPS if task.on_tokens is None else _WATCHED_STEPS
+        self.steps = min(steps, most_tokens) if device.type == "cuda" else 1
         self.reads_equal_lengths = has_recurrent_states(like)
         self.graph: torch.cuda.CUDAGraph | None = None
         # the collectives of sharded weights wait for the other ranks
@@ -149,6 +151,7 @@ class SlotEngine:
         self.waiting: deque[_Waiting] = deque()
         self.growing: list[_Waiting | None] = [None] * slots
         self.checked = [0] * slots  # tokens in which stop texts have been looked for
+        self.shown = [0] * slots  # tokens that on_tokens has had
 
         self.tokens = torch.zeros(slots, dtype=torch.long, device=device)  # that the next step reads
         self.positions = torch.zeros(slots, dtype=torch.long, device=device)  # of these tokens
@@ -218,6 +221,7 @@ class SlotEngine:
         for slot, answer in zip(slots, answers, strict=True):
             self.growing[slot] = answer
             self.checked[slot] = 0
+            self.shown[slot] = 0
 
     def run_steps(self) -> None:
         """Add up to `steps` tokens to each answer. The first steps run without a graph, which compiles kernels."""
@@ -273,6 +277,7 @@ class SlotEngine:
         if any(has_nan):
             raise nan_error(self.task.name)
         lengths = self._stopped(places) if self.stops.texts else {}
+        self._show_tokens(places, lengths)
         done = [slot for slot, answer in enumerate(self.growing) if answer and (slot in lengths or not active[slot])]
         if not done:
             return []
@@ -291,6 +296,16 @@ class SlotEngine:
             answer_of = partial(self.task.answer, answer.place, answer.number, has_stop_text=has_stop_text)
             found.append(partial(answer_of, slot_ids[:n], slot_log_probs[:n]))
         return found
+
+    def _show_tokens(self, places: Sequence[int], lengths: Mapping[int, int]) -> None:
+        """Pass the tokens of the last steps on. lengths: of answers that have ended with a stop text, by slot."""
+        if self.task.on_tokens is None:
+            return
+        for slot, answer in enumerate(self.growing):
+            n = lengths.get(slot, places[slot])
+            if answer is not None and n > self.shown[slot]:
+                self.task.on_tokens(answer.place, self.answer_ids[slot, self.shown[slot] : n].tolist())
+                self.shown[slot] = n
 
     def _stopped(self, places: Sequence[int]) -> dict[int, int]:
         """Return the number of tokens of each answer that holds a stop text, by slot."""
@@ -323,6 +338,12 @@ def same_sized_slots(task: AnswerTask, like: Cache) -> list[list[int]]:
     return groups
 
 
+def has_room(task: AnswerTask, like: Cache) -> bool:
+    """Return whether memory has room for a slot of the longest prompt. like: from `probe_slots`."""
+    longest = task.longest_first()[0]
+    return bytes_per_slot(like, task.most_tokens(longest)) <= _free_bytes(task.device)
+
+
 def _wanted_slots(task: AnswerTask, n_answers: int) -> int:
     device = task.device
     most = MOST_SLOTS if device.type == "cuda" else CPU_SLOTS
@@ -330,13 +351,12 @@ def _wanted_slots(task: AnswerTask, n_answers: int) -> int:
 
 
 def _slots_in_memory(task: AnswerTask, slot_bytes: int) -> int:
-    """Return how many slots fit. A batch size that the caller has chosen is not doubted."""
-    device = task.device
-    if task.batch_size:
-        return task.batch_size
+    """Return how many slots fit, at least one. A batch size that the caller has chosen is not doubted."""
+    return task.batch_size or max(1, int(SHARE_OF_FREE * _free_bytes(task.device)) // slot_bytes)
+
+
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    else:
-        free = available_memory() or total_memory()
-    return max(1, int(SHARE_OF_FREE * free) // slot_bytes)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return available_memory() or total_memory()

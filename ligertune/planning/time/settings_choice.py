@@ -1,8 +1,9 @@
 """Choice of the settings that a recipe leaves open: the fastest plan, by prediction, that fits on the device.
 
 All splits of the global batch are tried, each with all layers saved (also with `kernels.recompute`), with as few layers
-checkpointed as fit, also with their inputs offloaded, and with all inputs offloaded; on several GPUs each with the parallel strategies. Of plans that are
-close to the fastest the simplest is taken, and one that leaves some memory free where there is one.
+checkpointed as fit (also with their inputs offloaded), and with all inputs offloaded; on several GPUs each with the
+parallel strategies. Of plans that are close to the fastest the simplest is taken, and one that leaves some memory free
+where there is one.
 """
 
 from __future__ import annotations

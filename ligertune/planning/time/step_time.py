@@ -44,8 +44,8 @@ HIDDEN = 0.7  # share of the computation that can run while ranks communicate, a
 BACKWARD = 2 / 3  # of the computation; sums of gradients run in the last backward of a step
 # Rows of a product above which its rate alone falls, because the GPU lowers its clock; in a step it does not.
 MOST_ROWS = 8192
-# Stated with each prediction. The steps that the constants were fitted to have a median error of 2.5 %, and 26 % at most;
-# others were not checked.
+# Stated with each prediction. The steps that the constants were fitted to have a median error of 2.5 %, and 26 % at
+# most; others were not checked.
 MEASURED_ERROR = 0.15
 GUESSED_ERROR = 0.3  # of a GPU whose rates were not measured, and of several, whose communication was not
 FLOAT8_GAIN = 1.5  # products in float8 by products in bfloat16, quantisation included, a guess
