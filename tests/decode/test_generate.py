@@ -5,7 +5,15 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from ligertune.decode.generate import choose_prompt, encode_prompt, format_prompt
+from ligertune.decode.generate import (
+    Decoding,
+    choose_prompt,
+    encode_prompt,
+    format_prompt,
+    generate_answer,
+    generate_answers,
+    load_model,
+)
 from ligertune.errors import UserError
 from ligertune.models.save import write_prompt
 
@@ -42,3 +50,27 @@ def test_variables_of_the_chat_template_are_those_of_training(quickstart, tmp_pa
         path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template_kwargs": wrong}))
         with pytest.raises(UserError, match=r"chat_template_kwargs must be an object of variables"):
             choose_prompt(tmp_path, raw=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_answers_to_many_prompts_are_those_to_each(temperature, quickstart):
+    loaded = load_model(str(quickstart / "stories260K"), raw=True)
+    prompts = ["Once upon a time", "Lily", "One day, a big dog", "The end"]
+    decoding = Decoding(20, temperature, 0.9)
+    expected = [generate_answer(loaded, prompt, decoding, seed=7) for prompt in prompts]
+    found = list(generate_answers(loaded, prompts, decoding, seed=7))
+    assert [(a.prompt, a.text, a.new_tokens) for a in found] == [(a.prompt, a.text, a.new_tokens) for a in expected]
+    assert len({answer.text for answer in found}) == 4
+
+
+def test_settings_of_a_model_that_answers_cannot_have_are_refused(quickstart):
+    loaded = load_model(str(quickstart / "stories260K"), raw=True)
+    loaded.model.generation_config.typical_p = 0.9
+    with pytest.raises(UserError, match="typical_p: answers are made without it"), pytest.warns(UserWarning):
+        generate_answer(loaded, "Lily", Decoding(4, temperature=1.0), seed=0)
+    assert generate_answer(loaded, "Lily", Decoding(4), seed=0).text  # which draws nothing
+    loaded.model.generation_config.typical_p = 1.0
+    loaded.model.generation_config.temperature = -1.0
+    loaded.model.generation_config.repetition_penalty = -2.0
+    with pytest.raises(UserError, match=r"cannot generate with its generation_config\.json: `penalty`"):
+        generate_answer(loaded, "Lily", Decoding(4, temperature=1.0), seed=0)

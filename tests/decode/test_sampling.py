@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import warnings
+from collections import defaultdict
 from dataclasses import replace
 
 import peft
@@ -304,6 +305,32 @@ def test_models_without_slots_are_answered_by_generate_with_a_note(family, token
     assert alone == together and all(len(ids) == n for ids, n in alone.values())
 
 
+@pytest.mark.parametrize("family", ["stories", "bloom"])
+def test_tokens_of_growing_answers_are_passed_on(family, stories, tokenizer):
+    """Slots and `generate` pass on each token once, and none after the end of an answer."""
+    model = stories if family == "stories" else without_end(tiny_family("causal", family))
+    prompts = prompts_of((3, 7, 7, 12))
+    shown = defaultdict(list)
+    settings = replace(DRAWN, max_new_tokens=12)
+    end_tokens = tuple(range(5, 512, 3))  # most answers end early
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplingNote)
+        options = {"name": "tiny", "batch_size": 2, "end_tokens": end_tokens}
+        found = sample_answers(
+            model, tokenizer, prompts, settings, on_tokens=lambda place, ids: shown[place].extend(ids), **options
+        )
+        expected = {answer.prompt: list(answer.ids) for answer in found}
+    assert shown == expected and len({len(ids) for ids in expected.values()}) > 1
+
+
+def test_without_room_for_a_slot_transformers_answers(stories, tokenizer, monkeypatch):
+    prompts = prompts_of((3, 7, 12))
+    monkeypatch.setattr(slot_engine, "_free_bytes", lambda device: 1000)
+    with pytest.warns(SamplingNote, match="memory has no room for the longest prompt with max_new_tokens"):
+        found = list(sample_answers(stories, tokenizer, prompts, GREEDY, name="tiny"))
+    assert {answer.prompt: answer.ids for answer in found} == {n: generated(stories, p) for n, p in enumerate(prompts)}
+
+
 def test_bfloat16_answers_differ_only_where_the_two_best_logits_are_within_rounding(folder, tokenizer):
     model = without_end(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     prompts = prompts_of(range(2, 42, 2))
@@ -342,6 +369,11 @@ def test_answers_on_a_gpu_are_recorded_and_those_of_generate(kind, folder, token
     drawn = replace(DRAWN, max_new_tokens=40)
     alone, together = (answered(model, tokenizer, prompts, drawn, answers_each=3, batch_size=n) for n in (1, 8))
     assert ids_of(alone) == ids_of(together)
+    expected = {(place, 0): generated(model, one, 40, repetition_penalty=1.5) for place, one in enumerate(prompts)}
+    shown = defaultdict(list)
+    options = {"batch_size": 4, "on_tokens": lambda place, ids: shown[place].extend(ids)}
+    assert ids_of(answered(model, tokenizer, prompts, replace(settings, repetition_penalty=1.5), **options)) == expected
+    assert {(place, 0): tuple(ids) for place, ids in shown.items()} == expected
 
 
 def test_nan_is_one_sentence(folder, tokenizer):

@@ -20,8 +20,8 @@ from benchmarks import inputs, pages, processes
 from benchmarks.pages import GIB
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B")
-# name and number: slots of ours, rows of a batch of generate. generate_batch chooses its own.
-SIDES = "slots 512; slots 1024; generate 64; generate 256; generate_static 256; generate_batch"
+# name and number: slots of ours, rows of a batch of generate, answers of generate_batch, which chooses its batches.
+SIDES = "slots 512; slots 1024; generate 64; generate 256; generate_static 256; generate_batch 256"
 SMALL_SIDES = "slots 4; generate 4"
 LENGTHS = (32, 256)  # tokens of a prompt, uniform
 WARM_TOKENS = 20  # of each answer of the run before the timed one, which compiles kernels
@@ -179,12 +179,14 @@ def by_generate(
 def by_batch(
     model, prompts: list[list[int]], tokens: int, *, answers: int, batch: int, batches: int, static: bool
 ) -> int:
-    """Answer all prompts with transformers' continuous batching, as it chooses its settings."""
+    """Make so many answers (0: all) with transformers' continuous batching, as it chooses its settings."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(
         max_new_tokens=tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, num_return_sequences=answers
     )
+    if batch:
+        prompts = sorted(prompts, key=len)[:: max(1, len(prompts) * answers // batch)]
     made = model.generate_batch(inputs=prompts, generation_config=config)
     return sum(len(one.generated_tokens) == tokens for one in made.values())
 
@@ -244,7 +246,8 @@ def publish(options: argparse.Namespace, points: list[dict], left_out: list[str]
             "end token. Seconds include the prompts. A run of a few tokens before compiles kernels.",
             "slots N: ours with its kernels, N answers at a time. generate N: transformers' generate, N rows padded on "
             f"the left, prompts of similar length; timed over {options.batches} of its batches. generate_static N: the "
-            "same with a static cache, which transformers compiles. generate_batch: transformers' continuous batching.",
+            "same with a static cache, which transformers compiles. generate_batch N: transformers' continuous "
+            "batching, timed over N answers to prompts of all lengths.",
             "The floor reads all weights once a step, and the keys and values of each text once a token, at the data "
             "sheet's bandwidth.",
         ],
