@@ -182,12 +182,12 @@ def by_batch(
     """Make so many answers (0: all) with transformers' continuous batching, as it chooses its settings."""
     from transformers import GenerationConfig
 
-    config = GenerationConfig(
-        max_new_tokens=tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, num_return_sequences=answers
-    )
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     if batch:
         prompts = sorted(prompts, key=len)[:: max(1, len(prompts) * answers // batch)]
-    made = model.generate_batch(inputs=prompts, generation_config=config)
+    # it gives one answer to each input, also with num_return_sequences
+    rows = [ids for ids in prompts for _ in range(answers)]
+    made = model.generate_batch(inputs=rows, generation_config=config)
     return sum(len(one.generated_tokens) == tokens for one in made.values())
 
 
