@@ -14,8 +14,10 @@ from ligertune.attention.document_isolation import _logits_of
 from ligertune.errors import UserError
 from ligertune.hardware import this_machine
 from ligertune.patching.packing_checks import install_packing_checks
+from ligertune.planning.graph_choice import host_seconds
 from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
-from ligertune.planning.memory.estimate import FRAGMENTATION
+from ligertune.planning.memory.estimate import FRAGMENTATION, uncounted
+from ligertune.planning.memory.mixer_shapes import DeltaRuleShape
 from ligertune.planning.parallelism import FREE_OF_SEVERAL
 from ligertune.planning.time import gpu_rates, settings_choice
 from ligertune.planning.time.gpu_rates import rate_at, rates_of
@@ -119,6 +121,22 @@ def test_checkpointing_is_chosen_where_nothing_else_fits(h200, tmp_path):
     assert plan.settings["train"]["gradient_checkpointing"] is not False
     layers = plan.settings["train"]["gradient_checkpointing_layers"]
     assert layers == "all" or 0 < layers < 5  # the model has five
+    tried = [{"train.gradient_checkpointing_layers": "all", **one.values} for one in plan.settings_tried]
+    offloaded = {one["train.gradient_checkpointing_layers"] for one in tried if "offload" in one.values()}
+    assert "all" in offloaded and any(0 < number < 5 for number in offloaded - {"all"})
+
+
+def test_layers_with_a_recurrence_keep_the_host_longer_and_have_more_uncounted(h200, tmp_path):
+    plan = h200(tmp_path)
+    mixer = DeltaRuleShape(key_heads=1, value_heads=2, key_dim=16, value_dim=16, repeats=False)
+    layer = dataclasses.replace(plan.memory.layer, mixer=mixer)
+    for memory in (
+        dataclasses.replace(plan.memory, layer=layer),
+        dataclasses.replace(plan.memory, other_layers=((layer, 2),)),
+    ):
+        hybrid = dataclasses.replace(plan, memory=memory)
+        assert host_seconds(hybrid) == pytest.approx(1.25 * host_seconds(plan))
+    assert uncounted(1, mixers=2) > uncounted(2, mixers=0) > uncounted(1, mixers=0)
 
 
 STRATEGY = ("parallel.strategy", "parallel.reshard_after_forward", "parallel.dp_replicate_size")

@@ -200,6 +200,14 @@ def mixture() -> StepWork:
     return replace(work(), shape=shape)
 
 
+def test_no_product_is_faster_than_in_a_long_step():
+    """Alone, products of few rows run at a higher clock."""
+    fast = replace(RATES, linear=((1.0, 1.0, 2 * MATMUL),))
+    assert step_time(work(), fast).products == time_of().products
+    slow = replace(RATES, linear=((1.0, 1.0, REACHED / 2),))
+    assert step_time(work(), slow).products == pytest.approx(2 * time_of().products)
+
+
 def test_experts_compute_at_the_rate_of_their_rows():
     """Each expert has 500 of the 1,000 tokens, at half of the rate that it has for ten times as many."""
     width = (E * F) ** 0.5
