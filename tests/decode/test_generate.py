@@ -61,6 +61,8 @@ def test_answers_to_many_prompts_are_those_to_each(temperature, quickstart):
     found = list(generate_answers(loaded, prompts, decoding, seed=7))
     assert [(a.prompt, a.text, a.new_tokens) for a in found] == [(a.prompt, a.text, a.new_tokens) for a in expected]
     assert len({answer.text for answer in found}) == 4
+    others = [answer.text for answer in generate_answers(loaded, prompts, decoding, seed=8)]
+    assert (others == [answer.text for answer in found]) == (temperature == 0)
 
 
 def test_settings_of_a_model_that_answers_cannot_have_are_refused(quickstart):
