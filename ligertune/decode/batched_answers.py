@@ -114,7 +114,7 @@ def refused_settings(name: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise SAVED_MODEL.error(
-            f"{name} cannot generate with its generation_config.json: {reason_of(error)}"
+            f"The model {name} cannot generate with its generation_config.json: {reason_of(error)}"
         ) from error
 
 
@@ -124,15 +124,15 @@ def settings_of(model: AnyModule, request: AnswerRequest, *, name: str) -> Sampl
     asked = dict(request.sampling)
     asked.pop("do_sample", None)
     known = dict(_DEFAULTS)
-    for name in known:
-        value = asked.pop(name, getattr(own, name))
+    for key in known:
+        value = asked.pop(key, getattr(own, key))
         if value is not None:
-            known[name] = value
+            known[key] = value
     with refused_settings(name):
         own.validate()
         if request.is_drawn:
             _check_filters(known)
-    others = {name: getattr(own, name, None) for name in _NEUTRAL if request.is_drawn or name not in _OF_DRAWS} | asked
+    others = {key: getattr(own, key, None) for key in _NEUTRAL if request.is_drawn or key not in _OF_DRAWS} | asked
     return SamplingSettings(
         max_new_tokens=request.max_new_tokens,
         temperature=known["temperature"] if request.is_drawn else 0.0,

@@ -74,5 +74,7 @@ def test_settings_of_a_model_that_answers_cannot_have_are_refused(quickstart):
     loaded.model.generation_config.typical_p = 1.0
     loaded.model.generation_config.temperature = -1.0
     loaded.model.generation_config.repetition_penalty = -2.0
-    with pytest.raises(UserError, match=r"cannot generate with its generation_config\.json: `penalty`"):
+    with pytest.raises(
+        UserError, match=r"The model .*stories260K cannot generate with its generation_config\.json: `penalty`"
+    ):
         generate_answer(loaded, "Lily", Decoding(4, temperature=1.0), seed=0)
