@@ -20,8 +20,8 @@ from transformers import (
 
 from ligertune.any_types import AnyModule
 from ligertune.decode.sampling import Prompt, SamplingSettings, sample_answers
+from ligertune.errors import UserError
 from ligertune.files.model_files import reason_of
-from ligertune.models.save import SAVED_MODEL
 
 # Settings that slots have, with the values of `generate` if neither the request nor the model has one.
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -95,10 +95,9 @@ def answer_batches(
             model,
             tokenizer,
             [Prompt(requests[index].ids, seeds[index]) for index in group],
-            settings_of(model, first, name=name),
+            sampling_settings_of(model, first, name=name),
             name=name,
             batch_size=batch_size,
-            end_tokens=first.end_tokens,
         )
         for answer in found:
             answers[group[answer.prompt]] = answer.text
@@ -113,12 +112,12 @@ def refused_settings(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise SAVED_MODEL.error(
-            f"The model {name} cannot generate with its generation_config.json: {reason_of(error)}"
+        raise UserError(
+            f"The model {name} cannot generate with its generation_config.json: {reason_of(error)}."
         ) from error
 
 
-def settings_of(model: AnyModule, request: AnswerRequest, *, name: str) -> SamplingSettings:
+def sampling_settings_of(model: AnyModule, request: AnswerRequest, *, name: str) -> SamplingSettings:
     """Return the settings of a request, completed by those of the model. Raises UserError for those it refuses."""
     own = model.generation_config
     asked = dict(request.sampling)
@@ -141,6 +140,7 @@ def settings_of(model: AnyModule, request: AnswerRequest, *, name: str) -> Sampl
         min_p=known["min_p"],
         repetition_penalty=known["repetition_penalty"],
         stop=request.stop,
+        end_tokens=request.end_tokens,
         generate_options=tuple(item for item in others.items() if item[1] not in _NEUTRAL.get(item[0], ())),
     )
 

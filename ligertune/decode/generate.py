@@ -23,7 +23,7 @@ from ligertune.data.templates.bounded_jinja import TemplateRefusalError, render_
 from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.decode.answers.answer_ends import FiniteLogits
-from ligertune.decode.batched_answers import AnswerRequest, answer_batches, refused_settings, settings_of
+from ligertune.decode.batched_answers import AnswerRequest, answer_batches, refused_settings, sampling_settings_of
 from ligertune.decode.sampling import Answer, Prompt, sample_answers
 from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.storage import PROMPT_FILE
@@ -196,7 +196,7 @@ def _answers_to(
     """Yield an answer to each prompt. The seed is that of each prompt, so an answer does not depend on the others."""
     _check_ids(loaded, max(max(ids) for ids in prompts))
     request = AnswerRequest((), (), decoding.max_new_tokens, tuple(decoding.sampling.items()))
-    settings = settings_of(loaded.model, request, name=loaded.name)
+    settings = sampling_settings_of(loaded.model, request, name=loaded.name)
     yield from sample_answers(
         loaded.model,
         loaded.tokenizer,

@@ -53,13 +53,12 @@ def sample_answers(
     answers_each: int = 1,
     name: str,
     batch_size: int | None = None,
-    end_tokens: tuple[int, ...] = (),
     on_tokens: Callable[[int, Sequence[int]], object] | None = None,
 ) -> Iterator[Answer]:
     """Yield each answer when it is finished, in any order.
 
-    name: of the model, for errors. batch_size: answers that grow at a time; None: by the device. end_tokens: ids that
-    end an answer, besides those of the model's generation settings; the other generation settings do not count.
+    name: of the model, for errors. batch_size: answers that grow at a time; None: by the device. Of the model's own
+    generation settings only the tokens that end an answer count.
     on_tokens: called with the place of a prompt and the next tokens of its answer, as these are made.
     Until the last answer the model is in evaluation mode, with an attention that takes masks. Warns with a SamplingNote
     if it cannot be answered slot by slot, or not as a CUDA graph. Raises UserError if it computes NaN, and
@@ -82,7 +81,7 @@ def sample_answers(
         answers_each=answers_each,
         name=name,
         batch_size=batch_size,
-        end_tokens=end_tokens_of(model, end_tokens),
+        end_tokens=end_tokens_of(model, settings.end_tokens),
         on_tokens=on_tokens,
     )
     was_training = model.training

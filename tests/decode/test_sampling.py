@@ -258,7 +258,7 @@ def test_end_tokens_of_the_caller_and_of_the_generation_settings_end_answers(fol
     free = ids_of(answered(model, tokenizer, prompts, GREEDY))
     end = free[1, 0][3]
     expected = {key: ids[: ids.index(end) + 1] if end in ids else ids for key, ids in free.items()}
-    asked = answered(model, tokenizer, prompts, GREEDY, end_tokens=(end,))
+    asked = answered(model, tokenizer, prompts, replace(GREEDY, end_tokens=(end,)))
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
     for found in (asked, answered(model, tokenizer, prompts, GREEDY)):
         assert ids_of(found) == expected
@@ -297,7 +297,7 @@ def test_models_without_slots_are_answered_by_generate_with_a_note(family, token
         {
             (a.prompt, a.number): (a.ids, len(a.log_probs))
             for a in sample_answers(
-                model, tokenizer, prompts, DRAWN, answers_each=2, name="tiny", batch_size=size, end_tokens=(5,)
+                model, tokenizer, prompts, replace(DRAWN, end_tokens=(5,)), answers_each=2, name="tiny", batch_size=size
             )
         }
         for size in (1, 3)
@@ -311,11 +311,10 @@ def test_tokens_of_growing_answers_are_passed_on(family, stories, tokenizer):
     model = stories if family == "stories" else without_end(tiny_family("causal", family))
     prompts = prompts_of((3, 7, 7, 12))
     shown = defaultdict(list)
-    settings = replace(DRAWN, max_new_tokens=12)
-    end_tokens = tuple(range(5, 512, 3))  # most answers end early
+    settings = replace(DRAWN, max_new_tokens=12, end_tokens=tuple(range(5, 512, 3)))  # most answers end early
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplingNote)
-        options = {"name": "tiny", "batch_size": 2, "end_tokens": end_tokens}
+        options = {"name": "tiny", "batch_size": 2}
         found = sample_answers(
             model, tokenizer, prompts, settings, on_tokens=lambda place, ids: shown[place].extend(ids), **options
         )

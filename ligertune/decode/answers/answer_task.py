@@ -46,6 +46,7 @@ class SamplingSettings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # before the temperature, and before log-probabilities
     stop: tuple[str, ...] = ()
+    end_tokens: tuple[int, ...] = ()  # ids that end an answer, besides those of the model's generation settings
     # arguments of transformers' generate that slots do not have, as items: it then makes the answers
     generate_options: tuple[tuple[str, Any], ...] = ()
 

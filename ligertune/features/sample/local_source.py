@@ -131,6 +131,7 @@ def answers_of(
         top_k=spec.top_k,
         min_p=spec.min_p,
         stop=spec.stop,
+        end_tokens=tuple(sorted(found.end_tokens)),
     )
     asked = [Prompt(found.prompts[place].ids, seed_of(spec.seed, place)) for place in places]
     rows = embedding_rows(base_of(model))
@@ -150,7 +151,6 @@ def answers_of(
             answers_each=spec.num_generations,
             name=source.name,
             batch_size=spec.generation_batch_size,
-            end_tokens=tuple(sorted(found.end_tokens)),
         )
     except torch.OutOfMemoryError as error:
         raise UserError(
