@@ -125,7 +125,7 @@ def _answers_of(loaded: LoadedModel, request: GenerateRequest, json: bool) -> It
     from ligertune.decode.generate import Decoding, generate_answer, generate_answers
 
     decoding = Decoding(request.max_new_tokens, request.temperature, request.top_p)
-    if request.prompts_file and loaded.reader is None:
+    if request.prompts_file and loaded.reader is None and not request.images:
         answers = generate_answers(loaded, request.prompts, decoding, seed=request.seed)
         for number, answer in enumerate(answers):
             if not json:

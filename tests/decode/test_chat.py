@@ -191,6 +191,8 @@ def test_several_prompts_are_answered_in_one_load(folder, tmp_path):
         "--- 1: Say hi. ---",
         "--- 2: Say ---",
     ]
+    refused = run_here("generate", "runs/chat", "--prompts", "p.txt", "--image", "a.png", cwd=tmp_path)
+    assert refused.code == 2 and "is a text model" in refused.err
     (tmp_path / "p.txt").write_text("{}\n")
     refused = run_here("generate", "runs/chat", "--prompts", "p.txt", cwd=tmp_path)
     assert refused.code == 2 and 'p.txt:1: expected {"prompt"' in refused.err
