@@ -339,10 +339,23 @@ def _chat_prompt(
     template: PromptFormat,
     history: Sequence[tuple[str, str]] = (),
 ) -> str:
-    turns = [("system", template["system_prompt"])] if template["system_prompt"] else []
+    turns: list[tuple[str, Any]] = [("system", template["system_prompt"])] if template["system_prompt"] else []
     for asked, said in history:
         turns += [("user", asked), ("assistant", said)]
-    messages = [{"role": role, "content": text} for role, text in (*turns, ("user", content))]
+    turns = [*turns, ("user", content)]
+    text = _rendered_turns(tokenizer, turns, template)
+    if not isinstance(content, str) or content.strip() in text:
+        return text
+    # a template that reads only parts renders a text as nothing
+    as_parts = [(role, [{"type": "text", "text": said}]) for role, said in turns]
+    of_parts = _rendered_turns(tokenizer, as_parts, template)
+    return of_parts if content.strip() in of_parts else text
+
+
+def _rendered_turns(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, Any]], template: PromptFormat
+) -> str:
+    messages = [{"role": role, "content": content} for role, content in turns]
     source = tokenizer.get_chat_template()
     name = template_name(tokenizer)
     try:

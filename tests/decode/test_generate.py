@@ -52,6 +52,18 @@ def test_variables_of_the_chat_template_are_those_of_training(quickstart, tmp_pa
             choose_prompt(tmp_path, raw=False)
 
 
+def test_a_template_that_reads_only_parts_has_the_text(quickstart):
+    """As LLaVA's: it renders a message that is a string as nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "stories260K")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content if p.type == 'text' %} {{ p.text }}{% endfor %}. "
+        "{% endfor %}"
+    )
+    prompt = {"prompt_template": "chat", "system_prompt": "Be brief."}
+    text, _ = format_prompt(tokenizer, "Say hi.", prompt, [("Hello", "Hi!")])
+    assert text == "system: Be brief.. user: Hello. assistant: Hi!. user: Say hi.. "
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_answers_to_many_prompts_are_those_to_each(temperature, quickstart):
     loaded = load_model(str(quickstart / "stories260K"), raw=True)
