@@ -348,7 +348,10 @@ def _chat_prompt(
         return text
     # a template that reads only parts renders a text as nothing
     as_parts = [(role, [{"type": "text", "text": said}]) for role, said in turns]
-    of_parts = _rendered_turns(tokenizer, as_parts, template)
+    try:
+        of_parts = _rendered_turns(tokenizer, as_parts, template)
+    except UserError:  # it reads strings, and changes them
+        return text
     return of_parts if content.strip() in of_parts else text
 
 

@@ -62,6 +62,8 @@ def test_a_template_that_reads_only_parts_has_the_text(quickstart):
     prompt = {"prompt_template": "chat", "system_prompt": "Be brief."}
     text, _ = format_prompt(tokenizer, "Say hi.", prompt, [("Hello", "Hi!")])
     assert text == "system: Be brief.. user: Hello. assistant: Hi!. user: Say hi.. "
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.upper() }}. {% endfor %}"
+    assert format_prompt(tokenizer, "Say hi.", prompt)[0] == "BE BRIEF.. SAY HI.. "
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
