@@ -146,7 +146,7 @@ def sampling_settings_of(model: AnyModule, request: AnswerRequest, *, name: str)
 
 
 def _check_filters(known: Mapping[str, Any]) -> None:
-    """Raise ValueError for values that transformers refuses; it refuses neutral ones, too."""
+    """Raise ValueError for values that transformers refuses. It also refuses a top_k of 0, which means all tokens."""
     TemperatureLogitsWarper(float(known["temperature"]))
     TopPLogitsWarper(known["top_p"])
     MinPLogitsWarper(known["min_p"])

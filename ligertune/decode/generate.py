@@ -158,9 +158,9 @@ def generate_answer(
 def generate_answers(
     loaded: LoadedModel, prompts: Sequence[str], decoding: Decoding, *, seed: int
 ) -> Iterator[GeneratedText]:
-    """Answer prompts of a text model together; yield the answers in their order. Each is as if it was alone.
+    """Answer prompts of a text model together, and yield the answers in the order of the prompts.
 
-    The seconds of an answer begin with those of the first. Raises UserError. Warns as `sample_answers` does.
+    An answer does not depend on the other prompts. Its seconds count from the start of the whole call. Raises UserError. Warns as `sample_answers` does.
     """
     for prompt in prompts:
         check_prompt(prompt)
@@ -350,7 +350,7 @@ def _chat_prompt(
     as_parts = [(role, [{"type": "text", "text": said}]) for role, said in turns]
     try:
         of_parts = _rendered_turns(tokenizer, as_parts, template)
-    except UserError:  # it reads strings, and changes them
+    except UserError:  # the template reads strings only, and changes them
         return text
     return of_parts if content.strip() in of_parts else text
 

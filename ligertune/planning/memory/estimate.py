@@ -95,7 +95,7 @@ class MemoryEstimate:
 
     @property
     def has_mixers(self) -> bool:
-        """Whether some layers have a recurrence in place of attention, or beside it."""
+        """Whether any layer has a recurrence."""
         layers = (self.layer, *(layer for layer, _ in self.other_layers))
         return any(layer.mixer is not None for layer in layers)
 

@@ -22,7 +22,7 @@ from ligertune.planning.memory.states import StateBytes
 from ligertune.planning.time.gpu_rates import GpuRates, rate_at
 
 # Whole steps run slower than their kernels alone: the GPU lowers its clock, there are gaps between kernels, and small
-# kernels are not counted. Fitted, with the next two and ADAPTER, to 120 steps of Llama 1B and 8B, Qwen3.5-4B, Mixtral
+# kernels are not counted. Fitted, with the next three and ADAPTER, to 120 steps of Llama 1B and 8B, Qwen3.5-4B, Mixtral
 # and OLMoE on an H200 (scripts/bench choice).
 WHOLE_STEP = 1.08
 # Of the rate of large products, the most that a product reaches in a step: alone, small ones run at a higher clock.
