@@ -160,7 +160,8 @@ def generate_answers(
 ) -> Iterator[GeneratedText]:
     """Answer prompts of a text model together, and yield the answers in the order of the prompts.
 
-    An answer does not depend on the other prompts. Its seconds count from the start of the whole call. Raises UserError. Warns as `sample_answers` does.
+    An answer does not depend on the other prompts. Its seconds count from the start of the whole call. Raises
+    UserError. Warns as `sample_answers` does.
     """
     for prompt in prompts:
         check_prompt(prompt)
