@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligertune.cli.options import ExportCheckpoint, ExportDtype, Json, TrustRemoteCode
+from ligertune.cli.options import ExportCheckpoint, ExportDtype, Json, TrustRemoteCode, check_of_feature
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
 from ligertune.progress import importing
@@ -83,9 +83,11 @@ def export(
         return _export_gguf(run, out, gguf, checkpoint, dtype=dtype, trust_remote_code=trust_remote_code, json=json)
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
     _refuse_with_format(base_format, adapter=adapter, check=check, dtype=dtype)
+    render.people_on_stderr(json)
+    if check and (rows := check_of_feature(Path(run).expanduser(), prompt, trust_remote_code)) is not None:
+        return _show_rows(rows, json=json)
     if not (adapter or dry_run or checkpoint):
         _check_base_model(run)
-    render.people_on_stderr(json)
     with render.status("reading the run ..."):
         with importing():
             from ligertune.training.checkpoint.export_run import check_repository, plan_export
@@ -104,6 +106,13 @@ def export(
         done |= _upload(plan, push=push, public=public, dry_run=dry_run)
     if json:
         render.json_report(done)
+
+
+def _show_rows(rows: list[dict[str, Any]], *, json: bool) -> None:
+    """Print what a feature has compared."""
+    render.columns("checked files", tuple(rows[0]), [tuple(map(str, row.values())) for row in rows])
+    if json:
+        render.json_report({"check": rows})
 
 
 def _refuse_with_gguf(*others: object) -> None:

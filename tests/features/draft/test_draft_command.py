@@ -47,10 +47,12 @@ def head(target, prompt) -> DraftHead:
 
 
 @pytest.fixture(scope="module")
-def run(head, target, tmp_path_factory) -> Path:
+def run(head, target, tmp_path_factory, quickstart) -> Path:
     """A folder with draft/eagle3 and draft/speculators, as runs leave them."""
     folder = tmp_path_factory.mktemp("run")
-    described = DraftTarget("stories260K", target.model.config, target.model.get_input_embeddings().weight)
+    described = DraftTarget(
+        str(quickstart / "stories260K"), target.model.config, target.model.get_input_embeddings().weight
+    )
     for layout in ("eagle3", "speculators"):
         write_draft_head(head, folder / "draft" / layout, described, layout=layout, speculative_tokens=3)
     return folder
@@ -102,6 +104,28 @@ def test_a_draft_head_is_no_model(run):
     done = run_here("generate", run / "draft" / "eagle3", PROMPT, "--raw", cwd=run)
     assert done.code == 2
     assert "no tokenizer could be loaded" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(("place", "layouts"), [(".", ["eagle3", "speculators"]), ("draft/eagle3", ["eagle3"])])
+def test_export_checks_both_layouts(place, layouts, run):
+    done = run_here("export", run / place, "--check", "--json", cwd=run)
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["check"]
+    assert [row["layout"] for row in rows] == layouts
+    assert all(row["tokens"] > 10 and row["coverage"] == 0.5 for row in rows)
+    prompted = run_here("export", run / place, "--check", "--prompt", "Lily saw a dog.", "--json", cwd=run)
+    assert json.loads(prompted.out)["check"][0]["tokens"] < rows[0]["tokens"]
+
+
+def test_export_refuses_a_layout_that_differs(run, tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(run / "draft", folder)
+    config = folder / "speculators" / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]}))
+    done = run_here("export", folder, "--check", cwd=tmp_path)
+    assert done.code == 2
+    assert "reads the layers [2, 3, 4] of its target, and it was trained on [1, 2, 3]" in " ".join(done.err.split())
 
 
 def test_measurements_of_a_chain_and_a_tree(target, head, prompt):

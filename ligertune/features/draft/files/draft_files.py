@@ -101,7 +101,7 @@ def write_draft_head(
         config = _speculators_config(head, target, speculative_tokens)
     else:
         config = _eagle3_config(head, target)
-    metadata = {"format": "pt", "layer_ids": json.dumps(head.config.layer_ids)}
+    metadata = {"format": "pt", "layer_ids": json.dumps(head.config.layer_ids), "target": target.name}
     with new_folder(folder) as aside:
         save_file(tensors, aside / SAFE_WEIGHTS, metadata=metadata)
         write_text(aside / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -331,6 +331,21 @@ def _check_tables(config: DraftConfig, d2t: Tensor, t2d: Tensor, path: Path) -> 
 
 def _trained_ids(path: Path) -> tuple[int, ...] | None:
     """Return the layer ids that the weight file records; None if others wrote it."""
-    with loading(DRAFT_HEAD, f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        recorded = (file.metadata() or {}).get("layer_ids")
+    with loading(DRAFT_HEAD, f"{path} cannot be read"):
+        recorded = _metadata(path).get("layer_ids")
         return None if recorded is None else tuple(json.loads(recorded))
+
+
+def target_of_draft(folder: Path) -> str:
+    """Return the folder or hub id of the model that a head was trained for. Raises UserError if it is not recorded."""
+    path = folder / SAFE_WEIGHTS
+    with loading(DRAFT_HEAD, f"{path} cannot be read"):
+        name = _metadata(path).get("target")
+    if name is None:
+        raise DRAFT_HEAD.error(f"{path} does not say which model it drafts for.")
+    return name
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
