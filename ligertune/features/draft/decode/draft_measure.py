@@ -63,7 +63,10 @@ def measure_draft(
     max_new_tokens: int,
     temperature: float = 0.0,
 ) -> DraftMeasurement:
-    """Decode each prompt with the head, and greedily without it; the first one once more, as a warm-up."""
+    """Decode each prompt with the head, and greedily without it; the first one once more, as a warm-up.
+
+    The model must have an attention that takes any mask, such as sdpa, and must not be compiled for each length.
+    """
     model = target.model.eval()
     stop_at = eos_token_ids(model)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_at": stop_at, "temperature": temperature}

@@ -48,6 +48,7 @@ TABLES = ("d2t", "t2d")
 DRAFT_HEAD = ModelOrigin("draft head", "use another head")
 # Options of heads that are no plain EAGLE-3; the last two were ignored silently by servers until mid 2026.
 OTHER_HEADS = ("norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias", "fc_norm", "norm_output")
+MAX_LAYERS = 64  # published heads have one
 NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 # Keys that describe a layer; others, such as those of a whole model, are not read.
 LAYER_KEYS = (
@@ -236,6 +237,7 @@ def _read_config(
     known = {name: layer_values[name] for name in LAYER_KEYS if layer_values.get(name) is not None}
     with loading(DRAFT_HEAD, f"{path} cannot be used"):
         llama = AutoConfig.for_model("llama", **known)
+        rope = rope_parameters_of(llama)
     depth = depth_of(target.get_text_config())
     layer_ids = tuple(values.get(LAYER_IDS) or default_layer_ids(depth))
     return DraftConfig(
@@ -245,7 +247,7 @@ def _read_config(
         num_key_value_heads=llama.num_key_value_heads,
         head_dim=llama.head_dim,
         rms_norm_eps=llama.rms_norm_eps,
-        rope_parameters=rope_parameters_of(llama),
+        rope_parameters=rope,
         max_position_embeddings=llama.max_position_embeddings,
         vocab_size=llama.vocab_size,
         draft_vocab_size=values["draft_vocab_size"],
@@ -264,6 +266,9 @@ def _check_keys(values: dict[str, Any], layer_values: dict[str, Any], path: Path
     missing = [name for name in NEEDED_KEYS if layer_values.get(name) is None]
     if missing:
         raise DRAFT_HEAD.error(f"{path} lacks {missing[0]}.")
+    layers = layer_values.get("num_hidden_layers", 1)
+    if layers not in range(1, MAX_LAYERS + 1):
+        raise DRAFT_HEAD.error(f"{path}: num_hidden_layers is {layers}, and must be from 1 to {MAX_LAYERS}.")
     size = values.get("draft_vocab_size")
     if type(size) is not int or not 0 < size <= layer_values["vocab_size"]:
         raise DRAFT_HEAD.error(
