@@ -89,7 +89,7 @@ def draft_config_of(
         num_key_value_heads=config_value(text, "num_key_value_heads", heads),
         head_dim=own_head_dim or hidden_size // heads,
         rms_norm_eps=config_value(text, "rms_norm_eps", 1e-6),
-        rope_parameters=_rope_parameters(text),
+        rope_parameters=rope_parameters_of(text),
         max_position_embeddings=config_value(text, "max_position_embeddings", 2048),
         vocab_size=vocab_size,
         draft_vocab_size=min(draft_vocab_size or vocab_size, vocab_size),
@@ -99,30 +99,35 @@ def draft_config_of(
     )
 
 
-def default_layer_ids(depth: int) -> tuple[int, ...]:
-    """Return the layers of a target of this depth whose input the head reads: 2, the middle one, the third from last.
+def server_layer_ids(depth: int) -> tuple[int, ...]:
+    """Return the layers whose input servers capture if the files name none, for a target of this depth."""
+    return (2, depth // 2, depth - 3)
 
-    Targets of three to six layers, where two of these are equal, have the middle three. Raises UserError below three.
+
+def default_layer_ids(depth: int) -> tuple[int, ...]:
+    """Return the layers of a target of this depth whose input the head reads: those of servers if they differ.
+
+    Targets of three to six layers have the middle three. Raises UserError below three.
     """
     if depth < NUM_STATES:
         raise UserError(f"The model has {depth} layers, and a draft head reads the inputs of {NUM_STATES}.")
-    middle = depth // 2
-    chosen = (2, middle, depth - 3)
-    return chosen if 2 < middle < depth - 3 else (middle - 1, middle, middle + 1)
+    early, middle, late = server_layer_ids(depth)
+    return (early, middle, late) if early < middle < late else (middle - 1, middle, middle + 1)
 
 
-def check_layer_ids(layer_ids: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """Return the layer ids. Raises UserError unless they are three different layers of the target, in rising order."""
+def check_layer_ids(layer_ids: tuple[int, ...], depth: int, *, key: str = "draft.layer_ids") -> tuple[int, ...]:
+    """Return the layer ids. Raises UserError unless they are three different layers of the target, in rising order.
+
+    depth: number of the target's layers. key: what the message names.
+    """
     if len(layer_ids) != NUM_STATES or any(layer not in range(depth) for layer in layer_ids):
-        raise UserError(
-            f"draft.layer_ids: {list(layer_ids)} must be {NUM_STATES} layers of the target, from 0 to {depth - 1}."
-        )
+        raise UserError(f"{key}: {list(layer_ids)} must be {NUM_STATES} layers of the target, from 0 to {depth - 1}.")
     if list(layer_ids) != sorted(set(layer_ids)):
-        raise UserError(f"draft.layer_ids: {list(layer_ids)} must be different layers in rising order.")
+        raise UserError(f"{key}: {list(layer_ids)} must be different layers in rising order.")
     return tuple(layer_ids)
 
 
-def _rope_parameters(text: PreTrainedConfig) -> dict[str, Any]:
+def rope_parameters_of(text: PreTrainedConfig) -> dict[str, Any]:
     """Return the target's rotary embeddings over a whole head. Raises UserError for those that depend on the length."""
     found = config_value(text, "rope_parameters", {})
     found = found.get(FULL, found)  # models with windows have others there
