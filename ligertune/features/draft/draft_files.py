@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from ligertune.features.draft.draft_card import Layout, draft_card
 from ligertune.features.draft.draft_config import (
     NUM_STATES,
     DraftConfig,
@@ -37,9 +38,9 @@ from ligertune.files.storage import new_folder, write_text
 from ligertune.models.read_config import config_value
 from ligertune.models.shape import depth_of
 
-Layout = Literal["eagle3", "speculators"]
 LAYOUTS: tuple[Layout, ...] = ("eagle3", "speculators")
 CONFIG = "config.json"
+CARD = "README.md"
 SPECULATORS_VERSION = "0.9.0"  # whose files these are
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
@@ -47,6 +48,12 @@ TABLES = ("d2t", "t2d")
 DRAFT_HEAD = ModelOrigin("draft head", "use another head")
 # Options of heads that are no plain EAGLE-3; the last two were ignored silently by servers until mid 2026.
 OTHER_HEADS = ("norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias", "fc_norm", "norm_output")
+NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+# Keys that describe a layer; others, such as those of a whole model, are not read.
+LAYER_KEYS = (
+    *NEEDED_KEYS, "num_key_value_heads", "head_dim", "num_hidden_layers", "rms_norm_eps", "rope_parameters",
+    "rope_theta", "rope_scaling",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class DraftFiles:
 def write_draft_head(
     head: DraftHead, folder: Path, target: DraftTarget, *, layout: Layout, speculative_tokens: int
 ) -> None:
-    """Write a head in one layout; `folder` appears only when complete.
+    """Write a head in one layout, with README.md; `folder` appears only when complete.
 
     speculative_tokens: how many tokens a server drafts at a time, which `speculators` files say.
     """
@@ -98,6 +105,8 @@ def write_draft_head(
     with new_folder(folder) as aside:
         save_file(tensors, aside / SAFE_WEIGHTS, metadata=metadata)
         write_text(aside / CONFIG, json.dumps(config, indent=2) + "\n")
+        card = draft_card(head.config, folder.name, target.name, layout=layout, speculative_tokens=speculative_tokens)
+        write_text(aside / CARD, card)
 
 
 def _layer_values(config: DraftConfig) -> dict[str, Any]:
@@ -223,22 +232,12 @@ def _read_config(
     values: dict[str, Any], layer_values: dict[str, Any], target: PreTrainedConfig, path: Path
 ) -> DraftConfig:
     """Return the sizes of the head. Raises UserError for options of other heads, and for keys that are missing."""
-    others = [name for name in OTHER_HEADS if values.get(name) or layer_values.get(name)]
-    if layer_values.get("hidden_act", "silu") != "silu":
-        others.append("hidden_act")
-    if others:
-        raise DRAFT_HEAD.error(f"{path}: {others[0]} is set, and plain EAGLE-3 heads do not have it.")
-    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-    missing = [name for name in needed if layer_values.get(name) is None]
-    missing += [name for name in ("draft_vocab_size",) if type(values.get(name)) is not int]
-    if missing:
-        raise DRAFT_HEAD.error(f"{path} lacks {missing[0]}.")
+    _check_keys(values, layer_values, path)
+    known = {name: layer_values[name] for name in LAYER_KEYS if layer_values.get(name) is not None}
     with loading(DRAFT_HEAD, f"{path} cannot be used"):
-        llama = AutoConfig.for_model("llama", **{**_known(layer_values), "pad_token_id": None})
+        llama = AutoConfig.for_model("llama", **known)
     depth = depth_of(target.get_text_config())
-    ids = values.get(LAYER_IDS)
-    if ids is not None and not (isinstance(ids, list) and all(type(layer) is int for layer in ids)):
-        raise DRAFT_HEAD.error(f"{path}: {LAYER_IDS} must be a list of {NUM_STATES} layers.")
+    layer_ids = tuple(values.get(LAYER_IDS) or default_layer_ids(depth))
     return DraftConfig(
         hidden_size=llama.hidden_size,
         intermediate_size=llama.intermediate_size,
@@ -250,18 +249,30 @@ def _read_config(
         max_position_embeddings=llama.max_position_embeddings,
         vocab_size=llama.vocab_size,
         draft_vocab_size=values["draft_vocab_size"],
-        layer_ids=check_layer_ids(tuple(ids or default_layer_ids(depth)), depth, key=f"{path}: {LAYER_IDS}"),
+        layer_ids=check_layer_ids(layer_ids, depth, key=f"{path}: {LAYER_IDS}"),
         target_layers=depth,
         num_layers=llama.num_hidden_layers,
     )
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that describe a layer; others, such as those of a whole model, are not read."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "num_hidden_layers", "rms_norm_eps", "max_position_embeddings", "vocab_size", "rope_parameters",
-             "rope_theta", "rope_scaling")  # fmt: skip
-    return {name: values[name] for name in names if values.get(name) is not None}
+def _check_keys(values: dict[str, Any], layer_values: dict[str, Any], path: Path) -> None:
+    others = [name for name in OTHER_HEADS if values.get(name) or layer_values.get(name)]
+    if layer_values.get("hidden_act", "silu") != "silu":
+        others.append("hidden_act")
+    if others:
+        raise DRAFT_HEAD.error(f"{path}: {others[0]} is set, and plain EAGLE-3 heads do not have it.")
+    missing = [name for name in NEEDED_KEYS if layer_values.get(name) is None]
+    if missing:
+        raise DRAFT_HEAD.error(f"{path} lacks {missing[0]}.")
+    size = values.get("draft_vocab_size")
+    if type(size) is not int or not 0 < size <= layer_values["vocab_size"]:
+        raise DRAFT_HEAD.error(
+            f"{path}: draft_vocab_size is {json.dumps(size)[:40]}, and must be from 1 to vocab_size, "
+            f"{layer_values['vocab_size']}."
+        )
+    ids = values.get(LAYER_IDS)
+    if ids is not None and not (isinstance(ids, list) and all(type(layer) is int for layer in ids)):
+        raise DRAFT_HEAD.error(f"{path}: {LAYER_IDS} must be a list of {NUM_STATES} layers.")
 
 
 def _check_target(config: DraftConfig, target: PreTrainedConfig, folder: Path) -> None:
@@ -273,11 +284,6 @@ def _check_target(config: DraftConfig, target: PreTrainedConfig, folder: Path) -
                 f"{folder} drafts for a model with {name} {found}, and this one has {wanted}.",
                 hint="Use it with its own model, or train a head for this one.",
             )
-    if not 0 < config.draft_vocab_size <= config.vocab_size:
-        raise DRAFT_HEAD.error(
-            f"{folder / CONFIG}: draft_vocab_size is {config.draft_vocab_size}, and must be from 1 to vocab_size, "
-            f"{config.vocab_size}."
-        )
 
 
 def _as_in_head(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
