@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligertune.features.medusa.decode.candidate_tree import CandidateTree, Greedy, Typical
+from ligertune.decode.speculative.candidate_tree import CandidateTree, Greedy, Typical
 from ligertune.features.medusa.medusa_report import prompt_token_ids
 
 # A candidate passes above min(epsilon, delta exp(-H)) with epsilon = 0.09, delta = 0.3:

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from ligertune.decode.generate import GeneratedText, choose_prompt, encode_prompt
+from ligertune.decode.speculative.cached_text import eos_token_ids
+from ligertune.decode.speculative.candidate_tree import Acceptance, CandidateTree, Greedy, Typical
 from ligertune.errors import UserError, plural
-from ligertune.features.medusa.decode.candidate_tree import Acceptance, CandidateTree, Greedy, Typical
-from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
+from ligertune.features.medusa.decode.tree_decoding import decode_with_heads
 from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD
 from ligertune.features.medusa.heads_files import HeadsConfig, base_model_of, base_of_heads, read_choices, read_heads
 from ligertune.features.output_head import check_plain_head, logit_transform
