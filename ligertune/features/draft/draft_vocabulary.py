@@ -27,8 +27,8 @@ class DraftVocabulary:
         if self.coverage >= LOW_COVERAGE:
             return f"draft: the draft vocabulary has {sizes}, and covers {share}"
         return (
-            f"draft: the draft vocabulary has {sizes}, and covers only {share}; the head cannot draft the others. Write "
-            "a larger draft.draft_vocab_size, or null for all"
+            f"draft: the draft vocabulary has {sizes}, and covers only {share}; the head cannot draft the others. "
+            "Write a larger draft.draft_vocab_size, or null for all"
         )
 
 

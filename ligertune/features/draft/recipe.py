@@ -53,13 +53,14 @@ RULES = (
     Rule("method.type: not full, task: draft",
          "{0} is {v[0]}, and with {1}: draft only the draft head trains, whole. Leave {0} out."),
     Rule("draft.draft_vocab_size: not null, task: draft, data.streaming",
-         "{0} tokens are chosen from the training data, and {2} does not know them before. Write draft_vocab_size: null."),
+         "{0} tokens are chosen from the training data, and {2} does not know them before. "
+         "Write draft_vocab_size: null."),
     Rule("draft.num_speculative_tokens: any, draft.steps: any, task: draft",
          "{0} is {v[0]}, and the head is trained and measured for {v[1]} ({1}). Write more steps, or fewer tokens.",
          also=lambda recipe: recipe.section(DraftSpec).num_speculative_tokens > recipe.section(DraftSpec).steps),
     Rule("data.max_length: any, draft.steps: any, task: draft",
-         "{0} is {v[0]}, too short for {v[1]} steps ({1}): the last step predicts the token {v[1]} + 1 positions ahead. "
-         "Write a larger data.max_length, or fewer steps.",
+         "{0} is {v[0]}, too short for {v[1]} steps ({1}): the last step predicts the token {v[1]} + 1 positions "
+         "ahead. Write a larger data.max_length, or fewer steps.",
          also=lambda recipe: recipe.data.max_length < recipe.section(DraftSpec).steps + 2),
     *(
         Rule(f"{key}, task: draft",

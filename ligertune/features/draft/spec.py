@@ -62,6 +62,7 @@ SPECS = {
         loss_unit=_loss_unit,
         charts=(MeasureChart("Expected accepted length", "tokens per step of the server", ACCEPTED_LENGTH),),
         plan_rows=_plan_rows,
+        best_measure=ACCEPTED_LENGTH,
         next_step=_next_step,
     )
 }

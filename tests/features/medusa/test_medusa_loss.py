@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_flatten
 
 from ligertune.errors import UserError
 from ligertune.features.medusa.heads_loss import shifted_targets, target_shifts
-from ligertune.features.task import count_labels_ahead
 from ligertune.features.medusa.medusa_model import attach_heads
 from ligertune.features.medusa.recipe import MedusaSpec
 from ligertune.features.output_head import LogitTransform, logit_transform
+from ligertune.features.task import count_labels_ahead
 from ligertune.patching.packing_checks import install_packing_checks
 
 X = -100

@@ -61,8 +61,8 @@ def document_attention_reference(
 
     The softmax's weights are rounded to the tensors' dtype, as the kernels round them.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _attend_documents(query, key, value, documents, AttentionTerms(scale, window, softcap))[0]
+    terms = AttentionTerms(_scale(query, scale), window, softcap)
+    return _attend_documents(query, key, value, documents, terms)[0]
 
 
 def _attend_documents(
@@ -71,16 +71,17 @@ def _attend_documents(
     value: torch.Tensor,  # (T, K, D)
     documents: Documents,
     terms: AttentionTerms,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output (T, H, D) and the log-sum-exp of its scores (T, H), in plain torch."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output (T, H, D), and with `terms.with_lse` the log-sum-exp of its scores (T, H), in plain torch."""
     outputs = []
     sums = []
     for begin, end in _bounds(documents.starts):
         tensors = (t[begin:end] for t in (query, key, value))
-        out, lse = _attend_document(*tensors, documents.starts[begin:end] - begin, terms)
+        out, scores = _attend_document(*tensors, documents.starts[begin:end] - begin, terms)
         outputs.append(out)
-        sums.append(lse)
-    return torch.cat(outputs), torch.cat(sums)
+        if terms.with_lse:
+            sums.append(scores.logsumexp(-1).t())
+    return torch.cat(outputs), torch.cat(sums) if terms.with_lse else None
 
 
 def _bounds(starts: torch.Tensor) -> list[tuple[int, int]]:
@@ -98,8 +99,8 @@ def _attend_document(
     starts: torch.Tensor,  # (L,)
     terms: AttentionTerms,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (L, H, D), contiguous, and (L, H); starts: the first token that each token attends to."""
-    scale, window, softcap = terms
+    """Return (L, H, D), contiguous, and the scores (H, L, L); starts: the first token that each token attends to."""
+    scale, window, softcap, _ = terms
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.to(wide).transpose(0, 1) for t in (query, key, value))
@@ -116,7 +117,7 @@ def _attend_document(
     scores = scores.masked_fill(~visible, float("-inf"))
     weights = torch.softmax(scores, -1).to(query.dtype)
     out = (weights.to(wide) @ v).transpose(0, 1).to(query.dtype).contiguous()
-    return out, scores.logsumexp(-1).t()
+    return out, scores
 
 
 class _Launchers(NamedTuple):
@@ -162,11 +163,11 @@ def _integers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, .
 
 
 class _Attention(torch.autograd.Function):
-    """Return out (T, H, D), and with `with_lse` also the log2-sum-exp2 of each row's scores, (H, T) in fp32."""
+    """Return out (T, H, D), and with `terms.with_lse` also the log2-sum-exp2 of each row's scores, (H, T) in fp32."""
 
     @staticmethod
-    def forward(ctx, q, k, v, starts, ends, terms, known, with_lse):
-        scale, window, softcap = terms
+    def forward(ctx, q, k, v, starts, ends, terms, known):
+        scale, window, softcap, with_lse = terms
         n_tokens, heads, _ = q.shape
         key_heads, head_dim = k.shape[1:]
         has_cap = softcap is not None
@@ -206,28 +207,28 @@ class _Attention(torch.autograd.Function):
         launch, cols = ctx.launchers.dkdv
         tensors = q, k, v, starts, ends, d_out, lse, delta, dk, dv
         launch((-(-n_tokens // cols) * key_heads, 1, 1), tensors, integers, *ctx.others)
-        return dq, dk, dv, *(None,) * 5
+        return dq, dk, dv, *(None,) * 4
 
 
 class _HopperAttention(torch.autograd.Function):
     """As `_Attention`; lse is (H, T rounded up to 128)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, starts, ends, terms, known, with_lse):
+    def forward(ctx, q, k, v, starts, ends, terms, known):
         def computed() -> tuple[torch.Tensor, ...]:
             return hopper_attention.forward(q, k, v, starts, terms)
 
         out, lse = computed() if known is None else known.result(computed)
         ctx.save_for_backward(q, k, v, starts, ends, out, lse)
         ctx.terms = terms
-        return (out, lse) if with_lse else out
+        return (out, lse) if terms.with_lse else out
 
     @staticmethod
     @no_double_backward
     def backward(ctx, d_out, d_lse=None):
         kept = HopperInputs(*ctx.saved_tensors)
         grads = hopper_attention.backward(kept, d_out.contiguous(), ctx.terms, d_lse)
-        return *grads, *(None,) * 5
+        return *grads, *(None,) * 4
 
 
 def document_attention(
@@ -249,7 +250,7 @@ def document_attention(
 
     Raises ValueError on mismatched shapes or dtypes, and on a scale, window or softcap that is not positive.
     """
-    return _attention(query, key, value, documents, scale, window, softcap, with_lse=False)[0]
+    return _attention(query, key, value, documents, AttentionTerms(_scale(query, scale), window, softcap))[0]
 
 
 def document_attention_with_lse(
@@ -267,28 +268,23 @@ def document_attention_with_lse(
     Both have gradients, so that attention to further keys can be merged with this one. Raises ValueError as
     `document_attention` does.
     """
-    return _attention(query, key, value, documents, scale, window, softcap, with_lse=True)
+    terms = AttentionTerms(_scale(query, scale), window, softcap, with_lse=True)
+    return _attention(query, key, value, documents, terms)
+
+
+def _scale(query: torch.Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    *,
-    with_lse: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, terms: AttentionTerms
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output, and the log-sum-exp if it is asked for: as an output of autograd it costs host time."""
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = autocast_dtype(query.device)
     if dtype is not None and query.dtype is not torch.float64:  # RoPE may leave float32 queries and keys
         query, key, value = (t.to(dtype) for t in (query, key, value))
-    terms = AttentionTerms(scale, window, softcap)
     _check(query, key, value, documents, terms)
-    if query.numel() == 0 or not tiles.runs_kernels(query, has_cap=softcap is not None):
+    if query.numel() == 0 or not tiles.runs_kernels(query, has_cap=terms.softcap is not None):
         with without_autocast(query.device):
             return _attend_documents(query, key, value, documents, terms)
     # Strides of tokens and heads are arguments of the kernels; columns are neighbours.
@@ -296,8 +292,8 @@ def _attention(
     on_hopper = tiles.runs_hopper_kernels(query, key, value, chip_of(query.device), documents.count)
     function = _HopperAttention if on_hopper else _Attention
     known = known_results()
-    found = function.apply(query, key, value, documents.starts, documents.ends, terms, known, with_lse)
-    out, bits = found if with_lse else (found, None)
+    found = function.apply(query, key, value, documents.starts, documents.ends, terms, known)
+    out, bits = found if terms.with_lse else (found, None)
     if known is not None:
         known.attended(out)
     return out, None if bits is None else bits[:, : len(query)].t() * math.log(2)
@@ -312,7 +308,7 @@ def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_di
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, terms: AttentionTerms) -> None:
-    scale, window, softcap = terms
+    scale, window, softcap, _ = terms
     n_tokens, heads, head_dim = q.shape
     if k.shape != v.shape or (k.shape[0], k.shape[2]) != (n_tokens, head_dim) or k.shape[1] == 0 or heads % k.shape[1]:
         raise ValueError(

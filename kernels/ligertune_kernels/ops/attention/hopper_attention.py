@@ -33,6 +33,7 @@ class AttentionTerms(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    with_lse: bool = False  # the log-sum-exp of the scores is an output, with a gradient
 
 
 def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
