@@ -12,10 +12,10 @@ from support.tasks.draft_heads import STEPS, fill, known_head, known_rows, logit
 from transformers import AutoConfig
 
 from ligertune.errors import UserError
-from ligertune.features.draft.draft_check import check_draft_head
 from ligertune.features.draft.draft_config import check_layer_ids, default_layer_ids, draft_config_of
-from ligertune.features.draft.draft_files import DraftTarget, read_draft_files, read_draft_head, write_draft_head
 from ligertune.features.draft.draft_head import DraftHead
+from ligertune.features.draft.files.draft_check import check_draft_head
+from ligertune.features.draft.files.draft_files import DraftTarget, read_draft_files, read_draft_head, write_draft_head
 from ligertune.features.draft.target_states import StateCapture
 
 E, F, V, D, QUERIES, KEYS = 64, 96, 128, 40, 64, 32  # sizes of the tiny Llama, and a draft vocabulary
@@ -182,7 +182,8 @@ def test_speculators_computes_our_logits():
     head, target = known_head()
     assert head.draft_ids().tolist() == record["draft_ids"]
     ids, states = known_rows()
-    found = logits_of_steps(head, target.embedding, ids, states, STEPS)
+    with torch.no_grad():
+        found = logits_of_steps(head, target.embedding, ids, states, STEPS)
     assert [one.shape for one in found] == [(11, 16), (10, 16), (9, 16)]
     for step, logits in enumerate(found):
         expected = torch.tensor(record["logits"][step])

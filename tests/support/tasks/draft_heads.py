@@ -10,12 +10,15 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ligertune.features.draft.draft_cache import DraftCache, run_head
 from ligertune.features.draft.draft_config import DraftConfig, draft_config_of
-from ligertune.features.draft.draft_files import DraftTarget, write_draft_head
 from ligertune.features.draft.draft_head import DraftHead
+from ligertune.features.draft.files.draft_files import DraftTarget, write_draft_head
+from ligertune.features.draft.target_states import StateCapture
 
 STEPS = 3
 ROPE = {
@@ -62,7 +65,6 @@ def known_rows() -> tuple[Tensor, Tensor]:
     return ids, states
 
 
-@torch.no_grad()
 def logits_of_steps(head: DraftHead, embedding: Tensor, ids: Tensor, states: Tensor, steps: int) -> list[Tensor]:
     """Return logits of each step of training-time test, as the head's decoding computes them.
 
@@ -81,6 +83,28 @@ def logits_of_steps(head: DraftHead, embedding: Tensor, ids: Tensor, states: Ten
         found.append(head.logits(head.norm(hidden))[: rows - step])
         visible = torch.cat([visible, torch.eye(rows, dtype=torch.bool)], dim=1)
     return found
+
+
+def fitted_head(model: PreTrainedModel, config: DraftConfig, draft_ids: Tensor | None, text: list[int]) -> DraftHead:
+    """Return a head that has learnt one text of the model, so that chains of its drafts are accepted."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = DraftHead(config, draft_ids)
+    ids = torch.tensor(text)
+    with torch.no_grad(), StateCapture(model, config.layer_ids) as capture:
+        model(input_ids=ids[None])
+        states = capture.take()[0, :-1]
+    embedding = model.get_input_embeddings().weight.detach()
+    place = torch.full((config.vocab_size,), -100).scatter(0, head.draft_ids(), torch.arange(config.draft_vocab_size))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
+    for _ in range(60):
+        steps = logits_of_steps(head, embedding, ids, states, STEPS)
+        # row i of step k predicts token i + 2 + k; the last row has no target
+        losses = [F.cross_entropy(one[:-1], place[ids[step + 2 :]]) for step, one in enumerate(steps)]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+    return head.eval()
 
 
 def record_speculators(path: Path) -> None:

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ligertune.errors import UserError
 from ligertune.features.draft.draft_cache import DraftCache, run_head
 from ligertune.features.draft.draft_config import rope_parameters_of
-from ligertune.features.draft.draft_files import DRAFT_HEAD, DraftFiles, read_draft_files
 from ligertune.features.draft.draft_head import DraftHead
+from ligertune.features.draft.files.draft_files import DRAFT_HEAD, DraftFiles, read_draft_files
 from ligertune.features.draft.target_states import StateCapture
 from ligertune.models.read_config import config_value
 from ligertune.models.score_head import embedding_of

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from ligertune.features.draft.draft_card import Layout, draft_card
 from ligertune.features.draft.draft_config import (
     NUM_STATES,
     DraftConfig,
@@ -33,6 +32,7 @@ from ligertune.features.draft.draft_config import (
     server_layer_ids,
 )
 from ligertune.features.draft.draft_head import DraftHead
+from ligertune.features.draft.files.draft_card import Layout, draft_card
 from ligertune.files.model_files import SAFE_WEIGHTS, ModelOrigin, check_sizes, loading, read_json, shapes_in
 from ligertune.files.storage import new_folder, write_text
 from ligertune.models.read_config import config_value
