@@ -48,7 +48,9 @@ def test_the_bundled_recipe_reaches_an_accepted_length_of_1_8(tmp_path) -> None:
 
 def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
     settings = {**SHORT, "draft.draft_vocab_size": 300, "draft.layout": "speculators"}
-    done = run_here("draft", DRAFT, "--json", *overrides({**settings, "checkpoint.output_dir": tmp_path / "run"}), cwd=tmp_path)
+    done = run_here(
+        "draft", DRAFT, "--json", *overrides({**settings, "checkpoint.output_dir": tmp_path / "run"}), cwd=tmp_path
+    )
     assert done.code == 0, done.err[-3000:]
     report = json.loads(done.out)
     assert "README.md" in done.err and "accepted_length" in done.err
@@ -65,7 +67,7 @@ def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
     continued = read_draft_files(tmp_path / "again" / "draft", config)
     for name, tensor in files.tensors.items():
         torch.testing.assert_close(continued.tensors[name], tensor, rtol=0, atol=1e-9)
-    with pytest.raises(UserError, match="draft.num_layers: 2, but the head in"):
+    with pytest.raises(UserError, match=r"draft\.num_layers: 2, but the head in"):
         train_draft(tmp_path / "other", **{**again, "draft.num_layers": 2})
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from ligertune_kernels import Documents
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ligertune.data.templates.label_masking import IGNORE_INDEX
@@ -87,12 +86,7 @@ class DraftModel(nn.Module):
         head = self.draft_head
         embedding = embedding_of(self.base_model).weight
         n_steps = self.spec.steps
-        if self.recompute and torch.is_grad_enabled():
-            found = checkpoint(
-                draft_states, head, states, embedding, rows, n_steps, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            found = draft_states(head, states, embedding, rows, n_steps)
+        found = draft_states(head, states, embedding, rows, n_steps, recompute=self.recompute)
         taken = torch.arange(len(last), device=last.device) if labelled_rows is None else labelled_rows
         sources = taken - torch.arange(1, n_steps + 1, device=taken.device)[:, None]  # (K, M): rows of the head
         counted = (sources >= rows.documents.starts[taken]) & _predicts_label(labels)[taken]

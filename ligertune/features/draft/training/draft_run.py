@@ -12,9 +12,9 @@ from torch import Tensor
 from ligertune.data.prepare import PreparedData
 from ligertune.errors import UserError
 from ligertune.features.draft.draft_config import DraftConfig, draft_config_of
-from ligertune.features.draft.files.draft_files import DraftTarget, read_draft_head, write_draft_head
 from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.draft.draft_vocabulary import choose_vocabulary, count_trained_tokens
+from ligertune.features.draft.files.draft_files import DraftTarget, read_draft_head, write_draft_head
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_model import DraftModel
 from ligertune.features.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform

@@ -21,6 +21,7 @@ Source: Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -103,18 +104,21 @@ def draft_states(
     embedding: Tensor,  # (V, E)
     rows: DraftRows,
     n_steps: int,
+    *,
+    recompute: bool = False,
 ) -> list[Tensor]:  # n_steps times (N, E)
-    """Return the head's states after each step, before its norm.
+    """Return the head's states after each step, before its norm. recompute: layers run again in the backward.
 
     Near the end of a document later steps read tokens of the next one: no row reads these states, and no loss may.
     """
     hidden = head.combine(states)
     layers = head.decoder_layers()
     steps = [StepKeys() for _ in layers]
+    run = partial(checkpoint, run_layer, use_reentrant=False, preserve_rng_state=False) if recompute else run_layer
     found = []
     for step in range(n_steps):
         embedded = F.embedding(torch.roll(rows.input_ids, -1 - step), embedding).to(hidden.dtype)
         for place, layer in enumerate(layers):
-            hidden, steps[place] = run_layer(head, layer, steps[place], hidden, embedded, rows)
+            hidden, steps[place] = run(head, layer, steps[place], hidden, embedded, rows)
         found.append(hidden)
     return found

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ligertune.features.draft.draft_config import DraftConfig
+from ligertune.features.draft.training.draft_memory import DraftLayersShape
 from ligertune.features.draft.training.draft_model import DraftModel
 from ligertune.features.task import Measures, Task, TaskExamples, count_labels_ahead
 from ligertune.models.shape import parameter_kinds, read_shape
@@ -23,9 +23,6 @@ ACCEPTED_LENGTH = "accepted_length"
 @dataclasses.dataclass(frozen=True)
 class DraftShape(ModelShape):
     """Sizes of a frozen model and the draft head that trains next to it."""
-
-    draft: DraftConfig | None = None
-    steps: int = 0
 
     @staticmethod
     def of_model(model: DraftModel) -> DraftShape:
@@ -40,9 +37,15 @@ class DraftShape(ModelShape):
             n_trainable=size,
             n_active=None if base.n_active is None else base.n_active + size,
             parameters=parameter_kinds(model),
-            layer=None,  # memory is not predicted
-            draft=model.draft_head.config,
-            steps=model.spec.steps,
+            heads=DraftLayersShape(
+                number=0,
+                blocks=0,
+                joint=False,
+                own_projection=True,
+                draft=model.draft_head.config,
+                steps=model.spec.steps,
+                recomputes=model.recompute,
+            ),
         )
 
     def flops(self, *, tokens: int, squared_lengths: int) -> float:
@@ -50,8 +53,9 @@ class DraftShape(ModelShape):
 
         A weight of the head costs 6 per token and step; `fc` runs once and gives no gradient to its input, 4.
         """
-        draft = self.draft
-        assert draft is not None  # of every model with a head: see `of_model`
+        heads = self.heads
+        assert isinstance(heads, DraftLayersShape)  # of every model with a head: see `of_model`
+        draft = heads.draft
         attention_layers = self.num_hidden_layers - self.linear_layers
         base = (2 * self.n_matmul + self.mixers * self.recurrence) * tokens
         base += 2 * attention_layers * self.attention_width * squared_lengths
@@ -62,7 +66,7 @@ class DraftShape(ModelShape):
         per_step = projections + draft.num_layers * layer + draft.draft_vocab_size * draft.hidden_size
         combine = len(draft.layer_ids) * draft.hidden_size**2
         attention = 6 * draft.num_layers * queries * squared_lengths
-        return float(base + (4 * combine + 6 * self.steps * per_step) * tokens + self.steps * attention)
+        return float(base + (4 * combine + 6 * heads.steps * per_step) * tokens + heads.steps * attention)
 
 
 class AcceptanceMeasures(Measures):
