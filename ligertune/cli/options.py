@@ -82,12 +82,13 @@ class GenerateRequest:
 class CommandPart:
     """What a feature adds to the command line.
 
-    train: a command that runs a recipe, as a function for typer. order: its place after `ligertune train`.
+    train: a command that runs a recipe, as a function for typer; None: there is none. order: its place after
+    `ligertune train`.
     decode: answers a GenerateRequest, or returns None if its options are not given. Its keyword-only parameters are
     these options of `ligertune generate`.
     """
 
-    train: Callable[..., None]
+    train: Callable[..., None] | None = None
     decode: Callable[..., GeneratedText | None] | None = None
     order: int = LAST
 

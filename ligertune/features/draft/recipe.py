@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
-from ligertune.recipe.feature import RecipePart, TrainedFolder
+from ligertune.recipe.feature import RecipePart
 from ligertune.recipe.rules.rule import NEW_TOKENS, NO_CUDA_GRAPHS, NO_NEW_TOKENS, NO_NOISE, NO_TILES, TILES, Rule, each
 from ligertune.recipe.section import FileOrHub, Section
 
@@ -29,11 +29,9 @@ class DraftSpec(Section):
     decay_coefficient: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
     """Weight of the loss of step k, from 0: decay_coefficient to the power k."""
     head_path: FileOrHub | None = None
-    """Folder of a draft head to start from, in the layout of EAGLE-3 or speculators."""
+    """Folder of a draft head to start from, or the run that wrote it."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
     """Tokens that a server drafts at a time: evaluation gives the expected accepted length for them."""
-    layout: Literal["eagle3", "speculators"] = "eagle3"
-    """Names and configuration of the written files; eagle3: SGLang, vLLM, llama.cpp; speculators: vLLM."""
 
     _token_counts: tuple[int, ...] = PrivateAttr(default=())
 
@@ -85,15 +83,6 @@ RULES = (
     *each(NO_CUDA_GRAPHS, "train.cuda_graphs: true", ("task: draft", "{1}: draft computes the labelled rows in parts")),
 )  # fmt: skip
 
-DRAFT_FOLDER = TrainedFolder(
-    key="draft.head_path",
-    name="draft",
-    files=("config.json", "model.safetensors"),
-    holds="a draft head",
-    title="Draft head",
-    hint="Name the folder draft/ that `ligertune draft` wrote into its output_dir.",
-    use="Servers load it next to the model.",
-)
 PART = RecipePart(
     order=6,
     tasks={"draft": "EAGLE-3 draft head"},
@@ -101,6 +90,5 @@ PART = RecipePart(
     rules=RULES,
     loss_of_labels=False,
     why_whole_rows="The draft head reads tokens of other processes",
-    folders=(DRAFT_FOLDER,),
     run_files=("draft",),
 )

@@ -37,7 +37,7 @@ def _loss_unit(settings: Mapping[str, Any]) -> str:
 
 def _next_step(folder: Path, command: str) -> str:
     """Return where the commands of servers are."""
-    return f"Serve it: the commands of vLLM, SGLang and llama.cpp are in {folder / 'README.md'}"
+    return f"Serve it: the commands of vLLM, SGLang and llama.cpp are in {folder / 'eagle3' / 'README.md'}"
 
 
 SPECS = {

@@ -1,128 +1,129 @@
-"""`ligertune draft` on the tiny bundled model: a head that learns, resumed runs, files, and bad input."""
+"""`ligertune generate --draft` on the tiny bundled model, and measurements of a head that has learnt one text."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import losses, overrides, run_here
-from support.tasks.draft_runs import DRAFT, evaluations, plan_draft, train_draft
+from support.command_line import run_here
+from support.tasks.draft_heads import fitted_head
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ligertune.errors import UserError
-from ligertune.features.draft.files.draft_files import read_draft_files
-from ligertune.features.draft.training.draft_task import AcceptanceMeasures, accepted_length
-from ligertune.models.read_config import read_config
-from ligertune.recipe import load_recipe
+from ligertune.decode.speculative.candidate_tree import CandidateTree, best_paths, chain
+from ligertune.decode.speculative.plain_decoding import decode_plainly
+from ligertune.features.draft.decode.draft_decoding import TargetModel
+from ligertune.features.draft.decode.draft_measure import measure_draft, rank_shares
+from ligertune.features.draft.draft_config import draft_config_of
+from ligertune.features.draft.draft_head import DraftHead
+from ligertune.features.draft.files.draft_files import DraftTarget, write_draft_head
+from ligertune.features.output_head import logit_transform
 
-SHORT = {
-    "train.max_steps": 4,
-    "train.per_device_train_batch_size": 2,
-    "logging.logging_steps": 1,
-    "data.datasets.0.max_samples": 40,
-    "data.max_length": 128,
-    "checkpoint.save_strategy": "no",
-}
+PROMPT = "Once upon a time"
+NEW = 60
 
 
-def test_a_head_learns_to_draft_what_its_model_wrote(tmp_path) -> None:
-    """From no accepted draft to about one in three steps, in 50 short steps."""
-    settings = {"train.max_steps": 50, "train.learning_rate": 1e-2, "data.max_length": 128, "data.val_split": 0.02}
-    settings |= {"data.datasets.0.max_samples": 400, "eval.eval_on_start": True, "eval.eval_steps": 50}
-    _, report = train_draft(tmp_path / "run", **settings)
-    before, after = evaluations(tmp_path / "run")
-    assert before["eval_accepted_length"] < 1.1
-    assert after["eval_accepted_length"] > 1.3
-    alphas = [after[f"eval_alpha_{step}"] for step in range(1, 5)]
-    assert alphas == sorted(alphas, reverse=True)  # further ahead is harder
-    assert after["eval_accepted_length"] == pytest.approx(accepted_length(alphas[:3]))
-    assert report["model_path"] == str(tmp_path / "run" / "draft")
+@pytest.fixture(scope="module")
+def target(quickstart):
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K").eval()
+    return TargetModel(model, logit_transform(model))
 
 
-@pytest.mark.slow
-def test_the_bundled_recipe_reaches_an_accepted_length_of_1_8(tmp_path) -> None:
-    train_draft(tmp_path / "run", **{"eval.eval_on_start": True})
-    before, *_, after = evaluations(tmp_path / "run")
-    assert before["eval_accepted_length"] < 1.1
-    assert after["eval_accepted_length"] >= 1.8
+@pytest.fixture(scope="module")
+def prompt(quickstart) -> list[int]:
+    return AutoTokenizer.from_pretrained(quickstart / "stories260K")(PROMPT).input_ids
 
 
-def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
-    settings = {**SHORT, "draft.draft_vocab_size": 300, "draft.layout": "speculators"}
-    done = run_here(
-        "draft", DRAFT, "--json", *overrides({**settings, "checkpoint.output_dir": tmp_path / "run"}), cwd=tmp_path
-    )
-    assert done.code == 0, done.err[-3000:]
-    report = json.loads(done.out)
-    assert "README.md" in done.err and "accepted_length" in done.err
-    note = next(note for note in report["notes"] if "draft vocabulary" in note)
-    assert "300 of 512 tokens" in note
-    config = read_config(load_recipe(DRAFT).model)
-    files = read_draft_files(tmp_path / "run" / "draft", config)
-    assert (files.layout, files.config.draft_vocab_size, files.config.layer_ids) == ("speculators", 300, (1, 2, 3))
-    assert files.tensors["fc.weight"].dtype is torch.float32
-
-    # the written head is one to start from, and keeps its vocabulary
-    again = {**settings, "draft.head_path": tmp_path / "run" / "draft", "train.learning_rate": 1e-12}
-    train_draft(tmp_path / "again", **again)
-    continued = read_draft_files(tmp_path / "again" / "draft", config)
-    for name, tensor in files.tensors.items():
-        torch.testing.assert_close(continued.tensors[name], tensor, rtol=0, atol=1e-9)
-    with pytest.raises(UserError, match=r"draft\.num_layers: 2, but the head in"):
-        train_draft(tmp_path / "other", **{**again, "draft.num_layers": 2})
+@pytest.fixture(scope="module")
+def head(target, prompt) -> DraftHead:
+    """A head for half of the vocabulary, and the tokens of the text."""
+    text = prompt + decode_plainly(target.model, prompt, NEW)
+    size = target.model.config.vocab_size // 2
+    rest = [token for token in range(target.model.config.vocab_size) if token not in text]
+    ids = sorted([*set(text), *rest][:size])
+    config = draft_config_of(target.model.config, draft_vocab_size=size)
+    return fitted_head(target.model, config, torch.tensor(ids), text)
 
 
-def test_accumulated_and_resumed_runs_have_the_losses_of_one(tmp_path) -> None:
-    base = {**SHORT, "train.per_device_train_batch_size": 4, "eval.eval_strategy": "no"}
-    expected, _ = train_draft(tmp_path / "one", **base)
-    halves = {"train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 2}
-    found, _ = train_draft(tmp_path / "halves", **{**base, **halves})
-    assert found == pytest.approx(expected, rel=1e-5)
-    saved = {"checkpoint.save_strategy": "steps", "checkpoint.save_steps": 2}
-    train_draft(tmp_path / "run", **{**base, **saved})
-    shutil.rmtree(tmp_path / "run" / "draft")  # a run without its head is not finished
-    step = tmp_path / "run" / "checkpoints" / "step-2"
-    train_draft(tmp_path / "run", **{**base, **saved, "checkpoint.resume_from_checkpoint": step})
-    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-6)
+@pytest.fixture(scope="module")
+def run(head, target, tmp_path_factory) -> Path:
+    """A folder with draft/eagle3 and draft/speculators, as runs leave them."""
+    folder = tmp_path_factory.mktemp("run")
+    described = DraftTarget("stories260K", target.model.config, target.model.get_input_embeddings().weight)
+    for layout in ("eagle3", "speculators"):
+        write_draft_head(head, folder / "draft" / layout, described, layout=layout, speculative_tokens=3)
+    return folder
 
 
-def test_the_best_head_is_that_with_the_highest_accepted_length(tmp_path) -> None:
-    """With a loss that does not say it: the learning rate is so high that the last steps are worse."""
-    settings = {**SHORT, "train.max_steps": 6, "eval.eval_steps": 1, "train.learning_rate": 0.05}
-    settings |= {"checkpoint.load_best_model_at_end": True, "train.warmup_ratio": 0}
-    _, report = train_draft(tmp_path / "run", **settings)
-    found = evaluations(tmp_path / "run")
-    best = max(found, key=lambda line: line["eval_accepted_length"])
-    record = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
-    assert record["step"] == best["step"]
-    words = f"the model is that of step {best['step']}, with the highest accepted_length"
-    assert any(words in note for note in report["notes"])
+def generate(quickstart, cwd: Path, *options: object):
+    return run_here("generate", quickstart / "stories260K", PROMPT, "--raw", "--max-new-tokens", NEW, *options, cwd=cwd)
 
 
-def test_accepted_length_follows_from_the_mean_acceptance_of_each_step() -> None:
-    measures = AcceptanceMeasures(steps=3, drafts=2)
-    for name, accepted, count in (("alpha_1", 6.0, 8), ("alpha_2", 2.0, 4), ("alpha_3", 0.2, 1)):
-        measures.add(name, torch.tensor(accepted), count)
-    found = measures.means(measures.take())
-    assert found["alpha_3"] == pytest.approx(0.2)
-    assert found["accepted_length"] == pytest.approx(1 + 0.75 + 0.75 * 0.5)
-    assert measures.means(measures.take()) == {}
+@pytest.mark.parametrize("place", [".", "draft", "draft/speculators"])
+def test_generate_writes_the_same_text_with_a_draft(place, run, quickstart):
+    plain = json.loads(generate(quickstart, run, "--json").out)
+    done = generate(quickstart, run, "--draft", run / place, "--draft-tokens", 4, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert (found["text"], found["prompt"], found["new_tokens"]) == (plain["text"], plain["prompt"], NEW)
+    assert found["accepted_length"] > 3.0  # the head knows this text
+    assert found["tokens_per_second"] == pytest.approx(NEW / found["seconds"])
+
+
+def test_generate_samples_by_its_seed(run, quickstart):
+    options = ("--draft", "draft", "--temperature", 0.8, "--json")
+    texts = [json.loads(generate(quickstart, run, *options, "--seed", seed).out)["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize(
-    "words, settings",
+    ("options", "message"),
     [
-        ("draft.steps is 0", {"draft.steps": 0}),
-        ("data.max_length is 5, too short for 4 steps", {"data.max_length": 5}),
-        ("draft.num_speculative_tokens is 9", {"draft.num_speculative_tokens": 9}),
-        (r"draft.layer_ids: \[1, 1, 3\] must be different layers", {"draft.layer_ids": "[1, 1, 3]"}),
-        (r"draft.layer_ids: \[1, 2, 9\] must be 3 layers", {"draft.layer_ids": "[1, 2, 9]"}),
-        ("method.type is lora", {"method.type": "lora"}),
-        ("train.torch_compile", {"train.torch_compile": True}),
-        ("does not know them before", {"data.streaming": True, "data.val_split": 0, "draft.draft_vocab_size": 300}),
-        ("there is no folder .*nowhere", {"draft.head_path": "./nowhere"}),
+        (("--draft", "nowhere"), "nowhere holds no draft head"),
+        (("--draft", "draft", "--top-p", 0.5), "--top-p does not work with --draft"),
+        (("--draft", "draft", "--image", "photo.jpg"), "--image does not work with --draft"),
+        (("--draft", "other"), "drafts for a model with vocab_size 256, and this one has 512"),
     ],
 )
-def test_bad_input_is_refused(words, settings, tmp_path) -> None:
-    with pytest.raises(UserError, match=words):
-        plan_draft(tmp_path / "run", **settings)
-    assert not (tmp_path / "run").exists()
+def test_bad_input_is_one_sentence(options, message, run, quickstart):
+    if not (run / "other").exists():
+        shutil.copytree(run / "draft" / "eagle3", run / "other")
+        config = json.loads((run / "other" / "config.json").read_text())
+        (run / "other" / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    done = generate(quickstart, run, *options)
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
+    assert "Traceback" not in done.err
+
+
+def test_a_draft_head_is_no_model(run):
+    """transformers would load it as a Llama with random weights."""
+    done = run_here("generate", run / "draft" / "eagle3", PROMPT, "--raw", cwd=run)
+    assert done.code == 2
+    assert "no tokenizer could be loaded" in " ".join(done.err.split())
+
+
+def test_measurements_of_a_chain_and_a_tree(target, head, prompt):
+    other = [*prompt, 260, 261, 262]
+    texts = [tokens + decode_plainly(target.model, tokens, NEW) for tokens in (prompt, other)]
+    shares = rank_shares(target, head, texts[:1], depth=3)
+    assert all(sum(row[:1]) > 0.8 for row in shares)  # the text that the head has learnt
+    assert all(sum(row) <= 1 for row in shares)
+    tree = CandidateTree.from_paths(best_paths(rank_shares(target, head, texts, depth=3), 24))
+    found = {
+        name: measure_draft(target, head, [prompt, other], one, max_new_tokens=NEW)
+        for name, one in (("chain", CandidateTree.from_paths(chain(3))), ("tree", tree))
+    }
+    for one in found.values():
+        assert (one.prompts, one.identical, one.near_ties, one.expected) == (2, 2, 0, None)
+        assert one.new_tokens == 2 * NEW
+        assert one.speed_up == pytest.approx(one.tokens_per_second / one.plain_tokens_per_second)
+    assert (found["chain"].tree_nodes, found["chain"].tree_depth) == (4, 3)
+    assert found["tree"].tree_nodes == len(tree) > 4
+    assert found["tree"].accepted_length > found["chain"].accepted_length > 1.5
+    sampled = measure_draft(
+        target, head, [prompt], CandidateTree.from_paths(chain(3)), max_new_tokens=NEW, temperature=1.0
+    )
+    assert (sampled.identical, sampled.near_ties) == (None, None)
+    assert len(sampled.expected) == len(sampled.accepted) == 3
+    assert json.loads(json.dumps(sampled.as_dict()))["temperature"] == 1.0

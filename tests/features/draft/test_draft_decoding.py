@@ -8,7 +8,7 @@ from support.models.tiny_models import make
 from support.tasks.draft_heads import fitted_head, spaced_ids
 
 from ligertune.decode.speculative.candidate_tree import CandidateTree, chain
-from ligertune.features.draft.decode.draft_decoding import TargetModel, decode_with_draft
+from ligertune.features.draft.decode.draft_decoding import AcceptanceCounts, TargetModel, decode_with_draft
 from ligertune.features.draft.draft_config import draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.output_head import logit_transform
@@ -16,6 +16,15 @@ from ligertune.features.output_head import logit_transform
 DEPTH, NEW, LAYERS = 3, 40, 5
 WIDE = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth) if sum(path) < 3]
 TREES = {"chain": CandidateTree.from_paths(chain(DEPTH)), "tree": CandidateTree.from_paths(WIDE)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Run on one thread: the products are so small that two would wait for each other, minutes on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def sharp(family: str, **changes: object):
@@ -75,3 +84,99 @@ def test_decoding_stops_inside_a_path():
         assert found.tokens == plain(model, prompt, new, eos)
     one = decode_with_draft(target, head, prompt[:1], TREES["chain"], max_new_tokens=NEW)
     assert one.tokens == plain(model, prompt[:1], NEW)  # a prompt of one token
+
+
+# ---- sampling
+
+TOKENS = 6
+
+
+def markov(seed: int = 1):
+    """Return a target whose next token depends on the last one only: its attention adds nothing to the states.
+
+    So all transitions of one long text are draws from (V, V) known distributions.
+    """
+    model = make("llama", seed=seed, num_hidden_layers=3, vocab_size=TOKENS, pad_token_id=None).eval()
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+        model.lm_head.weight.mul_(4)
+    return model
+
+
+def random_head(model, size: int) -> DraftHead:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        config = draft_config_of(model.config, draft_vocab_size=size)
+        head = DraftHead(config, torch.arange(size) + 1 if size < TOKENS else None)
+        with torch.no_grad():
+            head.lm_head.weight.mul_(3)  # clear preferences, which are not the target's
+    return head
+
+
+def transitions(model, temperature: float) -> torch.Tensor:
+    """Return the distribution (V, V) of the token after each token."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(TOKENS)[:, None]).logits[:, 0]
+    return torch.softmax(logits / temperature, dim=-1)
+
+
+def distance(tokens: list[int], expected: torch.Tensor) -> float:
+    """Return how many standard deviations the chi-squared statistic of a text's transitions lies above its mean."""
+    counts = torch.zeros(TOKENS, TOKENS)
+    for pair in itertools.pairwise(tokens):
+        counts[pair] += 1
+    mean = counts.sum(1, keepdim=True) * expected
+    freedom = TOKENS * (TOKENS - 1)
+    statistic = ((counts - mean) ** 2 / mean).sum()
+    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "tokens"),
+    [("chain", 1.0, 800), ("tree", 0.7, 800), pytest.param("tree", 1.0, 6000, marks=pytest.mark.slow)],
+)
+def test_sampled_text_follows_the_distribution_of_the_target(name, temperature, tokens):
+    """The head drafts four of six tokens by preferences of its own."""
+    model = markov()
+    torch.manual_seed(7)
+    target = TargetModel(model, logit_transform(model))
+    head = random_head(model, 4)
+    found = decode_with_draft(target, head, [3], TREES[name], max_new_tokens=tokens, temperature=temperature)
+    text = [3, *found.tokens]
+    assert abs(distance(text, transitions(model, temperature))) < 4
+    assert distance(text, transitions(model, 2 * temperature)) > 10  # so a wrong distribution is seen
+    assert 1.2 < found.accepted_length < 3.5  # drafts were accepted and rejected
+
+
+def test_measured_acceptance_is_the_expected_one():
+    """Σ min(p, q) of each forward pass against the share of accepted drafts, for each position of the chain."""
+    check_acceptance(steps=600)
+
+
+@pytest.mark.slow
+def test_measured_acceptance_is_the_expected_one_in_20_000_steps():
+    check_acceptance(steps=20_000)
+
+
+def check_acceptance(steps: int) -> None:
+    model = make("llama", seed=1, num_hidden_layers=3).eval()
+    model.generation_config.eos_token_id = None
+    torch.manual_seed(3)
+    target = TargetModel(model, logit_transform(model))
+    config = draft_config_of(model.config, draft_vocab_size=40)
+    head = DraftHead(config, spaced_ids(config))
+    counts = AcceptanceCounts.of_depth(DEPTH)
+    done = 0
+    while done < steps:
+        found = decode_with_draft(
+            target, head, prompt_of(4, seed=done), TREES["chain"], max_new_tokens=100, temperature=1.0
+        )
+        counts.add(found.counts)
+        done += found.passes
+    for position in range(DEPTH):
+        share = counts.shares[position]
+        expected = counts.expected_shares[position]
+        noise = (expected * (1 - expected) / counts.trials[position]) ** 0.5  # an upper bound of the standard deviation
+        assert abs(share - expected) < 4 * noise, f"position {position}: {share:.4f}, expected {expected:.4f}"

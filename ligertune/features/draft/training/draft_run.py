@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,13 @@ from ligertune.errors import UserError
 from ligertune.features.draft.draft_config import DraftConfig, draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.draft.draft_vocabulary import choose_vocabulary, count_trained_tokens
-from ligertune.features.draft.files.draft_files import DraftTarget, read_draft_head, write_draft_head
+from ligertune.features.draft.files.draft_files import (
+    LAYOUTS,
+    DraftTarget,
+    head_folder,
+    read_draft_head,
+    write_draft_head,
+)
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_model import DraftModel
 from ligertune.features.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
@@ -62,7 +67,7 @@ def with_draft_head(options: BuildOptions, model: PreTrainedModel) -> DraftModel
     if spec.head_path is None:
         head = new_head(spec, model, weight, seed=options.seed)
     else:
-        head = read_draft_head(Path(spec.head_path), model.config)
+        head = read_draft_head(head_folder(spec.head_path), model.config)
         _check_as_specified(spec, head.config)
     head = head.to(device=weight.device, dtype=embedding_of(model).weight.dtype)
     transform = LogitTransform() if on_meta else logit_transform(model, hint=NEEDS_PLAIN_HEAD)
@@ -108,7 +113,10 @@ def _check_as_specified(spec: DraftSpec, found: DraftConfig) -> None:
 
 
 def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
-    """Write `output_dir/draft` on the main rank. Return the folder, and no report: evaluations measure acceptance."""
+    """Write `output_dir/draft` on the main rank, in both layouts.
+
+    Return the folder, and no report: evaluations measure acceptance.
+    """
     plan = trained.plan
     model = trained.model
     assert isinstance(model, DraftModel)  # of `with_draft_head`
@@ -124,6 +132,7 @@ def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
             head = DraftHead(head.config).to(table.dtype)
             head.load_state_dict({name.removeprefix(HEAD): t for name, t in weights.items() if name.startswith(HEAD)})
         target = DraftTarget(plan.build.model.model_name_or_path, trained.config, table)
-        spec = model.spec
-        write_draft_head(head, folder, target, layout=spec.layout, speculative_tokens=spec.num_speculative_tokens)
+        drafts = model.spec.num_speculative_tokens
+        for layout in LAYOUTS:
+            write_draft_head(head, folder / layout, target, layout=layout, speculative_tokens=drafts)
     return str(folder), None
