@@ -8,12 +8,7 @@ from typing import Any
 
 from ligertune.any_types import AnyModule
 from ligertune.features.draft.recipe import DraftSpec
-from ligertune.features.draft.training.draft_run import (
-    resolve_vocabulary,
-    save_draft_head,
-    vocabulary_notes,
-    with_draft_head,
-)
+from ligertune.features.draft.training.draft_run import data_notes, resolve_vocabulary, save_draft_head, with_draft_head
 from ligertune.features.draft.training.draft_task import ACCEPTED_LENGTH, DraftShape, DraftTask
 from ligertune.planning.feature_spec import FeatureSpec, MeasureChart
 from ligertune.planning.plan import Plan
@@ -44,7 +39,7 @@ SPECS = {
     "draft": FeatureSpec(
         task=_make_task,
         resolve=resolve_vocabulary,
-        check_data=vocabulary_notes,
+        check_data=data_notes,
         loss_kernel="",
         forward_only=True,  # of the frozen model
         own_loss=True,

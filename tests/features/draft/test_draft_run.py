@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,21 @@ def test_accepted_length_follows_from_the_mean_acceptance_of_each_step() -> None
     assert found["alpha_3"] == pytest.approx(0.2)
     assert found["accepted_length"] == pytest.approx(1 + 0.75 + 0.75 * 0.5)
     assert measures.means(measures.take()) == {}
+
+
+def test_the_plan_warns_of_texts_that_the_model_may_not_have_written(tmp_path) -> None:
+    model = load_recipe(DRAFT).model.model_name_or_path
+    stories = load_recipe(DRAFT).data.datasets[0].path
+    unknown = "it is not known whether the model wrote"
+    assert any(unknown in note for note in plan_draft(tmp_path / "run", **SHORT).plan.notes)
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    shutil.copy(stories, folder)
+    settings = {**SHORT, "data.datasets.0.path": folder / Path(stories).name}
+    for source, is_known in ((model, True), (str(Path(model).parent), True), ("another/model", False)):
+        (folder / "sample.json").write_text(json.dumps({"source": source}))
+        notes = plan_draft(tmp_path / "run", **settings).plan.notes
+        assert any(unknown in note for note in notes) is not is_known
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from ligertune.features.draft.files.draft_files import (
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_model import DraftModel
 from ligertune.features.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
+from ligertune.files.storage import read_object
 from ligertune.models.score_head import embedding_of
 from ligertune.patching.packing_checks import prepare_masks
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ligertune.recipe.feature import TaskOptions
 
 NEEDS_PLAIN_HEAD = "A draft head needs a model with a linear output head without a bias, as in Llama."
+SAMPLE_SETTINGS = "sample.json"  # that `ligertune sample` writes next to its answers
 HEAD = "draft_head."  # prefix of the head's parameters in a DraftModel
 
 
@@ -46,9 +49,35 @@ def resolve_vocabulary(options: TaskOptions, data: PreparedData) -> Mapping[str,
     return {"draft": spec.with_token_counts(count_trained_tokens(examples))}
 
 
-def vocabulary_notes(options: BuildOptions, data: PreparedData, vocab_size: int) -> tuple[str, ...]:
-    """Return a note on the draft vocabulary, if it is smaller than the target's."""
+def data_notes(options: BuildOptions, data: PreparedData, vocab_size: int) -> tuple[str, ...]:
+    """Return notes on who wrote the training data, and on the draft vocabulary."""
     spec = options.section(DraftSpec)
+    model = options.model.model_name_or_path
+    others = [dataset.path for dataset in data.options.datasets if not _is_written_by(model, dataset.path)]
+    return (*_source_note(others), *_vocabulary_note(spec, vocab_size))
+
+
+def _is_written_by(model: str, path: str) -> bool:
+    """Return whether `ligertune sample` wrote a data set with this model, or with the run that it is from."""
+    settings = read_object(Path(path).parent / SAMPLE_SETTINGS) or {}
+    source = settings.get("source")
+    if not isinstance(source, str):
+        return False
+    answering = Path(source).resolve()
+    return source == model or answering in (Path(model).resolve(), *Path(model).resolve().parents)
+
+
+def _source_note(paths: Sequence[str]) -> tuple[str, ...]:
+    if not paths:
+        return ()
+    return (
+        f"draft: it is not known whether the model wrote {', '.join(paths)}; a head that was trained on other texts is "
+        "accepted less often. `ligertune sample` writes answers of the model",
+    )
+
+
+def _vocabulary_note(spec: DraftSpec, vocab_size: int) -> tuple[str, ...]:
+    """Return a note on the draft vocabulary, if it is smaller than the target's."""
     if not spec.token_counts or spec.draft_vocab_size is None or spec.draft_vocab_size >= vocab_size:
         return ()
     return (choose_vocabulary(spec.token_counts, spec.draft_vocab_size, vocab_size).note(vocab_size),)
