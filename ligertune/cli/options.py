@@ -82,15 +82,14 @@ class GenerateRequest:
 class CommandPart:
     """What a feature adds to the command line.
 
-    train: a command that runs a recipe, as a function for typer; None: there is none. order: its place after
-    `ligertune train`.
+    train: a command that runs a recipe, as a function for typer. order: its place after `ligertune train`.
     decode: answers a GenerateRequest, or returns None if its options are not given. Its keyword-only parameters are
     these options of `ligertune generate`.
     check: compares files that the feature wrote, for `ligertune export FOLDER --check`: (folder, prompt or None,
     trust_remote_code). It returns a row for each, or None for other folders, and imports torch for its own only.
     """
 
-    train: Callable[..., None] | None = None
+    train: Callable[..., None]
     decode: Callable[..., GeneratedText | None] | None = None
     check: Callable[[Path, str | None, bool], list[dict[str, Any]] | None] | None = None
     order: int = LAST

@@ -19,7 +19,7 @@ from ligertune.planning.batch_layout import (
 )
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.graph_choice import REACHED_SHARE_OF_PEAK, check_cuda_graphs, cuda_graphs_notes
-from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE
+from ligertune.planning.memory.activation_bytes import CUBLAS_WORKSPACE, TILE, ActivationPolicy
 from ligertune.planning.memory.activation_policy import (
     checkpointing_notes,
     choose_policy,
@@ -31,7 +31,7 @@ from ligertune.planning.memory.activation_policy import (
 )
 from ligertune.planning.memory.estimate import MemoryEstimate, initial_adapter_bytes, uncounted
 from ligertune.planning.memory.layer_bytes import dequantised_bytes
-from ligertune.planning.memory.model_shape import ExpertsShape, ModalityFacts, ModelShape
+from ligertune.planning.memory.model_shape import AddedHeadsShape, ExpertsShape, ModalityFacts, ModelShape
 from ligertune.planning.memory.states import SHARDED_WEIGHTS, StateBytes, Strategy, shards_of, states_of
 from ligertune.planning.optimization import (
     FEW_STEPS,
@@ -315,7 +315,7 @@ def estimate_memory(
     feature = feature_of(recipe.task)
     shape = model.shape
     policy = choose_policy(recipe, model.attn_implementation, applied, loss_kernel=feature.loss_kernel)
-    if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
+    if shape.layer is None or shape.head is None or not _are_predicted(shape.heads, policy, shards):
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
     policy = on_machine(policy, shape.mixer, itemsize, inputs.machine)
@@ -348,6 +348,11 @@ def estimate_memory(
         loss_chunk=feature.loss_chunk_rows(recipe),
         loading=initial_adapter_bytes(shape) if recipe.method.init_from_weights else 0,
     )
+
+
+def _are_predicted(heads: AddedHeadsShape | None, policy: ActivationPolicy, shards: int) -> bool:
+    """Return whether the memory of added heads is predicted, if there are any."""
+    return heads is None or (shards == 1 and (policy.fused_loss or not heads.needs_fused_loss))
 
 
 def host_memory_parts(plan: Plan) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""`ligertune generate RUN --draft DRAFT`, and `ligertune export DRAFT --check`."""
+"""`ligertune draft`, `ligertune generate RUN --draft DRAFT`, and `ligertune export DRAFT --check`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,34 @@ from typing import Annotated, Any
 
 import typer
 
-from ligertune.cli.options import CommandPart, GenerateRequest
+from ligertune.cli.options import CommandPart, GenerateRequest, Json, Overrides, RecipeFile
+from ligertune.cli.render import console as render
+from ligertune.cli.train import Overwrite, Resume, run_overrides, run_recipe
 from ligertune.errors import UserError
 from ligertune.files.storage import read_object
 
 LAYOUTS = ("eagle3", "speculators")
 CHECKED_TEXT = "A draft head reads three states of its target for each token of a text, and drafts the next ones."
+
+
+def draft(
+    recipe: RecipeFile,
+    head: Annotated[Path | None, typer.Option(help="Folder of a draft head to start from (draft.head_path).")] = None,
+    set_: Overrides = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Train an EAGLE-3 draft head next to its frozen model (task: draft), and measure how many tokens are accepted.
+
+    Example: ligertune draft recipe.yaml
+    """
+    from ligertune.recipe.read import load_recipe
+
+    render.people_on_stderr(json)
+    start = [] if head is None else [f"draft.head_path={head}"]
+    overrides = ["task=draft", *start, *run_overrides(resume, overwrite, set_), *(set_ or [])]
+    run_recipe(load_recipe(recipe, overrides=overrides), json)
 
 
 def answer_with_draft(
@@ -86,4 +108,4 @@ def _holds_head(folder: Path) -> bool:
     return is_raw or config.get("speculators_model_type") == "eagle3"
 
 
-PART = CommandPart(decode=answer_with_draft, check=check_draft_files, order=4)
+PART = CommandPart(train=draft, decode=answer_with_draft, check=check_draft_files, order=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,7 @@ from ligertune.decode.speculative.cached_text import eos_token_ids
 from ligertune.decode.speculative.candidate_tree import CandidateTree, chain
 from ligertune.features.draft.decode.draft_decoding import TargetModel, decode_with_draft
 from ligertune.features.draft.draft_head import DraftHead
-from ligertune.features.draft.files.draft_files import LAYOUTS, read_draft_head
+from ligertune.features.draft.files.draft_files import head_folder, read_draft_head
 from ligertune.features.output_head import logit_transform
 from ligertune.models.score_head import embedding_of
 
@@ -21,12 +20,8 @@ NEEDS_PLAIN_HEAD = "A draft head needs a target with a linear output head withou
 
 def load_draft(name: str, loaded: LoadedModel) -> DraftHead:
     """Load the head in a folder, or in its folder draft/ if it is a run's, for a loaded target. Raises UserError."""
-    folder = Path(name).expanduser()
-    folder = folder / "draft" if (folder / "draft").is_dir() else folder
-    # a run writes both layouts next to each other
-    folder = next((folder / layout for layout in LAYOUTS if (folder / layout).is_dir()), folder)
     weight = embedding_of(loaded.model).weight
-    return read_draft_head(folder, loaded.model.config).to(weight.device, loaded.model.dtype).eval()
+    return read_draft_head(head_folder(name), loaded.model.config).to(weight.device, loaded.model.dtype).eval()
 
 
 def generate_with_draft(

@@ -188,6 +188,13 @@ def _dtype_name(head: DraftHead) -> str:
 # ---- read
 
 
+def head_folder(name: str) -> Path:
+    """Return the folder of a draft head: the named one, or that of one layout in a run or its folder draft/."""
+    folder = Path(name).expanduser()
+    folder = folder / "draft" if (folder / "draft").is_dir() else folder
+    return next((folder / layout for layout in LAYOUTS if (folder / layout).is_dir()), folder)
+
+
 def read_draft_head(folder: Path, target: PreTrainedConfig) -> DraftHead:
     """Load a head in host memory, in either layout. Raises UserError for files that are no head of the target."""
     return read_draft_files(folder, target).head()
