@@ -24,6 +24,9 @@ def draft(
     set_: Overrides = None,
     resume: Resume = None,
     overwrite: Overwrite = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Decode with the head in output_dir and measure it, without training.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train an EAGLE-3 draft head next to its frozen model (task: draft), and measure how many tokens are accepted.
@@ -35,7 +38,20 @@ def draft(
     render.people_on_stderr(json)
     start = [] if head is None else [f"draft.head_path={head}"]
     overrides = ["task=draft", *start, *run_overrides(resume, overwrite, set_), *(set_ or [])]
-    run_recipe(load_recipe(recipe, overrides=overrides), json)
+    loaded = load_recipe(recipe, overrides=overrides)
+    if not measure:
+        run_recipe(loaded, json)
+        return
+    from ligertune.cli.render import run_report
+    from ligertune.planning.options import RunOptions
+
+    with render.waiting("loading and decoding ..."):
+        from ligertune.features.draft.decode.measure_run import measure_run, measurement_tables
+
+        found = measure_run(RunOptions.of(loaded))
+    run_report.show_tables(measurement_tables(found))
+    if json:
+        render.json_report(found)
 
 
 def answer_with_draft(

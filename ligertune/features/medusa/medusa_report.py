@@ -12,7 +12,7 @@ import torch
 
 from ligertune.decode.speculative.cached_text import eos_token_ids
 from ligertune.decode.speculative.candidate_tree import CandidateTree, best_paths
-from ligertune.decode.speculative.plain_decoding import decode_plainly, timed
+from ligertune.decode.speculative.plain_decoding import decode_plainly, prompt_token_ids, timed
 from ligertune.errors import format_rate
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads
 from ligertune.features.medusa.heads_loss import IGNORE_INDEX, shifted_targets, target_shifts
@@ -22,8 +22,6 @@ from ligertune.models.compile import run_eagerly
 from ligertune.models.score_head import lm_head_of
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ligertune.data.examples import Examples
     from ligertune.features.medusa.medusa_model import MedusaModel
 
@@ -113,13 +111,6 @@ def measure_heads(
         tree_depth=tree.depth,
         decoding=decoding,
     )
-
-
-def prompt_token_ids(input_ids: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray) -> list[int]:
-    """Return the tokens before the first trained one; the first quarter (at most 32) if the text is trained whole."""
-    trained = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
-    length = trained if trained > 1 else max(1, min(32, len(input_ids) // 4))
-    return [int(token) for token in input_ids[:length]]
 
 
 @torch.no_grad()

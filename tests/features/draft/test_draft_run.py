@@ -10,6 +10,7 @@ from support.command_line import losses, overrides, run_here
 from support.tasks.draft_runs import DRAFT, evaluations, plan_draft, train_draft
 
 from ligertune.errors import UserError
+from ligertune.features.draft.decode import measure_run
 from ligertune.features.draft.files.draft_files import read_draft_files
 from ligertune.features.draft.training.draft_task import AcceptanceMeasures, accepted_length
 from ligertune.models.read_config import read_config
@@ -72,6 +73,26 @@ def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
         torch.testing.assert_close(continued.tensors[name], tensor, rtol=0, atol=1e-9)
     with pytest.raises(UserError, match=r"draft\.num_layers: 2, but the head in"):
         train_draft(tmp_path / "other", **{**again, "draft.num_layers": 2})
+
+
+def test_the_command_measures_the_head_of_a_run(tmp_path, monkeypatch) -> None:
+    """A chain and a tree write the text of plain decoding; a sampled chain is accepted about as often as expected."""
+    train_draft(tmp_path / "run", **{**SHORT, "train.max_steps": 30, "train.learning_rate": 1e-2})
+    monkeypatch.setattr(measure_run, "PROMPTS", 2)
+    monkeypatch.setattr(measure_run, "NEW_TOKENS", 24)
+    settings = overrides({**SHORT, "checkpoint.output_dir": tmp_path / "run"})
+    done = run_here("draft", DRAFT, "--measure", "--json", *settings, cwd=tmp_path)
+    assert done.code == 0, done.err[-3000:]
+    assert "Accepted drafts, if those before are accepted" in done.err
+    found = json.loads(done.out)
+    assert list(found) == ["chain", "tree", "sampled chain"]
+    for name in ("chain", "tree"):
+        assert (found[name]["identical"], found[name]["prompts"], found[name]["near_ties"]) == (2, 2, 0)
+    assert found["tree"]["tree_nodes"] > found["chain"]["tree_nodes"] == 4
+    assert found["sampled chain"]["expected"][0] > 0.0
+    empty = run_here("draft", DRAFT, "--measure", *overrides({"checkpoint.output_dir": tmp_path / "no"}), cwd=tmp_path)
+    assert empty.code == 2
+    assert "holds no draft head" in " ".join(empty.err.split())
 
 
 def test_accumulated_and_resumed_runs_have_the_losses_of_one(tmp_path) -> None:
