@@ -110,6 +110,28 @@ def row_losses(logits: Tensor, teacher: TeacherChunk, kind: LossKind) -> RowLoss
     return RowLosses(losses.where(counted, 0.0), alpha, d_logits.mul_(counted[:, None]))
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """What chunks of rows add to: losses and acceptance (K,), and the gradient (D, E) of the head's projection."""
+
+    losses: Tensor
+    accepted: Tensor
+    d_weight: Tensor | None
+
+    def add(
+        self, states: Tensor, weight: Tensor, teacher: TeacherChunk, counted: Tensor, factors: Tensor, kind: LossKind
+    ) -> Tensor | None:
+        """Add the rows of states (K, n, E); return the gradient of states. factors (K,): of the steps' gradients."""
+        found = row_losses(F.linear(states, weight), teacher, kind)
+        self.losses.add_(found.losses.where(counted, 0.0).sum(-1))
+        self.accepted.add_(found.alpha.where(counted, 0.0).sum(-1))
+        if self.d_weight is None:
+            return None
+        d_logits = found.d_logits.mul_((counted * factors[:, None])[..., None]).to(states.dtype)
+        self.d_weight.add_(d_logits.flatten(0, 1).t() @ states.flatten(0, 1))
+        return d_logits @ weight
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Loss of hidden (K, M, E) and the head's projection (D, E), with their gradients computed in the forward."""
 
@@ -120,28 +142,26 @@ class _ChunkedLoss(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weights = rows.weights.to(wide)
         unit = weights.amax()  # gradients are computed in units of it: float16 would lose those of single rows
-        accepted = hidden.new_zeros(len(hidden), dtype=wide)
-        loss = torch.zeros_like(accepted)
-        d_hidden = torch.zeros_like(hidden) if needs_grad else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
+        sums = _Sums(
+            losses=torch.zeros_like(weights),
+            accepted=torch.zeros_like(weights),
+            d_weight=torch.zeros_like(weight, dtype=wide) if needs_grad else None,
+        )
+        d_hidden = torch.empty_like(hidden) if needs_grad else None
         n_chunk = max(1, CHUNK_BYTES // (4 * len(hidden) * len(weight)))
         for start in range(0, hidden.shape[1], n_chunk):
             chunk = slice(start, start + n_chunk)
-            counted = rows.counted[:, chunk]
-            states = hidden[:, chunk]
-            found = row_losses(F.linear(states, weight), _read_teacher(teacher, chunk), kind)
-            loss += found.losses.where(counted, 0.0).sum(-1)
-            accepted += found.alpha.where(counted, 0.0).sum(-1)
-            if d_hidden is not None and d_weight is not None:
-                factors = counted * (weights / unit)[:, None]
-                d_logits = found.d_logits.mul_(factors[..., None]).to(hidden.dtype)
-                d_hidden[:, chunk] = d_logits @ weight
-                d_weight += d_logits.flatten(0, 1).t() @ states.flatten(0, 1)
+            # The target's logits are read before the head's exist, and no variable keeps those of the chunk before.
+            found = sums.add(
+                hidden[:, chunk], weight, _read_teacher(teacher, chunk), rows.counted[:, chunk], weights / unit, kind
+            )
+            if d_hidden is not None and found is not None:
+                d_hidden[:, chunk] = found
         if d_hidden is not None:
-            ctx.save_for_backward(d_hidden, d_weight, unit)
+            ctx.save_for_backward(d_hidden, sums.d_weight, unit)
         ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(accepted)
-        return (loss * weights).sum(), accepted
+        ctx.mark_non_differentiable(sums.accepted)
+        return (sums.losses * weights).sum(), sums.accepted
 
     @staticmethod
     @no_double_backward

@@ -23,7 +23,7 @@ from ligertune.planning.memory.model_shape import AddedHeadsShape, AddedLayerByt
 # tests/support/storages.py.
 STEP_COPIES = {"eagle": 2.0, "kl": 2.0, "acceptance": 2.75}  # (K, n, D): log q, q; those that grow with q, and a mask
 DRAFTED_COPIES = 5  # (n, D): the target's logits, p, log p_D, p_D and their product
-TEACHER_COPIES = 4  # (n, V): the target's logits, scaled, and two in their log-sum-exp
+TEACHER_COPIES = 3  # (n, V): the target's logits, scaled, their exponentials
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,5 @@ class DraftLayersShape(AddedHeadsShape):
         chunk = min(CHUNK_BYTES, 4 * rows * draft_vocab)
         n_rows = chunk // (4 * self.steps * draft_vocab)
         head = round(chunk * (STEP_COPIES[self.loss] + itemsize / 4)) + 4 * DRAFTED_COPIES * n_rows * draft_vocab
-        gradients_before = chunk if 4 * rows * draft_vocab > chunk else 0
         teacher = n_rows * self.draft.vocab_size * (itemsize + 4 * TEACHER_COPIES)
-        return max(head, gradients_before + teacher)
+        return max(head, teacher)
