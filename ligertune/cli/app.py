@@ -84,7 +84,7 @@ with importing():
     from ligertune.cli.render import console as render
     from ligertune.cli.train import TrainCommand, train
 
-    TRAINERS = (train, *(part.train for part in command_parts() if part.train is not None))
+    TRAINERS = (train, *(part.train for part in command_parts()))
 
 # in the order of `ligertune --help`
 _COMMANDS: tuple[Callable[..., None], ...] = (

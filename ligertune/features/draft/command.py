@@ -1,7 +1,8 @@
-"""`ligertune draft`, and `ligertune generate RUN --draft DRAFT`."""
+"""`ligertune draft`, `ligertune generate RUN --draft DRAFT`, and `ligertune export DRAFT --check`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,10 @@ from ligertune.cli.options import CommandPart, GenerateRequest, Json, Overrides,
 from ligertune.cli.render import console as render
 from ligertune.cli.train import Overwrite, Resume, run_overrides, run_recipe
 from ligertune.errors import UserError
+from ligertune.files.storage import read_object
+
+LAYOUTS = ("eagle3", "speculators")
+CHECKED_TEXT = "A draft head reads three states of its target for each token of a text, and drafts the next ones."
 
 
 def draft(
@@ -71,4 +76,36 @@ def answer_with_draft(
     return generate_with_draft(loaded, head, prompt, decoding, draft_tokens=draft_tokens, seed=request.seed)
 
 
-PART = CommandPart(train=draft, decode=answer_with_draft, order=3)
+def check_draft_files(folder: Path, prompt: str | None, trust_remote_code: bool) -> list[dict[str, Any]] | None:
+    """Compare the layouts of a head, in `folder` or below it, with each other and with their target.
+
+    Return a row for each, or None if `folder` holds no head. Raises UserError for the first difference.
+    """
+    folders = _draft_folders(folder)
+    if not folders:
+        return None
+    from ligertune.decode.generate import load_model
+    from ligertune.features.draft.files.draft_check import check_draft_head
+    from ligertune.features.draft.files.draft_files import read_draft_head, target_of_draft
+
+    loaded = load_model(target_of_draft(folders[0]), raw=True, trust_remote_code=trust_remote_code)
+    ids = loaded.tokenizer(prompt or CHECKED_TEXT)["input_ids"]
+    first = read_draft_head(folders[0], loaded.model.config)
+    return [asdict(check_draft_head(one, loaded.model, first, ids)) for one in folders]
+
+
+def _draft_folders(folder: Path) -> list[Path]:
+    """Return the folders that hold a head: this one, or the layouts in it, or in draft/ of a run without a model."""
+    places = [folder, *(folder / layout for layout in LAYOUTS)]
+    if not (folder / "model").is_dir():
+        places += [folder / "draft" / layout for layout in LAYOUTS]
+    return [place for place in places if _holds_head(place)]
+
+
+def _holds_head(folder: Path) -> bool:
+    config = read_object(folder / "config.json") or {}
+    is_raw = config.get("architectures") == ["LlamaForCausalLMEagle3"]
+    return is_raw or config.get("speculators_model_type") == "eagle3"
+
+
+PART = CommandPart(train=draft, decode=answer_with_draft, check=check_draft_files, order=3)

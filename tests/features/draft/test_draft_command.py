@@ -1,5 +1,6 @@
 """`ligertune generate --draft` on the tiny bundled model, and measurements of a head that has learnt one text."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ligertune.decode.speculative.candidate_tree import CandidateTree, best_paths, chain
 from ligertune.decode.speculative.plain_decoding import decode_plainly
 from ligertune.features.draft.decode.draft_decoding import TargetModel
-from ligertune.features.draft.decode.draft_measure import measure_draft, rank_shares
+from ligertune.features.draft.decode.draft_measure import is_near_tie, measure_draft, rank_shares
 from ligertune.features.draft.draft_config import draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.draft.files.draft_files import DraftTarget, write_draft_head
@@ -46,10 +47,12 @@ def head(target, prompt) -> DraftHead:
 
 
 @pytest.fixture(scope="module")
-def run(head, target, tmp_path_factory) -> Path:
+def run(head, target, tmp_path_factory, quickstart) -> Path:
     """A folder with draft/eagle3 and draft/speculators, as runs leave them."""
     folder = tmp_path_factory.mktemp("run")
-    described = DraftTarget("stories260K", target.model.config, target.model.get_input_embeddings().weight)
+    described = DraftTarget(
+        str(quickstart / "stories260K"), target.model.config, target.model.get_input_embeddings().weight
+    )
     for layout in ("eagle3", "speculators"):
         write_draft_head(head, folder / "draft" / layout, described, layout=layout, speculative_tokens=3)
     return folder
@@ -103,6 +106,28 @@ def test_a_draft_head_is_no_model(run):
     assert "no tokenizer could be loaded" in " ".join(done.err.split())
 
 
+@pytest.mark.parametrize(("place", "layouts"), [(".", ["eagle3", "speculators"]), ("draft/eagle3", ["eagle3"])])
+def test_export_checks_both_layouts(place, layouts, run):
+    done = run_here("export", run / place, "--check", "--json", cwd=run)
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["check"]
+    assert [row["layout"] for row in rows] == layouts
+    assert all(row["tokens"] > 10 and row["coverage"] == 0.5 for row in rows)
+    prompted = run_here("export", run / place, "--check", "--prompt", "Lily saw a dog.", "--json", cwd=run)
+    assert json.loads(prompted.out)["check"][0]["tokens"] < rows[0]["tokens"]
+
+
+def test_export_refuses_a_layout_that_differs(run, tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(run / "draft", folder)
+    config = folder / "speculators" / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]}))
+    done = run_here("export", folder, "--check", cwd=tmp_path)
+    assert done.code == 2
+    assert "reads the layers [2, 3, 4] of its target, and it was trained on [1, 2, 3]" in " ".join(done.err.split())
+
+
 def test_measurements_of_a_chain_and_a_tree(target, head, prompt):
     other = [*prompt, 260, 261, 262]
     texts = [tokens + decode_plainly(target.model, tokens, NEW) for tokens in (prompt, other)]
@@ -127,3 +152,25 @@ def test_measurements_of_a_chain_and_a_tree(target, head, prompt):
     assert (sampled.identical, sampled.near_ties) == (None, None)
     assert len(sampled.expected) == len(sampled.accepted) == 3
     assert json.loads(json.dumps(sampled.as_dict()))["temperature"] == 1.0
+
+
+def test_a_near_tie_is_told_from_another_difference(prompt, quickstart):
+    """The first differing tokens decide: two whose rows in the output head are nearly equal, or any other two."""
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", tie_word_embeddings=False).eval()
+    target = TargetModel(model, logit_transform(model))
+    plain = decode_plainly(model, prompt, 8)
+    twin = next(token for token in range(300, 512) if token not in plain)
+    with torch.no_grad():
+        model.lm_head.weight[twin] = 0.99 * model.lm_head.weight[plain[3]]
+    assert is_near_tie(target, prompt, [*plain[:3], twin, 5], plain)
+    assert not is_near_tie(target, prompt, [*plain[:3], twin - 1, 5], plain)
+    assert not is_near_tie(target, prompt, plain[:3], plain)  # it has ended too early
+
+
+def test_bfloat16_text_is_plain_up_to_near_ties(head, quickstart, prompt):
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", dtype=torch.bfloat16).eval()
+    target = TargetModel(model, logit_transform(model))
+    prompts = [prompt, *([*prompt, token] for token in (270, 280, 290))]
+    draft = copy.deepcopy(head).to(torch.bfloat16)
+    found = measure_draft(target, draft, prompts, CandidateTree.from_paths(chain(3)), max_new_tokens=40)
+    assert found.identical + found.near_ties == found.prompts == 4

@@ -5,12 +5,15 @@ import itertools
 import pytest
 import torch
 from support.models.tiny_models import make
-from support.tasks.draft_heads import fitted_head, spaced_ids
+from support.tasks.draft_heads import fitted_head, logits_of_steps, spaced_ids
 
 from ligertune.decode.speculative.candidate_tree import CandidateTree, chain
 from ligertune.features.draft.decode.draft_decoding import AcceptanceCounts, TargetModel, decode_with_draft
+from ligertune.features.draft.decode.drafter import Drafter
+from ligertune.features.draft.decode.rejection_sampling import AcceptedPath
 from ligertune.features.draft.draft_config import draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
+from ligertune.features.draft.target_states import StateCapture
 from ligertune.features.output_head import logit_transform
 
 DEPTH, NEW, LAYERS = 3, 40, 5
@@ -86,6 +89,42 @@ def test_decoding_stops_inside_a_path():
     assert one.tokens == plain(model, prompt[:1], NEW)  # a prompt of one token
 
 
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_drafts_are_those_of_training(name, num_layers):
+    """Each path of a tree has the tokens of training's steps, which read the path as the text: positions and masks."""
+    model = make("llama", seed=3, num_hidden_layers=3).eval()
+    config = draft_config_of(model.config, num_layers=num_layers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        head = DraftHead(config)
+    with torch.no_grad():
+        for layer in head.decoder_layers():
+            layer.self_attn.q_proj.weight.mul_(30)  # positions decide which tokens are attended to
+            layer.self_attn.o_proj.weight.mul_(10)
+    embedding = model.get_input_embeddings().weight.detach()
+    text = torch.tensor(prompt_of(12))
+    with torch.no_grad(), StateCapture(model, config.layer_ids) as capture:
+        model(input_ids=text[None])
+        states = capture.take()[0, :-1]
+        drafter = Drafter(head, embedding, TREES[name], temperature=0.0)
+        drafter.read(states[:5], text[1:6])  # in two parts, as after a pass that accepted some drafts
+        drafter.read(states[5:], text[6:])
+        drafted = drafter.draft(text[-1]).tokens
+        assert torch.equal(drafter.draft(text[-1]).tokens, drafted)  # the first drafts have left the cache
+    tree = TREES[name]
+    for leaf in tree.leaves:
+        path = leaf[leaf >= 0]
+        whole = torch.cat([text, drafted[path[1:]], text[:1]])
+        # the last row of the text does not see the rows after it, which need some state
+        padded = torch.cat([states, torch.zeros(len(path), states.shape[1])])
+        with torch.no_grad():
+            steps = logits_of_steps(head, embedding, whole, padded, len(path) - 1)
+        for logits, node in zip(steps, path[1:].tolist(), strict=True):
+            rank = int(tree.ranks[node - 1])
+            assert drafted[node] == logits[len(states) - 1].topk(rank + 1).indices[rank]
+
+
 # ---- sampling
 
 TOKENS = 6
@@ -150,6 +189,17 @@ def test_sampled_text_follows_the_distribution_of_the_target(name, temperature, 
     assert 1.2 < found.accepted_length < 3.5  # drafts were accepted and rejected
 
 
+def test_accepted_drafts_are_counted_by_position():
+    """Two of three accepted; all; none; and one accepted, after which the text ends before the second."""
+    counts = AcceptanceCounts.of_depth(3)
+    for accepted, reached in ((2, 3), (3, 3), (0, 3), (1, 1)):
+        counts.record(AcceptedPath(list(range(accepted + 1)), 0, [0.5] * min(accepted + 1, 3)), reached=reached)
+    assert counts.trials == [4, 2, 2]
+    assert counts.accepted == [3, 2, 1]
+    assert counts.shares == [0.75, 1.0, 0.5]
+    assert counts.expected_shares == [0.5, 0.5, 0.5]
+
+
 def test_measured_acceptance_is_the_expected_one():
     """Σ min(p, q) of each forward pass against the share of accepted drafts, for each position of the chain."""
     check_acceptance(steps=600)
@@ -175,6 +225,8 @@ def check_acceptance(steps: int) -> None:
         )
         counts.add(found.counts)
         done += found.passes
+    assert counts.trials[0] == done
+    assert counts.trials[1:] == counts.accepted[:-1]
     for position in range(DEPTH):
         share = counts.shares[position]
         expected = counts.expected_shares[position]

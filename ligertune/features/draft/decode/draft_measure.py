@@ -63,7 +63,10 @@ def measure_draft(
     max_new_tokens: int,
     temperature: float = 0.0,
 ) -> DraftMeasurement:
-    """Decode each prompt with the head, and greedily without it; the first one once more, as a warm-up."""
+    """Decode each prompt with the head, and greedily without it; the first one once more, as a warm-up.
+
+    The model must have an attention that takes any mask, such as sdpa, and must not be compiled for each length.
+    """
     model = target.model.eval()
     stop_at = eos_token_ids(model)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_at": stop_at, "temperature": temperature}
@@ -91,14 +94,14 @@ def measure_draft(
         accepted=counts.shares,
         expected=counts.expected_shares if temperature and is_chain else None,
         identical=None if temperature else len(prompts) - len(differing),
-        near_ties=None if temperature else sum(_is_near_tie(target, *texts) for texts in differing),
+        near_ties=None if temperature else sum(is_near_tie(target, *texts) for texts in differing),
         tokens_per_second=speed,
         plain_tokens_per_second=plain_speed,
         speed_up=speed / plain_speed,
     )
 
 
-def _is_near_tie(target: TargetModel, prompt: Sequence[int], text: list[int], plain: list[int]) -> bool:
+def is_near_tie(target: TargetModel, prompt: Sequence[int], text: list[int], plain: list[int]) -> bool:
     """Return whether the first tokens that differ have nearly equal logits; a text that only ends earlier differs."""
     length = next((i for i, pair in enumerate(zip(text, plain, strict=False)) if pair[0] != pair[1]), None)
     if length is None:

@@ -48,6 +48,7 @@ TABLES = ("d2t", "t2d")
 DRAFT_HEAD = ModelOrigin("draft head", "use another head")
 # Options of heads that are no plain EAGLE-3; the last two were ignored silently by servers until mid 2026.
 OTHER_HEADS = ("norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias", "fc_norm", "norm_output")
+MAX_LAYERS = 64  # published heads have one
 NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 # Keys that describe a layer; others, such as those of a whole model, are not read.
 LAYER_KEYS = (
@@ -101,7 +102,7 @@ def write_draft_head(
         config = _speculators_config(head, target, speculative_tokens)
     else:
         config = _eagle3_config(head, target)
-    metadata = {"format": "pt", "layer_ids": json.dumps(head.config.layer_ids)}
+    metadata = {"format": "pt", "layer_ids": json.dumps(head.config.layer_ids), "target": target.name}
     with new_folder(folder) as aside:
         save_file(tensors, aside / SAFE_WEIGHTS, metadata=metadata)
         write_text(aside / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -243,6 +244,7 @@ def _read_config(
     known = {name: layer_values[name] for name in LAYER_KEYS if layer_values.get(name) is not None}
     with loading(DRAFT_HEAD, f"{path} cannot be used"):
         llama = AutoConfig.for_model("llama", **known)
+        rope = rope_parameters_of(llama)
     depth = depth_of(target.get_text_config())
     layer_ids = tuple(values.get(LAYER_IDS) or default_layer_ids(depth))
     return DraftConfig(
@@ -252,7 +254,7 @@ def _read_config(
         num_key_value_heads=llama.num_key_value_heads,
         head_dim=llama.head_dim,
         rms_norm_eps=llama.rms_norm_eps,
-        rope_parameters=rope_parameters_of(llama),
+        rope_parameters=rope,
         max_position_embeddings=llama.max_position_embeddings,
         vocab_size=llama.vocab_size,
         draft_vocab_size=values["draft_vocab_size"],
@@ -271,6 +273,9 @@ def _check_keys(values: dict[str, Any], layer_values: dict[str, Any], path: Path
     missing = [name for name in NEEDED_KEYS if layer_values.get(name) is None]
     if missing:
         raise DRAFT_HEAD.error(f"{path} lacks {missing[0]}.")
+    layers = layer_values.get("num_hidden_layers", 1)
+    if layers not in range(1, MAX_LAYERS + 1):
+        raise DRAFT_HEAD.error(f"{path}: num_hidden_layers is {layers}, and must be from 1 to {MAX_LAYERS}.")
     size = values.get("draft_vocab_size")
     if type(size) is not int or not 0 < size <= layer_values["vocab_size"]:
         raise DRAFT_HEAD.error(
@@ -338,6 +343,21 @@ def _check_tables(config: DraftConfig, d2t: Tensor, t2d: Tensor, path: Path) -> 
 
 def _trained_ids(path: Path) -> tuple[int, ...] | None:
     """Return the layer ids that the weight file records; None if others wrote it."""
-    with loading(DRAFT_HEAD, f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        recorded = (file.metadata() or {}).get("layer_ids")
+    with loading(DRAFT_HEAD, f"{path} cannot be read"):
+        recorded = _metadata(path).get("layer_ids")
         return None if recorded is None else tuple(json.loads(recorded))
+
+
+def target_of_draft(folder: Path) -> str:
+    """Return the folder or hub id of the model that a head was trained for. Raises UserError if it is not recorded."""
+    path = folder / SAFE_WEIGHTS
+    with loading(DRAFT_HEAD, f"{path} cannot be read"):
+        name = _metadata(path).get("target")
+    if name is None:
+        raise DRAFT_HEAD.error(f"{path} does not say which model it drafts for.")
+    return name
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
