@@ -18,13 +18,13 @@ from ligertune.features.output_head import LogitTransform
 from ligertune.planning.memory.activation_bytes import ActivationPolicy, MicroBatch, StepBytes
 from ligertune.planning.memory.estimate import MemoryEstimate
 
-ROWS, LENGTH = 16, 16  # short documents: the scores that references of attention keep are small
-HIDDEN, STEPS = 32, 4  # narrow: what references of other ops keep is small beside logits
+ROWS, LENGTH = 16, 16  # short documents, whose scores are small
+HIDDEN, HEADS, STEPS = 32, 8, 4  # narrow: what references of other ops keep is small beside logits
 
 
 def model_of(vocab: int, drafted: int, *, loss: str = "eagle", hidden: int = HIDDEN) -> DraftModel:
     config = LlamaConfig(vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=4,
-                         num_attention_heads=8, num_key_value_heads=2)  # fmt: skip
+                         num_attention_heads=HEADS, num_key_value_heads=2)  # fmt: skip
     ids = torch.arange(drafted) if drafted < vocab else None
     head = DraftHead(draft_config_of(config, draft_vocab_size=drafted), ids)
     spec = DraftSpec(steps=STEPS, loss=loss, num_speculative_tokens=STEPS)
@@ -61,8 +61,9 @@ def test_memory_of_the_loss_is_what_the_plan_says(vocab, drafted, loss, chunk, l
     phases = estimate.frozen_model_phases(shape.heads, batch, StepBytes(4, 0, 0, 0))
     largest = max(phases, key=lambda phase: phase.total)
     assert largest.name == "loss"
-    # On a CPU references of norms and RoPE keep as much again as the hidden states of a layer.
-    references = 7 * HIDDEN * STEPS * batch.tokens * 4
+    # On a CPU references of norms and RoPE keep as much again as the hidden states of a layer, and those of attention
+    # scores and weights (H, L, L) of each document.
+    references = 4 * STEPS * batch.tokens * (7 * HIDDEN + 2 * HEADS * LENGTH)
     assert found.peak == pytest.approx(largest.total + references, rel=0.06)
 
 
