@@ -31,7 +31,7 @@ from torch import Tensor
 from ligertune.features.output_head import LogitTransform
 
 LossKind = Literal["eagle", "kl", "acceptance"]
-CHUNK_BYTES = 1 << 28  # of one float32 copy of the head's logits; about six are alive at a time
+CHUNK_BYTES = 1 << 28  # of one float32 copy of the head's logits; three or four are alive at a time
 TINY = 1e-30  # acceptance below this has no gradient
 
 
@@ -61,35 +61,75 @@ class DraftLoss(NamedTuple):
     counts: Tensor
 
 
-class _TeacherChunk(NamedTuple):
+class TeacherChunk(NamedTuple):
+    """The target's logits of n rows over the draft vocabulary, in float32 or wider."""
+
     draft_logits: Tensor  # (n, D)
     lse: Tensor  # (n,): over the whole vocabulary
     argmax_drafted: Tensor  # (n,) bool: the most likely token is in the draft vocabulary
 
 
-def _read_teacher(teacher: TeacherRows, rows: slice) -> _TeacherChunk:
+def _read_teacher(teacher: TeacherRows, rows: slice) -> TeacherChunk:
     """Return the target's logits of a chunk over the draft vocabulary, and what depends on the whole vocabulary."""
     logits = teacher.transform.logits(F.linear(teacher.hidden[rows], teacher.weight))
     lse = logits.logsumexp(-1)
     if teacher.draft_ids is None:
-        return _TeacherChunk(logits, lse, torch.ones_like(lse, dtype=torch.bool))
+        return TeacherChunk(logits, lse, torch.ones_like(lse, dtype=torch.bool))
     drafted = logits.index_select(-1, teacher.draft_ids)
-    return _TeacherChunk(drafted, lse, drafted.amax(-1) == logits.amax(-1))
+    return TeacherChunk(drafted, lse, drafted.amax(-1) == logits.amax(-1))
 
 
-def row_losses(logits: Tensor, teacher: _TeacherChunk, kind: LossKind) -> tuple[Tensor, Tensor]:
-    """Return losses and acceptance (K, n) of the head's logits (K, n, D)."""
+class RowLosses(NamedTuple):
+    """Losses and acceptance (K, n) of rows, and the gradients (K, n, D) of each loss with respect to its logits."""
+
+    losses: Tensor
+    alpha: Tensor
+    d_logits: Tensor
+
+
+def row_losses(logits: Tensor, teacher: TeacherChunk, kind: LossKind) -> RowLosses:
+    """Return the losses of the head's logits (K, n, D), without autograd: it would keep twice as many tensors."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_q = logits.to(wide).log_softmax(-1)
-    likelihoods = (teacher.draft_logits - teacher.lse[:, None]).exp()  # p
-    alpha = torch.minimum(log_q.exp(), likelihoods).sum(-1)
+    q = log_q.exp()
+    p = (teacher.draft_logits - teacher.lse[:, None]).exp()
     if kind == "acceptance":
-        return -alpha.clamp(min=TINY).log(), alpha.detach()
+        alpha = torch.minimum(q, p, out=log_q).sum(-1).clamp(min=TINY)
+        # alpha grows with q where q < p alone: d alpha / dz_d = q_d [q_d < p_d] - q_d sum_v q_v [q_v < p_v]
+        growing = torch.where(q < p, q, 0.0)
+        d_logits = q.mul_(growing.sum(-1, keepdim=True)).sub_(growing).div_(alpha[..., None])
+        return RowLosses(-alpha.log(), alpha, d_logits)
     log_p = teacher.draft_logits.log_softmax(-1)  # of p_D
+    p_drafted = log_p.exp()
+    losses = -torch.einsum("nd,knd->kn", p_drafted, log_q)
+    alpha = torch.minimum(q, p, out=log_q).sum(-1)
+    d_logits = q.sub_(p_drafted)
     if kind == "kl":
-        return (log_p.exp() * (log_p - log_q)).sum(-1), alpha.detach()
-    losses = -(log_p.exp() * log_q).sum(-1)
-    return losses.where(teacher.argmax_drafted, 0.0), alpha.detach()
+        return RowLosses(losses + (p_drafted * log_p).sum(-1), alpha, d_logits)
+    counted = teacher.argmax_drafted
+    return RowLosses(losses.where(counted, 0.0), alpha, d_logits.mul_(counted[:, None]))
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What chunks of rows add to: losses and acceptance (K,), and the gradient (D, E) of the head's projection."""
+
+    losses: Tensor
+    accepted: Tensor
+    d_weight: Tensor | None
+
+    def add(
+        self, states: Tensor, weight: Tensor, teacher: TeacherChunk, counted: Tensor, factors: Tensor, kind: LossKind
+    ) -> Tensor | None:
+        """Add the rows of states (K, n, E); return the gradient of states. factors (K,): of the steps' gradients."""
+        found = row_losses(F.linear(states, weight), teacher, kind)
+        self.losses.add_(found.losses.where(counted, 0.0).sum(-1))
+        self.accepted.add_(found.alpha.where(counted, 0.0).sum(-1))
+        if self.d_weight is None:
+            return None
+        d_logits = found.d_logits.mul_((counted * factors[:, None])[..., None]).to(states.dtype)
+        self.d_weight.add_(d_logits.flatten(0, 1).t() @ states.flatten(0, 1))
+        return d_logits @ weight
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -101,37 +141,34 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weights = rows.weights.to(wide)
-        loss = hidden.new_zeros((), dtype=wide)
-        accepted = hidden.new_zeros(len(hidden), dtype=wide)
-        d_hidden = torch.zeros_like(hidden) if needs_grad else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
+        unit = weights.amax()  # gradients are computed in units of it: float16 would lose those of single rows
+        sums = _Sums(
+            losses=torch.zeros_like(weights),
+            accepted=torch.zeros_like(weights),
+            d_weight=torch.zeros_like(weight, dtype=wide) if needs_grad else None,
+        )
+        d_hidden = torch.empty_like(hidden) if needs_grad else None
         n_chunk = max(1, CHUNK_BYTES // (4 * len(hidden) * len(weight)))
         for start in range(0, hidden.shape[1], n_chunk):
             chunk = slice(start, start + n_chunk)
-            counted = rows.counted[:, chunk]
-            read = _read_teacher(teacher, chunk)
-            states = hidden[:, chunk]
-            logits = F.linear(states, weight).requires_grad_(needs_grad)
-            with torch.set_grad_enabled(needs_grad):
-                losses, alpha = row_losses(logits, read, kind)
-                weighted = (losses.where(counted, 0.0).sum(-1) * weights).sum()
-            loss += weighted.detach()
-            accepted += alpha.where(counted, 0.0).sum(-1)
-            if d_hidden is not None and d_weight is not None:
-                (d_logits,) = torch.autograd.grad(weighted, logits)
-                d_hidden[:, chunk] = d_logits @ weight
-                d_weight += d_logits.flatten(0, 1).t() @ states.flatten(0, 1)
+            # The target's logits are read before the head's exist, and no variable keeps those of the chunk before.
+            found = sums.add(
+                hidden[:, chunk], weight, _read_teacher(teacher, chunk), rows.counted[:, chunk], weights / unit, kind
+            )
+            if d_hidden is not None and found is not None:
+                d_hidden[:, chunk] = found
         if d_hidden is not None:
-            ctx.save_for_backward(d_hidden, d_weight)
+            ctx.save_for_backward(d_hidden, sums.d_weight, unit)
         ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(accepted)
-        return loss, accepted
+        ctx.mark_non_differentiable(sums.accepted)
+        return (sums.losses * weights).sum(), sums.accepted
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * upstream.to(d_hidden.dtype), (d_weight * upstream).to(ctx.dtype), *(None,) * 4
+        d_hidden, d_weight, unit = ctx.saved_tensors
+        factor = upstream * unit
+        return d_hidden * factor.to(d_hidden.dtype), (d_weight * factor).to(ctx.dtype), *(None,) * 4
 
 
 def draft_loss(

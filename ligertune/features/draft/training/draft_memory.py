@@ -16,11 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ligertune.features.draft.draft_config import DraftConfig
-from ligertune.features.draft.training.draft_loss import CHUNK_BYTES
+from ligertune.features.draft.training.draft_loss import CHUNK_BYTES, LossKind
 from ligertune.planning.memory.model_shape import AddedHeadsShape, AddedLayerBytes
 
-CHUNK_COPIES = 8  # tensors of a chunk's logits in float32 that are alive at a time, with their gradients
-TEACHER_COPIES = 3  # the same of the target's logits: rounded, in float32, their exponentials
+# Tensors of a chunk that are alive at a time, in float32, besides the head's logits in their own dtype. Counted with
+# tests/support/storages.py.
+STEP_COPIES = {"eagle": 2.0, "kl": 2.0, "acceptance": 2.75}  # (K, n, D): log q, q; those that grow with q, and a mask
+DRAFTED_COPIES = 5  # (n, D): the target's logits, p, log p_D, p_D and their product
+TEACHER_COPIES = 3  # (n, V): the target's logits, scaled, their exponentials
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class DraftLayersShape(AddedHeadsShape):
 
     draft: DraftConfig
     steps: int  # K
+    loss: LossKind
     recomputes: bool
 
     @property
@@ -49,10 +53,16 @@ class DraftLayersShape(AddedHeadsShape):
         held = states + self.steps * kept * tokens * itemsize
         # hidden states that enter the loss, and their gradients
         held += 2 * rows * hidden * itemsize + 4 * draft.draft_vocab_size * hidden
-        chunk = min(CHUNK_BYTES, 4 * rows * draft.draft_vocab_size)
-        chunk_rows = chunk // (4 * self.steps * draft.draft_vocab_size)
-        loss = CHUNK_COPIES * chunk + TEACHER_COPIES * 4 * chunk_rows * draft.vocab_size
-        loss += 2 * rows * hidden * itemsize + draft.draft_vocab_size * hidden * itemsize
-        return AddedLayerBytes(
-            captured=2 * states, held=held, loss=loss, backward=layer * tokens * itemsize * (1 + self.recomputes)
-        )
+        loss = self._loss_bytes(rows, itemsize) + 2 * rows * hidden * itemsize
+        # gradients of about half of what a step keeps are alive at a time
+        backward = round((0.5 + self.recomputes) * layer * tokens * itemsize)
+        return AddedLayerBytes(captured=2 * states, held=held, loss=loss, backward=backward)
+
+    def _loss_bytes(self, rows: int, itemsize: int) -> int:
+        """Return the bytes of the logits of one chunk, of the head or of the target before them."""
+        draft_vocab = self.draft.draft_vocab_size
+        chunk = min(CHUNK_BYTES, 4 * rows * draft_vocab)
+        n_rows = chunk // (4 * self.steps * draft_vocab)
+        head = round(chunk * (STEP_COPIES[self.loss] + itemsize / 4)) + 4 * DRAFTED_COPIES * n_rows * draft_vocab
+        teacher = n_rows * self.draft.vocab_size * (itemsize + 4 * TEACHER_COPIES)
+        return max(head, teacher)

@@ -44,6 +44,7 @@ class DraftShape(ModelShape):
                 own_projection=True,
                 draft=model.draft_head.config,
                 steps=model.spec.steps,
+                loss=model.spec.loss,
                 recomputes=model.recompute,
             ),
         )
