@@ -31,7 +31,12 @@ OPS = (
     Op("norms", "layer_norm", ("LayerNorm",), ("x", "weight", "bias")),
     Op("norms", "group_norm", ("GroupNorm",), ("x", "weight", "bias")),
     Op("attention", "apply_rope", (), ("q", "k"), file="rope"),
-    Op("attention", "document_attention", ("Documents", "document_attention_memory"), ("query", "key", "value")),
+    Op(
+        "attention",
+        "document_attention",
+        ("Documents", "document_attention_memory", "document_attention_with_lse"),
+        ("query", "key", "value"),
+    ),
     Op("attention", "decode_attention"),
     Op("recurrence", "causal_conv1d", (), ("x", "weight", "bias")),
     Op("recurrence", "causal_conv1d_step", file="decode"),

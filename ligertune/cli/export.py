@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligertune.cli.options import ExportCheckpoint, ExportDtype, Json, TrustRemoteCode
+from ligertune.cli.options import ExportCheckpoint, ExportDtype, Json, TrustRemoteCode, check_of_feature
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
 from ligertune.progress import importing
@@ -83,9 +83,10 @@ def export(
         return _export_gguf(run, out, gguf, checkpoint, dtype=dtype, trust_remote_code=trust_remote_code, json=json)
     _refuse_options(push=push, public=public, check=check, prompt=prompt, dry_run=dry_run)
     _refuse_with_format(base_format, adapter=adapter, check=check, dtype=dtype)
-    if not (adapter or dry_run or checkpoint):
-        _check_base_model(run)
     render.people_on_stderr(json)
+    if check and (rows := check_of_feature(Path(run).expanduser(), prompt, trust_remote_code)) is not None:
+        return _show_rows(rows, json=json)
+    _check_base_model(run, merges=not (adapter or dry_run or checkpoint))
     with render.status("reading the run ..."):
         with importing():
             from ligertune.training.checkpoint.export_run import check_repository, plan_export
@@ -100,10 +101,16 @@ def export(
     done["commands"] = _write_card(plan, push, dry_run=dry_run)
     if check:
         done["check"] = _check(plan, prompt, report=done if json else None)
-    if push is not None or dry_run:
-        done |= _upload(plan, push=push, public=public, dry_run=dry_run)
+    done |= _upload(plan, push=push, public=public, dry_run=dry_run)
     if json:
         render.json_report(done)
+
+
+def _show_rows(rows: list[dict[str, Any]], *, json: bool) -> None:
+    """Print what a feature has compared."""
+    render.columns("checked files", tuple(rows[0]), [tuple(map(str, row.values())) for row in rows])
+    if json:
+        render.json_report({"check": rows})
 
 
 def _refuse_with_gguf(*others: object) -> None:
@@ -125,8 +132,7 @@ def _export_gguf(
     json: bool,
 ) -> None:
     """Write the model as one GGUF file; an adapter or a checkpoint as a folder first."""
-    if not checkpoint:
-        _check_base_model(run)
+    _check_base_model(run, merges=not checkpoint)
     render.people_on_stderr(json)
     with render.status("reading the run ..."):
         with importing():
@@ -198,8 +204,10 @@ def _plan_format(
     return plan_format_export(run, out, wanted=wanted, checkpoint=checkpoint, trust_remote_code=trust_remote_code)
 
 
-def _check_base_model(run: str) -> None:
+def _check_base_model(run: str, *, merges: bool) -> None:
     """Check the base model of an adapter that is to be merged, before torch is imported."""
+    if not merges:
+        return
     from ligertune.planning.saved_model import check_base_model
 
     folder = Path(run).expanduser()
@@ -240,7 +248,9 @@ def _check(plan: ExportPlan, prompt: str | None, *, report: dict[str, Any] | Non
 
 
 def _upload(plan: ExportPlan, *, push: str | None, public: bool, dry_run: bool) -> dict[str, Any]:
-    """Upload the files, unless it is a dry run, and return what the JSON report says of them."""
+    """Upload the files, or list them in a dry run, and return what the JSON report says of them; {} for neither."""
+    if push is None and not dry_run:
+        return {}
     from ligertune.training.checkpoint.export_run import files_to_upload, upload
 
     done: dict[str, Any] = {"files": files_to_upload(plan.folder)}

@@ -85,10 +85,13 @@ class CommandPart:
     train: a command that runs a recipe, as a function for typer. order: its place after `ligertune train`.
     decode: answers a GenerateRequest, or returns None if its options are not given. Its keyword-only parameters are
     these options of `ligertune generate`.
+    check: compares files that the feature wrote, for `ligertune export FOLDER --check`: (folder, prompt or None,
+    trust_remote_code). It returns a row for each, or None for other folders, and imports torch for its own only.
     """
 
     train: Callable[..., None]
     decode: Callable[..., GeneratedText | None] | None = None
+    check: Callable[[Path, str | None, bool], list[dict[str, Any]] | None] | None = None
     order: int = LAST
 
 
@@ -124,6 +127,15 @@ def answer_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> Gene
         answer = decode(request, **given)
         if answer is not None:
             return answer
+    return None
+
+
+def check_of_feature(folder: Path, prompt: str | None, trust_remote_code: bool) -> list[dict[str, Any]] | None:
+    """Return the rows of the first feature that wrote a folder; None if none did. Raises UserError."""
+    for part in command_parts():
+        rows = None if part.check is None else part.check(folder, prompt, trust_remote_code)
+        if rows is not None:
+            return rows
     return None
 
 

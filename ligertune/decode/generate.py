@@ -53,6 +53,19 @@ class GeneratedText:
 
 
 @dataclass(frozen=True)
+class SpeculativeText(GeneratedText):
+    """A text that a model verified, and how many tokens each of its forward passes accepted."""
+
+    accepted_length: float  # tokens per forward pass
+    tokens_per_second: float
+
+    @property
+    def speed(self) -> str:
+        rate = f"{self.accepted_length:.2f} tokens per forward pass, {self.tokens_per_second:,.0f} tokens/s"
+        return f"{plural(self.new_tokens, 'token')}, {rate}"
+
+
+@dataclass(frozen=True)
 class Decoding:
     """How the next token is chosen; temperature 0 is greedy decoding."""
 

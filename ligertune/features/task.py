@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ligertune.data.batching.order import RowOrder
 from ligertune.data.examples import Examples
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import UserError
 from ligertune.planning.memory.model_shape import ModelShape
 
@@ -94,6 +95,23 @@ class TrainedModel:
     is_main: bool
     autocast: Callable[[], AbstractContextManager[None]]
     write: Callable[[nn.Module, dict[str, Tensor] | None], str]
+
+
+def count_labels_ahead(
+    labels: Sequence[np.ndarray], trained: Sequence[int] | np.ndarray, shifts: Sequence[int]
+) -> list[int]:
+    """Return how many rows of some examples have a trained label each shift ahead; every example is a document.
+
+    labels: of each example. trained: trained labels of each example, without its first label. Only the first labels
+    are read: shift s misses those before position s.
+    """
+    counts = np.full(len(shifts), int(np.sum(trained)), dtype=np.int64)
+    furthest = max(shifts)
+    for row in labels:
+        head = np.asarray(row[1:furthest]) != IGNORE_INDEX
+        missed = np.concatenate([[0], np.cumsum(head)])  # trained labels at positions 1 to i
+        counts -= missed[[min(shift - 1, len(head)) for shift in shifts]]
+    return counts.tolist()
 
 
 class Task:

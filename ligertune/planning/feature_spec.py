@@ -131,8 +131,25 @@ class FeatureSpec:
     # Return what to type next: (folder of the written model, how to call ligertune).
     next_step: Callable[[Path, str], str] = _generate
     export_note: str = ""  # what `export --check` does not compare
+    # Measure of evaluations that early stopping and the best model go by, higher is better; empty: the loss.
+    best_measure: str = ""
     # What `ligertune eval` measures on examples, a features.example_scores.ExampleMeasures; None: that of texts.
     evaluation: Any = None
+
+    def judged(self, line: Mapping[str, Any]) -> float:
+        """Return what the best evaluation has the least of. line: an evaluation in metrics.jsonl."""
+        value: float = -line[f"eval_{self.best_measure}"] if self.best_measure else line["eval_loss"]
+        return value
+
+    def best_words(self, value: float) -> str:
+        """Return the least such value in words."""
+        if not self.best_measure:
+            return f"the lowest evaluation loss, {value:.4f}"
+        return f"the highest {self.best_measure}, {-value:.4f}"
+
+    def better_words(self, value: float) -> str:
+        """Return what would be better than such a value in words."""
+        return f"{self.best_measure} above {-value:.4f}" if self.best_measure else f"a loss below {value:.4f}"
 
 
 @cache

@@ -315,7 +315,7 @@ def estimate_memory(
     feature = feature_of(recipe.task)
     shape = model.shape
     policy = choose_policy(recipe, model.attn_implementation, applied, loss_kernel=feature.loss_kernel)
-    if shape.layer is None or shape.head is None or (shape.heads and (shards > 1 or not policy.fused_loss)):
+    if shape.layer is None or shape.head is None or not shape.predicts_heads(shards, policy.fused_loss):
         return None
     itemsize = 2 if precision.weights == "bfloat16" or precision.autocast == "fp16" else 4
     policy = on_machine(policy, shape.mixer, itemsize, inputs.machine)

@@ -262,7 +262,7 @@ class EvalSpec(Section):
     per_device_eval_batch_size: RowCount = 4
     """Rows per device and evaluation pass."""
     early_stopping_patience: PositiveInt | None = None
-    """Stop after this many evaluations without a lower loss; null: never."""
+    """Stop after this many evaluations without a better one: a lower loss, unless the task says; null: never."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """With early_stopping_patience: a loss counts as lower if it is by more than this."""
     eval_on_start: AutoSwitch = "auto"
@@ -297,7 +297,7 @@ class CheckpointSpec(Section):
     resume_from_checkpoint: Resume = "never"
     """never, newest (the newest checkpoint in output_dir), auto (the same, or step 0), or a checkpoint's path."""
     load_best_model_at_end: Switch = False
-    """Keep the weights with the lowest evaluation loss instead of the last ones."""
+    """Keep the weights of the best evaluation, that with the lowest loss unless the task says, not the last ones."""
     overwrite: Switch = False
     """Replace the run that output_dir holds."""
     save_on_signal: Switch = True

@@ -95,10 +95,14 @@ def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class Evaluation(NamedTuple):
-    """The loss over an evaluation set, the means of the task's measures, and the user's metrics."""
+    """The loss over an evaluation set, and the means of the task's measures and the user's metrics by name."""
 
     loss: float
     measures: dict[str, float]
+
+    def line(self) -> dict[str, float]:
+        """Return the columns of metrics.jsonl."""
+        return {"eval_loss": self.loss, **{f"eval_{name}": value for name, value in self.measures.items()}}
 
 
 def evaluate(
@@ -159,7 +163,8 @@ def evaluate(
 class EarlyStopping:
     """Track the lowest evaluation loss and stop after `patience` evaluations without a lower one (None: never).
 
-    A loss that is lower by at most `threshold` is the lowest from then on, and counts as none, as in transformers.
+    A feature may judge by a measure, whose negative is the loss here (`FeatureSpec.judged`). A loss that is lower by at
+    most `threshold` is the lowest from then on, and counts as none, as in transformers.
     """
 
     def __init__(self, patience: int | None = None, losses: Sequence[float] = (), *, threshold: float = 0.0) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ligertune.launcher.signals import WRITING, StopRequest
 from ligertune.patching.deferred_logits import loss_counts
+from ligertune.planning.feature_spec import FeatureSpec, feature_of
 from ligertune.progress import Phases
 from ligertune.training.checkpoint.weight_files import load_best, save_best
 from ligertune.training.checks import kernels_as_run, why_not_fused
@@ -63,8 +64,8 @@ class TrainState:
         self.step += 1
         self.grad_norm = grad_norm
 
-    def observe(self, evaluation: Evaluation | None) -> bool:
-        """Note an evaluation, or None for one that a signal interrupted; return whether its loss is the lowest.
+    def observe(self, evaluation: Evaluation | None, feature: FeatureSpec) -> bool:
+        """Note an evaluation, or None for one that a signal interrupted; return whether it is the best.
 
         The evaluation before the first step does not count, as in transformers.
         """
@@ -73,7 +74,7 @@ class TrainState:
             return False
         if self.step > 0:
             self.eval_loss = evaluation.loss
-        return self.step > 0 and self.early_stopping.add(evaluation.loss)
+        return self.step > 0 and self.early_stopping.add(feature.judged(evaluation.line()))
 
 
 def fit(training: Training, *, stop: StopRequest, phases: Phases) -> TrainResult:
@@ -181,17 +182,17 @@ def run_evaluation(training: Training, state: TrainState, stop: StopRequest) -> 
     training.display.begins("evaluating")
     with training.meter.paused(), training.timeout.extended():
         found = evaluate(plan, accelerator, model, batcher, training.task, stop, training.metrics)
-        lowest = state.observe(found)
+        is_best = state.observe(found, feature_of(plan.build.task))
         if found is None:
             return
         if state.step:  # schedules do not see the evaluation before the first step, as in transformers
             training.rates.observe(found.loss)
         wanted = state.step > 0 or plan.settings["eval"]["eval_on_start"] is True  # auto counts no time for answers
         of_answers = run_measures(training) if wanted else {}
-        measures = {f"eval_{name}": value for name, value in {**found.measures, **of_answers}.items()}
-        training.logger.log({"step": state.step, "eval_loss": found.loss, **measures})
-        training.callbacks.call("on_evaluate", plan, metrics={"eval_loss": found.loss, **measures})
-        if lowest and plan.checkpoint.load_best_model_at_end:
+        line = found._replace(measures={**found.measures, **of_answers}).line()
+        training.logger.log({"step": state.step, **line})
+        training.callbacks.call("on_evaluate", plan, metrics=line)
+        if is_best and plan.checkpoint.load_best_model_at_end:
             save_best(accelerator, model, plan.output_dir, step=state.step, loss=found.loss)
         if training.answer and wanted and accelerator.is_main_process:
             with accelerator.autocast():
@@ -259,17 +260,18 @@ def finish(training: Training, state: TrainState, stop: StopRequest) -> TrainRes
     notes = training.notes
     best_weights = None
     losses = loss_counts(training.model)
+    feature = feature_of(plan.build.task)
     if early_stopping.should_stop and not state.stopping:
         notes += (
-            f"stopped early at step {state.step}: {early_stopping.patience} evaluations without a loss below "
-            f"{early_stopping.best:.4f}"
+            f"stopped early at step {state.step}: {early_stopping.patience} evaluations without "
+            f"{feature.better_words(early_stopping.best)}"
             + (f" by more than {early_stopping.threshold:g}" if early_stopping.threshold else ""),
         )
     if state.stopped_by_callback and not state.complete:
         notes += (f"a callback stopped the run at step {state.step}",)
     if plan.checkpoint.load_best_model_at_end and not state.interrupted and early_stopping.best < math.inf:
         step, best_weights = load_best(accelerator, training.model, plan.output_dir)
-        notes += (f"the model is that of step {step}, with the lowest evaluation loss, {early_stopping.best:.4f}",)
+        notes += (f"the model is that of step {step}, with {feature.best_words(early_stopping.best)}",)
     graphs = getattr(training.train_step, "graphs", None)  # a step of a Python user has none
     if graphs is not None:
         notes += (graphs.note(),)

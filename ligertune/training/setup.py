@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,14 +99,14 @@ class Wrapped:
 class Resumed:
     """Where a run continues.
 
-    step: finished steps, 0 for a new run. eval_losses: of all evaluations up to it. has_evaluation: whether that step
-    has one.
+    step: finished steps, 0 for a new run. evaluations: lines of metrics.jsonl up to it. has_evaluation: whether that
+    step has one.
     """
 
     step: int
     notes: tuple[str, ...]
     metrics: MetricsFile
-    eval_losses: Sequence[float]
+    evaluations: Sequence[Mapping[str, Any]]
     has_evaluation: bool
 
 
@@ -292,6 +292,7 @@ def setup(
     meter = Meter(accelerator.device, warmup_steps=plan.measurement.warmup_steps)
     loss_check = FiniteLossCheck(plan.output_dir, batcher, rank=accelerator.process_index)
     patience = plan.evaluation.early_stopping_patience
+    judged = [feature_of(plan.build.task).judged(line) for line in resumed.evaluations]
     return Training(
         job=job,
         accelerator=accelerator,
@@ -302,8 +303,8 @@ def setup(
         order=order,
         batcher=batcher,
         eval_batcher=eval_batcher,
-        rates=LearningRates(plan.schedule, resumed.eval_losses),
-        early_stopping=EarlyStopping(patience, resumed.eval_losses, threshold=plan.evaluation.early_stopping_threshold),
+        rates=LearningRates(plan.schedule, [line["eval_loss"] for line in resumed.evaluations]),
+        early_stopping=EarlyStopping(patience, judged, threshold=plan.evaluation.early_stopping_threshold),
         saver=Saver(accelerator, plan, model, wrapped.optimizer),
         meter=meter,
         logger=MetricsLogger(
@@ -357,15 +358,15 @@ def _resumed(plan: Plan, accelerator: Accelerator, step: int, notes: tuple[str, 
     """Drop what was logged after the step of a checkpoint, and return where the run continues. All ranks call it."""
     metrics = MetricsFile(plan.output_dir / "metrics.jsonl", enabled=accelerator.is_main_process)
     metrics.begin(after=step)
-    losses, has_evaluation = _earlier_evaluations(metrics, step)
-    return Resumed(step, notes, metrics, losses, has_evaluation)
+    evaluations, has_evaluation = _earlier_evaluations(metrics, step)
+    return Resumed(step, notes, metrics, evaluations, has_evaluation)
 
 
-def _earlier_evaluations(metrics: MetricsFile, resumed_from: int) -> tuple[list[float], bool]:
-    """Return (all evaluation losses up to the step resumed from, whether that step has one), on every rank."""
+def _earlier_evaluations(metrics: MetricsFile, resumed_from: int) -> tuple[list[dict[str, Any]], bool]:
+    """Return (all evaluations up to the step resumed from, whether that step has one), on every rank."""
     lines = [line for line in metrics.lines() if "eval_loss" in line] if metrics.enabled else []
-    losses = [line["eval_loss"] for line in lines if line["step"] > 0]  # without the one before the first step
-    found = losses, any(line["step"] == resumed_from for line in lines)
+    counted = [line for line in lines if line["step"] > 0]  # without the one before the first step
+    found = counted, any(line["step"] == resumed_from for line in lines)
     return broadcast_object_list([found])[0]
 
 

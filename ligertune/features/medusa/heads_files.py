@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ligertune.decode.speculative.candidate_tree import Path as TreePath
+from ligertune.decode.speculative.candidate_tree import chain
 from ligertune.errors import UserError
-from ligertune.features.medusa.decode.candidate_tree import Path as TreePath
-from ligertune.features.medusa.decode.candidate_tree import chain
 from ligertune.features.medusa.heads import MedusaHeads
 from ligertune.features.medusa.recipe import HEADS_FOLDER
 from ligertune.files.base_model import TrainedBase

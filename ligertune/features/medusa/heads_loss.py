@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from ligertune_kernels import linear_jsd, multi_head_linear_cross_entropy
@@ -54,23 +53,6 @@ def shifted_targets(labels: Tensor, position_ids: Tensor | None, shifts: Sequenc
 def _ahead(values: Tensor, shift: int, *, fill: int) -> Tensor:
     """Shift values (B, T) left by `shift` positions."""
     return F.pad(values[:, shift:], (0, min(shift, values.shape[1])), value=fill)
-
-
-def count_targets(
-    labels: Sequence[np.ndarray], trained: Sequence[int] | np.ndarray, shifts: Sequence[int]
-) -> list[int]:
-    """Return the number of targets of each shift in examples that are separate documents.
-
-    labels: of each example. trained: trained labels of each example, without its first label. Only the first labels
-    are read: shift s misses those before position s.
-    """
-    counts = np.full(len(shifts), int(np.sum(trained)), dtype=np.int64)
-    furthest = max(shifts)
-    for row in labels:
-        head = np.asarray(row[1:furthest]) != IGNORE_INDEX
-        missed = np.concatenate([[0], np.cumsum(head)])  # trained labels at positions 1 to i
-        counts -= missed[[min(shift - 1, len(head)) for shift in shifts]]
-    return counts.tolist()
 
 
 def part_weights(num_heads: int, decay: float, heads_coefficient: float, *, with_model: bool) -> list[float]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ligertune.any_types import AnyModule
+from ligertune.decode.speculative.cached_text import eos_token_ids
+from ligertune.decode.speculative.candidate_tree import CandidateTree, best_paths
+from ligertune.decode.speculative.plain_decoding import decode_plainly, prompt_token_ids, timed
 from ligertune.errors import format_rate
-from ligertune.features.medusa.decode.candidate_tree import CandidateTree, best_paths
-from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
+from ligertune.features.medusa.decode.tree_decoding import decode_with_heads
 from ligertune.features.medusa.heads_loss import IGNORE_INDEX, shifted_targets, target_shifts
 from ligertune.files.plots import has_matplotlib, new_figure, save_figure
 from ligertune.files.storage import write_json
@@ -22,8 +22,6 @@ from ligertune.models.compile import run_eagerly
 from ligertune.models.score_head import lm_head_of
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ligertune.data.examples import Examples
     from ligertune.features.medusa.medusa_model import MedusaModel
 
@@ -115,13 +113,6 @@ def measure_heads(
     )
 
 
-def prompt_token_ids(input_ids: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray) -> list[int]:
-    """Return the tokens before the first trained one; the first quarter (at most 32) if the text is trained whole."""
-    trained = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
-    length = trained if trained > 1 else max(1, min(32, len(input_ids) // 4))
-    return [int(token) for token in input_ids[:length]]
-
-
 @torch.no_grad()
 def measure_decoding(
     model: MedusaModel, prompts: Sequence[Sequence[int]], tree: CandidateTree, *, max_new_tokens: int
@@ -133,10 +124,10 @@ def measure_decoding(
     runs = []
     for prompt in [prompts[0], *prompts]:
         # The two ways take turns, so that other work on the machine slows both.
-        with_heads = _timed(
+        with_heads = timed(
             base.device, decode_with_heads, base, model.medusa_head, model.transform, [prompt], tree, **options
         )
-        runs.append((*with_heads, *_timed(base.device, _plain_decode, base, prompt, max_new_tokens)))
+        runs.append((*with_heads, *timed(base.device, decode_plainly, base, prompt, max_new_tokens)))
     found, seconds, plain, plain_seconds = zip(*runs[1:], strict=True)
     new_tokens = sum(len(decoded.tokens[0]) for decoded in found)
     speed = new_tokens / sum(seconds)
@@ -150,27 +141,6 @@ def measure_decoding(
         plain_tokens_per_second=plain_speed,
         speed_up=speed / plain_speed,
     )
-
-
-def _plain_decode(model: AnyModule, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    ids = torch.tensor([list(prompt)], device=model.device)
-    pad = {"pad_token_id": eos_token_ids(model)[0]} if eos_token_ids(model) else {}
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens, **pad}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-
-
-def _timed(device: torch.device, decode: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
-    """Return (result, seconds), measured between synchronisations of the device."""
-    _synchronize(device)
-    start = time.perf_counter()
-    result = decode(*args, **options)
-    _synchronize(device)
-    return result, time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def write_report(report: MedusaReport, output_dir: Path) -> None:

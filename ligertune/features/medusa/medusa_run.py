@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligertune.data.prepare import PreparedData, prepare
+from ligertune.decode.speculative.candidate_tree import best_paths, chain
 from ligertune.errors import UserError
-from ligertune.features.medusa.decode.candidate_tree import best_paths, chain
 from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD
 from ligertune.features.medusa.heads_files import (
     HeadsConfig,

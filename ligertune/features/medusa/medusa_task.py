@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ligertune.features.medusa.heads_loss import count_targets
-from ligertune.features.task import Task, TaskExamples
+from ligertune.features.task import Task, TaskExamples, count_labels_ahead
 from ligertune.models.shape import parameter_kinds, read_shape
 from ligertune.planning.memory.model_shape import AddedHeadsShape, ModelShape
 
@@ -83,6 +82,6 @@ class MedusaTask(Task):
         warmed = 1.0 if step is None or step >= self._warmup_steps else (step + 1) / self._warmup_steps
         labels = [examples[int(i)].labels for i in indices]
         return {
-            "num_items_in_batch": count_targets(labels, examples.trained[indices], self.label_shifts),
+            "num_items_in_batch": count_labels_ahead(labels, examples.trained[indices], self.label_shifts),
             "heads_coefficient": self._heads_coefficient * warmed,
         }

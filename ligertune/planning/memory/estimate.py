@@ -30,6 +30,7 @@ from ligertune.planning.memory.activation_bytes import (
 from ligertune.planning.memory.layer_bytes import float8_copies
 from ligertune.planning.memory.model_shape import (
     AddedHeadsShape,
+    AddedLayerBytes,
     FrozenModelShape,
     HeadShape,
     LayerShape,
@@ -171,10 +172,13 @@ class MemoryEstimate:
         before = step.gradients if batch.accumulates else 0
         # widest point of a frozen layer: its input, attention's output, their sum, that normed; gate, up, their product
         elements = 4 * layer.hidden + (3 + (not self.policy.fused_mlp)) * layer.mlp
-        held, loss = self._heads_loss(heads, batch, step.free)
-        gradients_of_heads = 2 * heads.number * batch.labels * row
+        own = heads.layer_bytes(batch.tokens, batch.labels, step.itemsize)
+        if own is None:
+            held, loss = self._heads_loss(heads, batch, step.free)
+            own = AddedLayerBytes(0, held, loss, backward=2 * heads.number * batch.labels * row)
+        captured, held, loss, gradients_of_heads = own
         return (
-            StepPhase("frozen model", 0, before, 0, batch.tokens * elements * step.itemsize + step.workspace),
+            StepPhase("frozen model", captured, before, 0, batch.tokens * elements * step.itemsize + step.workspace),
             StepPhase("loss", hidden_states + held, before, loss, step.workspace),
             StepPhase("backward", hidden_states + held, step.gradients, gradients_of_heads, step.workspace),
             StepPhase("step", 0, step.gradients, 0, step.workspace + step.optimizer_step),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ligertune.planning.memory.mixer_shapes import MixerShape
 
@@ -160,6 +161,15 @@ class TowerShape:
     projector: int = 0  # elements per token that the projector saves; it is never checkpointed
 
 
+class AddedLayerBytes(NamedTuple):
+    """Bytes of a micro-batch that layers next to a frozen model need. held: from their forward to their backward."""
+
+    captured: int  # states of the model, while it runs
+    held: int
+    loss: int  # besides, while the loss is computed
+    backward: int  # besides, in the backward
+
+
 @dataclass(frozen=True)
 class AddedHeadsShape:
     """Heads that a feature adds on top of the model: their number and residual blocks.
@@ -171,6 +181,15 @@ class AddedHeadsShape:
     blocks: int
     joint: bool
     own_projection: bool  # each head has its own (V, E) output weight
+
+    @property
+    def needs_fused_loss(self) -> bool:
+        """Whether memory is predicted only where a kernel computes the loss."""
+        return True
+
+    def layer_bytes(self, tokens: int, labels: int, itemsize: int) -> AddedLayerBytes | None:
+        """Return what a feature's own layers need for these tokens, of which `labels` count; None: residual blocks."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -229,6 +248,10 @@ class ModelShape:
         """That of the layers that have one."""
         layers = (self.layer, *(layer for layer, _ in self.other_layers))
         return next((layer.mixer for layer in layers if layer is not None and layer.mixer is not None), None)
+
+    def predicts_heads(self, shards: int, fused_loss: bool) -> bool:
+        """Return whether the memory of added heads is predicted, if there are any. fused_loss: a kernel computes it."""
+        return self.heads is None or (shards == 1 and (fused_loss or not self.heads.needs_fused_loss))
 
     @property
     def recurrence(self) -> int:

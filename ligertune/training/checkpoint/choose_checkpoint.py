@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from ligertune.errors import UserError, plural
 from ligertune.files.storage import PROGRESS_FILE, damaged_lines, newest_checkpoint, read_metrics, step_folders
+from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import no_checkpoint
 from ligertune.training.checkpoint.checkpoint_record import damage_of
@@ -97,12 +98,13 @@ def _limits(plan: Plan) -> list[tuple[int, str]]:
         number, last = damaged[0]
         found.append((last, f"line {number} of {path}, which may be an evaluation, is damaged"))
     # without the evaluation before training, which is never the best
-    losses = [(line["eval_loss"], line["step"]) for line in read_metrics(path) if "eval_loss" in line and line["step"]]
-    if keeps_best and losses:
+    lines = [line for line in read_metrics(path) if "eval_loss" in line and line["step"]]
+    if keeps_best and lines:
         damage = damage_of_best(plan.output_dir)
         if damage is not None:
+            best = min(lines, key=feature_of(plan.build.task).judged)
             # one less than the best step: a run that is resumed at that step does not evaluate it again
-            found.append((min(losses)[1] - 1, f"the best weights, which it needs, are damaged ({damage})"))
+            found.append((best["step"] - 1, f"the best weights, which it needs, are damaged ({damage})"))
     return found
 
 

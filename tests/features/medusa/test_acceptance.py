@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligertune.features.medusa.decode.candidate_tree import CandidateTree, Greedy, Typical
-from ligertune.features.medusa.medusa_report import prompt_token_ids
+from ligertune.decode.speculative.candidate_tree import CandidateTree, Greedy, Typical
+from ligertune.decode.speculative.plain_decoding import prompt_token_ids
 
 # A candidate passes above min(epsilon, delta exp(-H)) with epsilon = 0.09, delta = 0.3:
 #   sure      p = (0.9, x, 0.1 - x):  H is at most 0.41 nats, delta exp(-H) at least 0.2, so the bound is epsilon, 0.09.

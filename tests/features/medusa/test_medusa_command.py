@@ -8,9 +8,9 @@ from support.command_line import overrides, run_here
 from support.tasks.medusa_runs import MEDUSA, WEIGHTS, train_medusa
 
 from ligertune.decode.generate import Decoding, generate_answer, load_model
+from ligertune.decode.speculative.candidate_tree import Greedy
 from ligertune.errors import UserError
 from ligertune.features.medusa.command import medusa
-from ligertune.features.medusa.decode.candidate_tree import Greedy
 from ligertune.features.medusa.decode.medusa_generate import choose_acceptance, generate_with_heads
 from ligertune.features.medusa.medusa_run import report_on
 from ligertune.planning.options import RunOptions

@@ -5,10 +5,10 @@ import torch
 from support.tasks.medusa_runs import plan_medusa, train_medusa
 from transformers import AutoModelForCausalLM
 
-from ligertune.features.medusa.decode.candidate_tree import CandidateTree
+from ligertune.decode.speculative.candidate_tree import CandidateTree
+from ligertune.decode.speculative.plain_decoding import prompt_token_ids
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads
 from ligertune.features.medusa.heads_files import read_choices, read_heads
-from ligertune.features.medusa.medusa_report import prompt_token_ids
 from ligertune.features.output_head import logit_transform
 from ligertune.run import run
 

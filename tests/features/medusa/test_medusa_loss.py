@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ligertune.errors import UserError
-from ligertune.features.medusa.heads_loss import count_targets, shifted_targets, target_shifts
+from ligertune.features.medusa.heads_loss import shifted_targets, target_shifts
 from ligertune.features.medusa.medusa_model import attach_heads
 from ligertune.features.medusa.recipe import MedusaSpec
 from ligertune.features.output_head import LogitTransform, logit_transform
+from ligertune.features.task import count_labels_ahead
 from ligertune.patching.packing_checks import install_packing_checks
 
 X = -100
@@ -174,7 +175,7 @@ def test_targets_never_cross_documents():
     ]
 
 
-def test_count_targets_counts_the_shifted_targets():
+def test_count_labels_ahead_counts_the_shifted_targets():
     rng, documents = np.random.default_rng(0), []
     for length in (1, 2, 3, 5, 8, 13):
         labels = rng.integers(5, 50, size=length)
@@ -186,7 +187,7 @@ def test_count_targets_counts_the_shifted_targets():
     positions = torch.cat([torch.arange(len(labels)) for labels in documents])[None]
     ahead = target_shifts(5, with_model=True)
     expected = (shifted_targets(packed, positions, ahead) != X).sum((1, 2)).tolist()
-    assert count_targets(documents, trained, ahead) == expected
+    assert count_labels_ahead(documents, trained, ahead) == expected
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["naive", "fused"])
@@ -197,7 +198,7 @@ def test_a_packed_row_has_the_loss_of_its_documents(fused):
     made, lengths = inputs("packed"), (9, 4, 11)
     packed = model(**made, document_lengths=lengths, cu_seq_lens_q=torch.tensor([0, 9, 13, 24]), use_cache=False)
     ends = np.cumsum(lengths)
-    counts = count_targets(
+    counts = count_labels_ahead(
         [made["labels"][0, end - n : end].numpy() for end, n in zip(ends, lengths, strict=True)],
         [int((made["labels"] != X).sum())],
         model.shifts,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.models.tiny_models import make
 
-from ligertune.features.medusa.decode.candidate_tree import CandidateTree, Typical, best_paths, chain
+from ligertune.decode.speculative.candidate_tree import CandidateTree, Typical, best_paths, chain
 from ligertune.features.medusa.decode.tree_decoding import decode_with_heads
 from ligertune.features.medusa.heads import MedusaHeads
 from ligertune.features.output_head import logit_transform

@@ -4,7 +4,9 @@ r"""Causal attention within packed documents: no token attends to another docume
     S    = softcap tanh(S / softcap), if there is a soft cap
     P    = softmax of the rows of S,    out_i = sum_j P_ij v_j
 
-    dV = P^T dO      dP = dO V^T      dS_ij = P_ij (dP_ij - sum_d dO_id out_id) (1 - (S_ij / softcap)²)
+    lse_i = log sum_j exp(S_ij)
+
+    dV = P^T dO      dP = dO V^T      dS_ij = P_ij (dP_ij - sum_d dO_id out_id + dlse_i) (1 - (S_ij / softcap)²)
     dQ = scale dS K      dK = scale dS^T Q
 
 Scores, softmax and sums are fp32; P and dS are rounded to the tensors' dtype for their products. S and P are computed
@@ -19,6 +21,7 @@ hopper_attention.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,7 +32,7 @@ from ligertune_kernels.chips import Chip
 from ligertune_kernels.known_results import known_results
 from ligertune_kernels.launcher import Launcher, cached, chip_of
 from ligertune_kernels.ops.attention import hopper_attention, tiles
-from ligertune_kernels.ops.attention.hopper_attention import AttentionTerms, HopperInputs
+from ligertune_kernels.ops.attention.hopper_attention import AttentionTerms, HopperInputs, delta_buffer
 from ligertune_kernels.ops.attention.kernels import attention_dkdv_kernel, attention_dq_kernel, attention_forward_kernel
 from ligertune_kernels.ops.attention.tiles import Tile, attention_tiles, padded_head_dim
 
@@ -58,13 +61,27 @@ def document_attention_reference(
 
     The softmax's weights are rounded to the tensors' dtype, as the kernels round them.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = []
+    terms = AttentionTerms(_scale(query, scale), window, softcap)
+    return _attend_documents(query, key, value, documents, terms)[0]
+
+
+def _attend_documents(
+    query: torch.Tensor,  # (T, H, D)
+    key: torch.Tensor,  # (T, K, D)
+    value: torch.Tensor,  # (T, K, D)
+    documents: Documents,
+    terms: AttentionTerms,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output (T, H, D), and with `terms.with_lse` the log-sum-exp of its scores (T, H), in plain torch."""
+    outputs = []
+    sums = []
     for begin, end in _bounds(documents.starts):
         tensors = (t[begin:end] for t in (query, key, value))
-        starts = documents.starts[begin:end] - begin
-        out.append(_attend_document(*tensors, starts, AttentionTerms(scale, window, softcap)))
-    return torch.cat(out)
+        out, scores = _attend_document(*tensors, documents.starts[begin:end] - begin, terms)
+        outputs.append(out)
+        if terms.with_lse:
+            sums.append(scores.logsumexp(-1).t())
+    return torch.cat(outputs), torch.cat(sums) if terms.with_lse else None
 
 
 def _bounds(starts: torch.Tensor) -> list[tuple[int, int]]:
@@ -81,9 +98,9 @@ def _attend_document(
     value: torch.Tensor,  # (L, K, D)
     starts: torch.Tensor,  # (L,)
     terms: AttentionTerms,
-) -> torch.Tensor:
-    """Return (L, H, D), contiguous; starts: the first token that each token attends to."""
-    scale, window, softcap = terms
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (L, H, D), contiguous, and the scores (H, L, L); starts: the first token that each token attends to."""
+    scale, window, softcap, _ = terms
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.to(wide).transpose(0, 1) for t in (query, key, value))
@@ -97,8 +114,10 @@ def _attend_document(
     visible = (cols <= rows) & (cols >= starts[:, None])
     if window is not None:
         visible = visible & (cols > rows - window)
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), -1).to(query.dtype)
-    return (weights.to(wide) @ v).transpose(0, 1).to(query.dtype).contiguous()
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = torch.softmax(scores, -1).to(query.dtype)
+    out = (weights.to(wide) @ v).transpose(0, 1).to(query.dtype).contiguous()
+    return out, scores
 
 
 class _Launchers(NamedTuple):
@@ -111,7 +130,14 @@ class _Launchers(NamedTuple):
 
 @cached
 def _launchers(
-    heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, window: int, has_cap: bool, chip: Chip
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int,
+    has_cap: bool,
+    has_d_lse: bool,
+    chip: Chip,
 ) -> _Launchers:
     chosen = attention_tiles(head_dim, dtype.itemsize, chip, has_cap=has_cap)
     width = padded_head_dim(head_dim)
@@ -120,13 +146,13 @@ def _launchers(
         "WIDTH": width, "FITS": width == head_dim,
     }  # fmt: skip
 
-    def launcher(kernel: Callable, tile: Tile) -> Launcher:
+    def launcher(kernel: Callable, tile: Tile, **more: bool) -> Launcher:
         sizes = {"ROWS": tile.rows, "COLS": tile.cols, "num_warps": tile.warps, "num_stages": tile.stages}
-        return Launcher(kernel, shared | sizes)
+        return Launcher(kernel, shared | sizes | more)
 
     return _Launchers(
         (launcher(attention_forward_kernel, chosen.forward), chosen.forward.rows),
-        (launcher(attention_dq_kernel, chosen.dq), chosen.dq.rows),
+        (launcher(attention_dq_kernel, chosen.dq, HAS_D_LSE=has_d_lse), chosen.dq.rows),
         (launcher(attention_dkdv_kernel, chosen.dkdv), chosen.dkdv.cols),
     )
 
@@ -137,13 +163,15 @@ def _integers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, .
 
 
 class _Attention(torch.autograd.Function):
+    """Return out (T, H, D), and with `terms.with_lse` also the log2-sum-exp2 of each row's scores, (H, T) in fp32."""
+
     @staticmethod
     def forward(ctx, q, k, v, starts, ends, terms, known):
-        scale, window, softcap = terms
+        scale, window, softcap, with_lse = terms
         n_tokens, heads, _ = q.shape
         key_heads, head_dim = k.shape[1:]
         has_cap = softcap is not None
-        launchers = _launchers(heads, key_heads, head_dim, q.dtype, window or 0, has_cap, chip_of(q.device))
+        launchers = _launchers(heads, key_heads, head_dim, q.dtype, window or 0, has_cap, with_lse, chip_of(q.device))
         others = n_tokens, scale, softcap or 1.0
 
         def computed() -> tuple[torch.Tensor, ...]:
@@ -157,16 +185,16 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, starts, ends, out, lse)
         ctx.launchers = launchers
         ctx.others = others
-        return out
+        return (out, lse) if with_lse else out
 
     @staticmethod
     @no_double_backward
-    def backward(ctx, d_out):
+    def backward(ctx, d_out, d_lse=None):
         q, k, v, starts, ends, out, lse = ctx.saved_tensors
         n_tokens, heads, _ = q.shape
         key_heads = k.shape[1]
         d_out = d_out.contiguous()
-        delta = torch.empty_like(lse)
+        delta = delta_buffer(lse, d_lse)
         dq = q.new_empty(q.shape)
         dk = k.new_empty(k.shape)
         dv = v.new_empty(v.shape)
@@ -179,10 +207,12 @@ class _Attention(torch.autograd.Function):
         launch, cols = ctx.launchers.dkdv
         tensors = q, k, v, starts, ends, d_out, lse, delta, dk, dv
         launch((-(-n_tokens // cols) * key_heads, 1, 1), tensors, integers, *ctx.others)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, *(None,) * 4
 
 
 class _HopperAttention(torch.autograd.Function):
+    """As `_Attention`; lse is (H, T rounded up to 128)."""
+
     @staticmethod
     def forward(ctx, q, k, v, starts, ends, terms, known):
         def computed() -> tuple[torch.Tensor, ...]:
@@ -191,14 +221,14 @@ class _HopperAttention(torch.autograd.Function):
         out, lse = computed() if known is None else known.result(computed)
         ctx.save_for_backward(q, k, v, starts, ends, out, lse)
         ctx.terms = terms
-        return out
+        return (out, lse) if terms.with_lse else out
 
     @staticmethod
     @no_double_backward
-    def backward(ctx, d_out):
+    def backward(ctx, d_out, d_lse=None):
         kept = HopperInputs(*ctx.saved_tensors)
-        grads = hopper_attention.backward(kept, d_out.contiguous(), ctx.terms)
-        return *grads, None, None, None, None
+        grads = hopper_attention.backward(kept, d_out.contiguous(), ctx.terms, d_lse)
+        return *grads, *(None,) * 4
 
 
 def document_attention(
@@ -220,26 +250,53 @@ def document_attention(
 
     Raises ValueError on mismatched shapes or dtypes, and on a scale, window or softcap that is not positive.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _attention(query, key, value, documents, AttentionTerms(_scale(query, scale), window, softcap))[0]
+
+
+def document_attention_with_lse(
+    query: torch.Tensor,  # (T, H, D)
+    key: torch.Tensor,  # (T, K, D)
+    value: torch.Tensor,  # (T, K, D)
+    documents: Documents,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `document_attention` (T, H, D), and the log-sum-exp of each token's scores (T, H) in float32, in nats.
+
+    Both have gradients, so that attention to further keys can be merged with this one. Raises ValueError as
+    `document_attention` does.
+    """
+    terms = AttentionTerms(_scale(query, scale), window, softcap, with_lse=True)
+    return _attention(query, key, value, documents, terms)
+
+
+def _scale(query: torch.Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, terms: AttentionTerms
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output, and the log-sum-exp if it is asked for: as an output of autograd it costs host time."""
     dtype = autocast_dtype(query.device)
     if dtype is not None and query.dtype is not torch.float64:  # RoPE may leave float32 queries and keys
         query, key, value = (t.to(dtype) for t in (query, key, value))
-    terms = AttentionTerms(scale, window, softcap)
     _check(query, key, value, documents, terms)
-    if query.numel() == 0 or not tiles.runs_kernels(query, has_cap=softcap is not None):
+    if query.numel() == 0 or not tiles.runs_kernels(query, has_cap=terms.softcap is not None):
         with without_autocast(query.device):
-            return document_attention_reference(
-                query, key, value, documents, scale=scale, window=window, softcap=softcap
-            )
+            return _attend_documents(query, key, value, documents, terms)
     # Strides of tokens and heads are arguments of the kernels; columns are neighbours.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     on_hopper = tiles.runs_hopper_kernels(query, key, value, chip_of(query.device), documents.count)
     function = _HopperAttention if on_hopper else _Attention
     known = known_results()
-    out = function.apply(query, key, value, documents.starts, documents.ends, terms, known)
+    found = function.apply(query, key, value, documents.starts, documents.ends, terms, known)
+    out, bits = found if terms.with_lse else (found, None)
     if known is not None:
         known.attended(out)
-    return out
+    return out, None if bits is None else bits[:, : len(query)].t() * math.log(2)
 
 
 def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_dim: int) -> int:
@@ -251,7 +308,7 @@ def document_attention_memory(n_tokens: int, heads: int, key_heads: int, head_di
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, terms: AttentionTerms) -> None:
-    scale, window, softcap = terms
+    scale, window, softcap, _ = terms
     n_tokens, heads, head_dim = q.shape
     if k.shape != v.shape or (k.shape[0], k.shape[2]) != (n_tokens, head_dim) or k.shape[1] == 0 or heads % k.shape[1]:
         raise ValueError(

@@ -8,6 +8,7 @@ kernels in kernels.py run.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class AttentionTerms(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    with_lse: bool = False  # the log-sum-exp of the scores is an output, with a gradient
 
 
 def _rows_of(t: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -86,22 +88,32 @@ def forward(
     return out, lse
 
 
+def delta_buffer(lse: torch.Tensor, d_lse: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor that the backward overwrites with delta. It holds the gradient of lse in nats, if there is one.
+
+    lse and d_lse are in bits.
+    """
+    delta = torch.empty_like(lse)
+    return delta if d_lse is None else torch.div(d_lse, math.log(2), out=delta)
+
+
 def backward(
     kept: HopperInputs,
     d_out: torch.Tensor,  # (T, H, D), contiguous
     terms: AttentionTerms,
+    d_lse: torch.Tensor | None = None,  # (H, padded tokens) fp32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv, contiguous. The same inputs give the same bits."""
     q, k, v, starts, ends, out, lse = kept
     n_tokens, heads, width = q.shape
     if width == tiles.WIDE_HEAD:
-        return _wide_backward(kept, d_out, terms)
+        return _wide_backward(kept, d_out, terms, d_lse)
     key_heads = k.shape[1]
     padded = lse.shape[1]
     group = heads // key_heads
     at_once = tiles.heads_at_once(n_tokens, heads, key_heads, width)
     sums = lse.new_empty((at_once * group, padded, width))
-    delta = torch.empty_like(lse)
+    delta = delta_buffer(lse, d_lse)
     counters = lse.new_empty((at_once * group, padded // COPIED_ROWS), dtype=torch.int32)
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)
@@ -119,8 +131,9 @@ def backward(
             some_d_out = d_out[:, queries]
             wanted = tiles.HOPPER_WIDTHS[width].together if sums.nbytes >= tiles.GROUPED_FROM else ()
             attention_delta_kernel[(-(-padded * n_queries // rows),)](
-                out[:, queries], some_d_out, some_delta, sums, counters, n_tokens, HAS_SUMS=True, **sizes
-            )
+                out[:, queries], some_d_out, some_delta, sums, counters, n_tokens,
+                HAS_SUMS=True, HAS_D_LSE=d_lse is not None, **sizes,
+            )  # fmt: skip
             hopper_attention_backward_kernel[(-(-n_tokens // 128) * n_keys,)](
                 _rows_of(q[:, queries], block), _rows_of(k[:, keys], COPIED_ROWS), _rows_of(v[:, keys], COPIED_ROWS),
                 _rows_of(some_d_out, block), _values_of(lse[queries], block), _values_of(some_delta, block), starts,
@@ -138,13 +151,14 @@ def _wide_backward(
     kept: HopperInputs,  # of heads of 256 columns
     d_out: torch.Tensor,  # (T, H, 256), contiguous
     terms: AttentionTerms,
+    d_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv of heads of 256 columns: one kernel computes dk and dv, another dq."""
     q, k, v, starts, ends, out, lse = kept
     n_tokens, heads, width = q.shape
     key_heads = k.shape[1]
     rows = tiles.DELTA_ELEMENTS // width
-    delta = torch.empty_like(lse)
+    delta = delta_buffer(lse, d_lse)
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)
     dv = v.new_empty(v.shape)
@@ -155,6 +169,7 @@ def _wide_backward(
         attention_delta_kernel[(-(-delta.numel() // rows),)](
             out, d_out, delta, None, None, n_tokens,
             ALL_HEADS=heads, HEADS=heads, WIDTH=width, HAS_SUMS=False, ROWS=rows,
+            HAS_D_LSE=d_lse is not None,
         )  # fmt: skip
         hopper_attention_wide_dk_dv_kernel[(-(-n_tokens // COPIED_ROWS) * key_heads,)](
             *inputs, _values_of(lse, COPIED_ROWS), _values_of(delta, COPIED_ROWS),

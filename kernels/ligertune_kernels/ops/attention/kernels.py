@@ -177,9 +177,12 @@ def attention_dq_kernel(
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, head_dim,
     n_tokens, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, HAS_D_LSE: tl.constexpr = False,
 ):  # fmt: skip
-    """Write dq, and delta, each row's sum of out times its gradient, which dkdv needs too."""
+    """Write dq, and delta, each row's sum of out times its gradient, which dkdv needs too.
+
+    HAS_D_LSE: delta holds the gradient of the row's lse, which is subtracted from that sum.
+    """
     scale = fp32(scale)
     cap = fp32(cap)
     n_tiles = tl.num_programs(0) // HEADS
@@ -194,6 +197,8 @@ def attention_dq_kernel(
     out = _load_tile(out_ptr, first, stride, head, head_dim, n_tokens, head_dim, ROWS, WIDTH, FITS)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     row_offs = head.to(tl.int64) * n_tokens + rows
+    if HAS_D_LSE:
+        delta -= tl.load(delta_ptr + row_offs, mask=in_range, other=0.0)
     tl.store(delta_ptr + row_offs, delta, mask=in_range)
     lse = tl.load(lse_ptr + row_offs, mask=in_range, other=0.0)
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -300,8 +305,12 @@ def attention_dkdv_kernel(
 def attention_delta_kernel(
     out_ptr, d_out_ptr, delta_ptr, sums_ptr, counters_ptr, n_tokens,
     ALL_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr,
+    HAS_D_LSE: tl.constexpr = False,
 ):  # fmt: skip
-    """Write delta = sum_d dO out (H, padded tokens), and zeros to the sums of dq and the counters of turns, if any."""
+    """Write delta = sum_d dO out (H, padded tokens), and zeros to the sums of dq and the counters of turns, if any.
+
+    HAS_D_LSE: delta holds the gradient of the row's lse, which is subtracted from that sum.
+    """
     padded = tl.cdiv(n_tokens, 128) * 128
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tokens = rows // HEADS
@@ -311,7 +320,11 @@ def attention_delta_kernel(
     places = (tokens * ALL_HEADS + heads)[:, None] * WIDTH + cols
     out = tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
     d_out = tl.load(d_out_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + heads * padded + tokens, tl.sum(out * d_out, 1), mask=tokens < padded)
+    delta = tl.sum(out * d_out, 1)
+    delta_ptrs = delta_ptr + heads * padded + tokens
+    if HAS_D_LSE:
+        delta -= tl.load(delta_ptrs, mask=tokens < padded, other=0.0)
+    tl.store(delta_ptrs, delta, mask=tokens < padded)
     if HAS_SUMS:
         places = rows[:, None] * WIDTH + cols
         tl.store(sums_ptr + places, tl.zeros([ROWS, WIDTH], tl.float32), mask=(tokens < padded)[:, None])

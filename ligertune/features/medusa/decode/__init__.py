@@ -1,1 +1,1 @@
-"""Decoding with Medusa heads: candidates in a tree, their acceptance, answers."""
+"""Decoding with Medusa heads: their candidates in a tree, answers."""

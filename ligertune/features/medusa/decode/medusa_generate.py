@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ligertune.decode.generate import GeneratedText, choose_prompt, encode_prompt
-from ligertune.errors import UserError, plural
-from ligertune.features.medusa.decode.candidate_tree import Acceptance, CandidateTree, Greedy, Typical
-from ligertune.features.medusa.decode.tree_decoding import decode_with_heads, eos_token_ids
+from ligertune.decode.generate import SpeculativeText, choose_prompt, encode_prompt
+from ligertune.decode.speculative.cached_text import eos_token_ids
+from ligertune.decode.speculative.candidate_tree import Acceptance, CandidateTree, Greedy, Typical
+from ligertune.errors import UserError
+from ligertune.features.medusa.decode.tree_decoding import decode_with_heads
 from ligertune.features.medusa.heads import NEEDS_PLAIN_HEAD
 from ligertune.features.medusa.heads_files import HeadsConfig, base_model_of, base_of_heads, read_choices, read_heads
 from ligertune.features.output_head import check_plain_head, logit_transform
 from ligertune.models.load import hide_loading_bars
 from ligertune.models.save import load_saved
-
-
-@dataclass(frozen=True)
-class MedusaAnswer(GeneratedText):
-    """An answer and its decoding speed."""
-
-    accepted_length: float  # tokens per forward pass
-    tokens_per_second: float
-
-    @property
-    def speed(self) -> str:
-        rate = f"{self.accepted_length:.2f} tokens per forward pass, {self.tokens_per_second:,.0f} tokens/s"
-        return f"{plural(self.new_tokens, 'token')}, {rate}"
 
 
 def choose_acceptance(name: str, temperature: float) -> Acceptance:
@@ -55,7 +42,7 @@ def generate_with_heads(
     acceptance: Acceptance,
     seed: int,
     trust_remote_code: bool = False,
-) -> MedusaAnswer:
+) -> SpeculativeText:
     """Generate an answer with the heads in folder `name`, or in its medusa/ if it is a run's. Raises UserError."""
     folder = Path(name).expanduser()
     if (folder / "medusa").is_dir():
@@ -82,7 +69,7 @@ def generate_with_heads(
     )
     new = found.tokens[0]
     seconds = time.perf_counter() - start
-    return MedusaAnswer(
+    return SpeculativeText(
         prompt=text,
         text=str(tokenizer.decode(new, skip_special_tokens=True)),
         new_tokens=len(new),

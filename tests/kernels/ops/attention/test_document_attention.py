@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from ligertune_kernels import Documents, document_attention, document_attention_reference
+from ligertune_kernels import Documents, document_attention, document_attention_reference, document_attention_with_lse
 from ligertune_kernels.chips import INTERPRETER, Chip
 from ligertune_kernels.known_results import knowing
 from ligertune_kernels.launcher import INTERPRETED
@@ -245,3 +245,54 @@ def test_a_known_output_is_not_computed_again(device) -> None:
     assert len(known.made) == 1 and known.attentions == 2
     for tensors in zip(*found, strict=True):
         assert all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
+def dense_attention(q, k, v, starts, *, window=None, scale=None, softcap=None):
+    """Return output (T, H, D) and log-sum-exp (T, H) from the scores of all pairs of tokens."""
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("ihd,jhd->ijh", q, k.repeat_interleave(group, 1)) * (scale or q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows = torch.arange(len(starts), device=starts.device)
+    seen = (rows <= rows[:, None]) & (rows >= starts[:, None]) & (rows > rows[:, None] - (window or len(starts)))
+    scores = scores.masked_fill(~seen[..., None], float("-inf"))
+    return torch.einsum("ijh,jhd->ihd", scores.softmax(1), v.repeat_interleave(group, 1)), scores.logsumexp(1)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_log_sum_exp_and_its_gradient_agree_with_float64(terms, device) -> None:
+    """The gradient of lse reaches queries and keys, with and without a gradient of the output."""
+    documents = documents_of((3, 40, 1, 5, 20), device)
+    leaves = [t.requires_grad_() for t in inputs(69, (4, 2, 32), torch.float32, device)]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    found = document_attention_with_lse(*leaves, documents, **terms)
+    expected = dense_attention(*wide, documents.starts, **terms)
+    assert torch.equal(found[0], document_attention(*leaves, documents, **terms))
+    d_out, d_lse = (torch.randn_like(t) for t in found)
+    for out_scale in (0.0, 1.0):
+        ours = torch.autograd.grad(found, leaves, (out_scale * d_out, d_lse), retain_graph=True)
+        right = torch.autograd.grad(expected, wide, (out_scale * d_out.double(), d_lse.double()), retain_graph=True)
+        for one, other in zip((*found, *ours), (*expected, *right), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_merged_from_two_sets_of_keys_is_attention_to_both(device) -> None:
+    """Use the log-sum-exp as its callers do: a row attends to its document, and to one key of its own."""
+    documents = documents_of((9, 14), device)
+    q, k, v = (t.requires_grad_() for t in inputs(23, (2, 2, 16), torch.float64, device))
+    own_key, own_value = (torch.randn_like(k).requires_grad_() for _ in range(2))
+    out, lse = document_attention_with_lse(q, k, v, documents)
+    own_score = (q * own_key).sum(-1) * 16**-0.5
+    weights = torch.stack([lse, own_score], -1).softmax(-1)
+    merged = weights[..., :1] * out + weights[..., 1:] * own_value
+    scores = torch.einsum("ihd,jhd->ijh", q, k) * 16**-0.5
+    rows = torch.arange(23, device=device)
+    hidden = (rows > rows[:, None]) | (rows < documents.starts[:, None])
+    both = torch.cat([scores.masked_fill(hidden[..., None], float("-inf")), own_score[:, None]], 1).softmax(1)
+    expected = torch.einsum("ijh,jhd->ihd", both[:, :-1], v) + both[:, -1][..., None] * own_value
+    leaves = (q, k, v, own_key, own_value)
+    grad = torch.randn_like(expected)
+    found = [merged, *torch.autograd.grad(merged, leaves, grad, retain_graph=True)]
+    wanted = [expected, *torch.autograd.grad(expected, leaves, grad)]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

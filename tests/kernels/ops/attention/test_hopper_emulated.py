@@ -1,5 +1,6 @@
 """The attention kernels for Hopper on a CPU, with warps that run in random order (gluon_emulator.py)."""
 
+import math
 from types import ModuleType
 
 import pytest
@@ -50,6 +51,30 @@ def test_the_kernels_agree_with_float64(hopper, monkeypatch, width, heads, lengt
     for found, wanted in zip(runs[0], [expected, *gradients], strict=True):
         assert torch.linalg.vector_norm(found.double() - wanted) < 4e-3 * torch.linalg.vector_norm(wanted)
     assert all(torch.equal(one, other) for again in runs[1:] for one, other in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_the_gradient_of_the_log_sum_exp_agrees_with_float64(hopper, width) -> None:
+    """Narrow and wide heads have backward kernels of their own; the pass before them subtracts the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((130, n, width) for n in (2, 1, 1, 2))
+    q, k, v, d_out = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+    d_lse = torch.randn(130, 2, generator=generator)
+    starts = torch.zeros(130, dtype=torch.int32)
+    ends = torch.full((130,), 130, dtype=torch.int32)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    scores = torch.einsum("ihd,jkd->ijh", leaves[0], leaves[1]) * width**-0.5
+    scores = scores.masked_fill(torch.ones(130, 130, dtype=torch.bool).triu(1)[..., None], float("-inf"))
+    expected = torch.einsum("ijh,jkd->ihd", scores.softmax(1), leaves[2]), scores.logsumexp(1)
+    wanted = torch.autograd.grad(expected, leaves, (d_out.double(), d_lse.double()))
+    terms = hopper.AttentionTerms(width**-0.5, None, None)
+    out, lse = hopper.forward(q, k, v, starts, terms)
+    torch.testing.assert_close(lse[:, :130].t().double() * math.log(2), expected[1], rtol=1e-4, atol=1e-4)
+    d_bits = torch.zeros_like(lse)
+    d_bits[:, :130] = d_lse.t() * math.log(2)
+    kept = hopper.HopperInputs(q, k, v, starts, ends, out, lse)
+    for found, right in zip(hopper.backward(kept, d_out, terms, d_bits), wanted, strict=True):
+        assert torch.linalg.vector_norm(found.double() - right) < 4e-3 * torch.linalg.vector_norm(right)
 
 
 def test_key_heads_in_several_launches_have_the_same_gradients(hopper, monkeypatch) -> None:

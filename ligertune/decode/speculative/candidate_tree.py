@@ -1,4 +1,4 @@
-"""Candidate tree of Medusa decoding: the continuations that one forward pass verifies together, and their acceptance.
+"""Candidate trees: continuations that one forward pass of a model verifies together, and their acceptance.
 
 A path (r_1, ..., r_d) takes, for each depth j, the token that head j ranks r_j-th (from 0). All prefixes of a path are
 in the tree. Node 0 is the root, the token that the model itself chose; node i lies `depths[i]` tokens after it.
@@ -127,7 +127,7 @@ class Typical:
     """
 
     temperature: float
-    # `posterior_threshold` and `posterior_alpha` of `medusa_generate` in the paper's code
+    # `posterior_threshold` and `posterior_alpha` in the paper's code
     epsilon: float = 0.09
     delta: float = 0.3
 

@@ -1,0 +1,1 @@
+"""Decoding with a draft head: drafts, their acceptance, answers, measurements."""

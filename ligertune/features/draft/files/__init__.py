@@ -1,0 +1,1 @@
+"""Files of draft heads: layouts of servers, model card, check."""
