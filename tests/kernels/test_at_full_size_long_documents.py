@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from ligertune_kernels import document_attention
+from ligertune_kernels import document_attention, document_attention_with_lse
 from ligertune_kernels.ops.attention import tiles
 from support.kernels.attention_runs import documents_of, run
 from support.kernels.judge import LOW, OF_A_ROW, judge, judge_op
@@ -34,6 +34,32 @@ def test_long_documents_round_no_worse_than_torch(heads, lengths, terms, dtype, 
         compare=partial(judge, times=OF_A_ROW),
         **terms,
     )
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("lengths", LONG)
+@pytest.mark.parametrize("heads", [(8, 2, 64), (4, 1, 128), (2, 2, 256)], ids=str)
+def test_the_log_sum_exp_of_long_documents_has_its_gradient(heads, lengths, dtype, device) -> None:
+    """Judged by float64 scores of the longest document, which no other one reads."""
+    n_heads, n_key_heads, head_dim = heads
+    sizes = ((sum(lengths), n, head_dim) for n in (n_heads, n_key_heads, n_key_heads))
+    leaves = [torch.randn(size, device=device, dtype=dtype).requires_grad_() for size in sizes]
+    out, lse = document_attention_with_lse(*leaves, documents_of(lengths, device, len(lengths)))
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), leaves, (d_out, d_lse))
+    own = slice(0, min(lengths[0], 2048))  # its first tokens read no later ones
+    group = n_heads // n_key_heads
+    wide = [t.detach()[own].double().requires_grad_() for t in leaves]
+    key, value = (t.repeat_interleave(group, 1) for t in wide[1:])
+    scores = torch.einsum("ihd,jhd->hij", wide[0], key) * head_dim**-0.5
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=device).triu(1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    expected = scores.logsumexp(-1).t(), torch.einsum("hij,jhd->ihd", scores.softmax(-1), value)
+    torch.testing.assert_close(lse[own].double(), expected[0], rtol=1e-4, atol=1e-4)
+    # keys get gradients of later queries, too: only those of the queries are compared
+    wanted = torch.autograd.grad(expected, wide[0], (d_lse[own].double(), d_out[own].double()))[0]
+    error = torch.linalg.vector_norm(found[0][own].double() - wanted) / torch.linalg.vector_norm(wanted)
+    assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 # The second computes some heads at a time in the backward, too.
