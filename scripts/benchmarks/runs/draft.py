@@ -125,7 +125,7 @@ def measure_rows(options: argparse.Namespace, side: str, lengths: list[int]) -> 
 
             if options.profile:
                 step()
-                profiled(step)
+                processes.say(point | {"kernels": profiled(step)})
                 continue
             point |= timed(step, options.steps)
             squares = sum(one**2 for one in documents)
@@ -160,7 +160,10 @@ def build(options: argparse.Namespace, side: str, device: torch.device) -> Draft
         base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     vocabulary = min(DRAFT_VOCABULARY, config.vocab_size // 2)
     spec = DraftSpec(draft_vocab_size=vocabulary, steps=STEPS)
-    head = new_head(spec, base, lm_head_of(base).weight, seed=0).to(device, dtype)
+    weight = lm_head_of(base).weight
+    with torch.no_grad():  # a random model's likeliest token differs by rounding: each row's is in the draft vocabulary
+        weight[:vocabulary] *= 2
+    head = new_head(spec, base, weight, seed=0).to(device, dtype)
     if side != "plain":
         patch(base, loss="torch")
     install_packing_checks(backbone_of(base))
@@ -277,6 +280,8 @@ def words(point: dict[str, Any]) -> str:
     place = f"{NAMES[point['side']]}, {point['length']:,} tokens"
     if point.get("oom"):
         return f"{place}: out of memory"
+    if "kernels" in point:
+        return f"{place}\n{point['kernels']}"
     known = [
         f"{name} {point[name]:.4g}" for name in ("seconds", "tokens_per_second", "loss", "of_floor") if point.get(name)
     ]
