@@ -37,6 +37,7 @@ OPS = (
         ("Documents", "document_attention_memory", "document_attention_with_lse"),
         ("query", "key", "value"),
     ),
+    Op("attention", "merge_own_keys", (), ("query", "out", "lse", "keys", "values"), file="own_keys"),
     Op("attention", "decode_attention"),
     Op("recurrence", "causal_conv1d", (), ("x", "weight", "bias")),
     Op("recurrence", "causal_conv1d_step", file="decode"),

@@ -56,6 +56,7 @@ SIZES = {
     "embedding": ((131, 1000, 500),),
     "adamw_step": ((67, 1000),),
     "seeded_dropout": ((67, 1000),),
+    "merge_own_keys": ((131, 3),),
     "decode_attention": ((5, 131),),
     "sample_tokens": ((67, 1000), (5, 50257)),
 }

@@ -41,6 +41,7 @@ BENCHMARKS: dict[str, OpBenchmark] = {
         *norm_cases.NORMS,
         pointwise_cases.ROPE,
         attention_cases.ATTENTION,
+        attention_cases.OWN_KEYS,
         *decoding_cases.DECODING,
         *recurrence_cases.RECURRENCES,
         *pointwise_cases.GATED,

@@ -21,13 +21,12 @@ EXPORTS = (
     "SwigluFloat8Gradients TokenLogProbs TokenStatistics adamw_step add_rms_norm apply_rope backend causal_conv1d "
     "causal_conv1d_step cross_entropy decode_attention dequantize_float8_blocks dequantize_mxfp4 dequantize_nf4 "
     "divergence_workspace document_attention document_attention_memory document_attention_with_lse draw_seed "
-    "embedding experts "
-    "gated_delta_rule gated_delta_rule_step gated_delta_rule_with_states gated_rms_norm geglu group_norm "
-    "int2_int8_matmul jsd kda kda_step kda_with_states kl_div labelled_rows layer_norm linear_cross_entropy "
-    "linear_jsd linear_log_probs linear_token_statistics log_probs_memory multi_head_linear_cross_entropy "
-    "nf4_bytes pack_int2 quantize_float8 quantize_float8_blocks quantize_mxfp4 quantize_nf4 reglu rms_norm "
-    "runs_triton sample_tokens schedule_of seeded_dropout ssd ssd_step ssd_with_states swiglu swiglu_float8 "
-    "swiglu_float8_backward unpack_int2"
+    "embedding experts gated_delta_rule gated_delta_rule_step gated_delta_rule_with_states gated_rms_norm geglu "
+    "group_norm int2_int8_matmul jsd kda kda_step kda_with_states kl_div labelled_rows layer_norm "
+    "linear_cross_entropy linear_jsd linear_log_probs linear_token_statistics log_probs_memory merge_own_keys "
+    "multi_head_linear_cross_entropy nf4_bytes pack_int2 quantize_float8 quantize_float8_blocks quantize_mxfp4 "
+    "quantize_nf4 reglu rms_norm runs_triton sample_tokens schedule_of seeded_dropout ssd ssd_step ssd_with_states "
+    "swiglu swiglu_float8 swiglu_float8_backward unpack_int2"
 )
 
 

@@ -1,4 +1,4 @@
-"""Benchmark of attention within packed documents, all of one length."""
+"""Benchmarks of attention within packed documents, all of one length, and to more keys of each token's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ligertune.attention.torch_attention import deterministic_backward, flash_varlen
-from ligertune.bench.case import Case, OpBenchmark, Provider, Tensors, Work, function
+from ligertune.bench.case import Case, OpBenchmark, Provider, Tensors, Work, function, providers_of
 
 # those of Llama-3-8B; a third size of a case is another head dimension
 HEADS = 32
@@ -100,4 +100,48 @@ ATTENTION = OpBenchmark(
         _torch("torch", deterministic=False),
         _torch("torch, same bits", deterministic=True),
     ),
+)
+
+
+# ---- attention to more keys of each token's own
+
+
+def _own_inputs(case: Case, device: torch.device) -> Tensors:
+    """Return query and out (T, H, D), their log-sum-exp (T, H) fp32, keys and values (n, T, K, D)."""
+    n_tokens, n_own = case.sizes
+    wide = (n_tokens, HEADS, HEAD_DIM)
+    own = (n_own, n_tokens, KEY_VALUE_HEADS, HEAD_DIM)
+    query, out, keys, values = (
+        torch.randn(shape, dtype=case.dtype, device=device, requires_grad=True) for shape in (wide, wide, own, own)
+    )
+    lse = torch.randn(wide[:2], device=device, requires_grad=True)
+    return query, out, lse, keys, values
+
+
+def _own_work(case: Case) -> Work:
+    """Return the work of reading and writing each tensor and each gradient once."""
+    n_tokens, n_own = case.sizes
+    wide = n_tokens * HEADS * HEAD_DIM * case.dtype.itemsize
+    own = 2 * n_own * n_tokens * KEY_VALUE_HEADS * HEAD_DIM * case.dtype.itemsize
+    return Work((3.0 * wide + own, 5.0 * wide + 2.0 * own))
+
+
+def _merged(query: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return kernels.merge_own_keys(query, out, lse, keys.unbind(), values.unbind())
+
+
+def _merged_reference(query: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return kernels.merge_own_keys_reference(query, out, lse, keys.unbind(), values.unbind())
+
+
+OWN_KEYS = OpBenchmark(
+    op="merge_own_keys",
+    dims=("T", "n"),
+    sizes=((8192, 1), (8192, 3), (8192, 6)),
+    cpu_sizes=((16, 2), (64, 1)),
+    args=("query", "out", "lse", "keys", "values"),
+    inputs=_own_inputs,
+    work=_own_work,
+    reference=lambda case, args: _merged_reference,
+    providers=providers_of(_merged, eager=_merged_reference),
 )

@@ -97,6 +97,7 @@ LINES = [
     _linear(8192, 896, 151936, SMALL_LOSS),
     *_lines("group_norm", [(16, 512, 4096)], [None]),
     *_lines("document_attention", [(160, 100), (32, 512), (4, 4096), (1, 16384)], [None] * 4, above_liger=None),
+    *_lines("merge_own_keys", [(8192, 1), (8192, 6)], [None] * 2, above_liger=None),
     *_lines("embedding", [(8192, 4096, 128256)], [None]),
     *_lines("int2_int8_matmul", [(4096, 4096, 4096)], [None]),
     *_lines("dequantize_nf4", [(128, 1536, 2048), (8, 28672, 4096)], [None] * 2, above_liger=None),

@@ -83,6 +83,12 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., torch.Tensor]]
     "group_norm": (((2, 4, WIDTH), (4,), (4,)), lambda x, *scale: kernels.group_norm(x, 2, *scale)),
     "apply_rope": (((1, 2, 16, 8), (1, 1, 16, 8)), rotated),
     "document_attention": (((ROWS, 4, 16), (ROWS, 2, 16), (ROWS, 2, 16)), attended),
+    "merge_own_keys": (
+        ((ROWS, 4, 16), (ROWS, 4, 16), (ROWS, 4), (ROWS, 2, 16), (ROWS, 2, 16)),
+        lambda query, out, lse, key, value: kernels.merge_own_keys(
+            query, out, lse.bfloat16().float(), [key], [value]
+        ),  # lse keeps its dtype
+    ),
     "causal_conv1d": (((2, 5, ROWS), (5, 3), (5,)), partial(kernels.causal_conv1d, activation="silu")),
     "gated_delta_rule": (
         ((1, ROWS, 1, 16), (1, ROWS, 1, 16), (1, ROWS, 2, 16), (1, ROWS, 2), (1, ROWS, 2)),
@@ -151,6 +157,7 @@ EMPTY = [
     *(("group_norm", (shape, (4,), (4,))) for shape in ((0, 4, 3), (2, 4, 0))),
     ("apply_rope", ((0, 2, 16, 8), (0, 2, 16, 8))),
     ("document_attention", ((0, 4, 16), (0, 2, 16), (0, 2, 16))),
+    ("merge_own_keys", ((0, 4, 16), (0, 4, 16), (0, 4), (0, 2, 16), (0, 2, 16))),
     ("causal_conv1d", ((2, 4, 0), (4, 3), (4,))),
     ("gated_delta_rule", ((1, 0, 1, 8), (1, 0, 1, 8), (1, 0, 2, 8), (1, 0, 2), (1, 0, 2))),
     ("ssd", ((1, 0, 2, 8), (1, 0, 2), (2,), (1, 0, 1, 8), (1, 0, 1, 8), (2,), (1, 0, 2, 8), (2,))),
@@ -255,7 +262,14 @@ def test_checkpointing_gives_the_same_gradients(name, device) -> None:
 def test_autocast_computes_products_in_its_dtype(name, device) -> None:
     """Matrix products in bfloat16, as linear layers; norms, activations and losses of logits in the input's dtype."""
     call, leaves = example(name, device)
-    product = "linear" in name or name in ("document_attention", "experts", "gated_delta_rule", "kda", "ssd")
+    product = "linear" in name or name in (
+        "document_attention",
+        "merge_own_keys",
+        "experts",
+        "gated_delta_rule",
+        "kda",
+        "ssd",
+    )
     plain = [t.detach().bfloat16().requires_grad_() for t in leaves] if product else leaves
     expected = call(*plain)
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -543,6 +543,20 @@ def _seeded_dropout() -> list[Case]:
     return [Case(call, ((4096, 512),) * count, dtype, backward=False) for count in (1, 2) for dtype in (BF16, FP32)]
 
 
+def _own_keys() -> list[Case]:
+    """Grouped heads as in Llama 3, all heads of their own, an odd group, wide heads."""
+
+    def case(dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Case:
+        def call(query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+            return kernels.merge_own_keys(query, out, lse.float(), own[:2], own[2:])
+
+        wide, narrow = (ROWS, heads, head_dim), (ROWS, key_heads, head_dim)
+        return Case(call, (wide, wide, wide[:2], *[narrow] * 4), dtype)
+
+    more = (case(FP16, 32, 32, 64), case(FP32, 32, 8, 128), case(BF16, 14, 2, 80), case(BF16, 16, 1, 256))
+    return [case(BF16, 32, 8, 128), *on_the_first(*more)]
+
+
 def _decode_attention() -> list[Case]:
     """Grouped heads as in Llama 3, a soft cap, widths of keys and of values that differ, more heads than a tile has."""
 
@@ -608,6 +622,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "linear_jsd": _linear_jsd,
     "adamw_step": _adamw,
     "seeded_dropout": _seeded_dropout,
+    "merge_own_keys": _own_keys,
     "decode_attention": _decode_attention,
     "sample_tokens": _sample_tokens,
 }

@@ -5,6 +5,7 @@
 
 import argparse
 import gzip
+import itertools
 import json
 import tempfile
 import time
@@ -76,7 +77,8 @@ def train_target(folder: Path, sizes: dict, steps: int) -> tuple[Path, int]:
 
 def write_answers(folder: Path, target: Path, *, prompts: int) -> Path:
     """Return the texts that the target wrote after the first words of stories."""
-    stories = [json.loads(line)["text"] for line in gzip.open(STORIES, "rt").read().split("\n")[:prompts] if line]
+    with gzip.open(STORIES, "rt", encoding="utf-8") as file:
+        stories = [json.loads(line)["text"] for line in itertools.islice(file, prompts)]
     starts = [" ".join(story.split()[:PROMPT_WORDS]) for story in stories]
     prompt_file = folder / "prompts.jsonl"
     prompt_file.write_text("".join(json.dumps({"prompt": start}) + "\n" for start in starts))

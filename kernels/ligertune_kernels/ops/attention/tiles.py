@@ -182,6 +182,16 @@ def rope_tile(n_heads: int, width: int) -> tuple[int, int]:
     return max(1, ROPE_PAIRS // (heads * width)), heads
 
 
+# merge_own_keys.
+# Elements of a tile of queries: 4 tokens of 4 heads of 128. The backward has four such tiles in registers.
+OWN_KEYS_ELEMENTS = 2048
+
+
+def own_keys_tokens(elements: int) -> int:
+    """Return the tokens of a program; elements: of the query heads of one token that share a key head."""
+    return max(1, OWN_KEYS_ELEMENTS // elements)
+
+
 # decode_attention.
 DECODE_COLS = (16, 128)  # least and most columns of a tile: tl.dot takes 16
 

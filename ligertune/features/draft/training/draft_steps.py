@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from ligertune_kernels import Documents, document_attention, document_attention_with_lse
+from ligertune_kernels import Documents, document_attention, document_attention_with_lse, merge_own_keys
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -59,33 +59,10 @@ class StepKeys:
 def attend_to_steps(query: Tensor, steps: StepKeys, documents: Documents) -> Tensor:
     """Return attention (N, H, D) of the last step's queries (N, H, D) to step 0 of their document and to own keys."""
     first = (query, steps.keys[0], steps.values[0], documents)
-    own = (*steps.keys[1:], *steps.values[1:])
-    if not own:
+    if len(steps.keys) == 1:
         return document_attention(*first)
     out, lse = document_attention_with_lse(*first)
-    # The float32 copies of queries and keys are made again in the backward, and not kept.
-    merged: Tensor = checkpoint(merge_own_keys, query, out, lse, *own, use_reentrant=False, preserve_rng_state=False)
-    return merged
-
-
-def merge_own_keys(
-    query: Tensor,  # (N, H, D)
-    out: Tensor,  # (N, H, D): attention to the keys of step 0
-    lse: Tensor,  # (N, H): its log-sum-exp
-    *own: Tensor,  # (N, K, D) each: keys of later steps, then their values
-) -> Tensor:  # (N, H, D)
-    """Merge attention to the keys of step 0 with that to each row's own keys, in float32 or wider."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    n_heads = own[0].shape[1]
-    n_steps = len(own) // 2
-    with torch.autocast(query.device.type, enabled=False):
-        keys = torch.stack(own[:n_steps], dim=2).to(wide)  # (N, K, k, D)
-        values = torch.stack(own[n_steps:], dim=2).to(wide)
-        queries = query.to(wide).unflatten(1, (n_heads, -1))  # (N, K, H / K, D)
-        scores = queries @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
-        weights = torch.cat([lse.to(wide).unflatten(1, (n_heads, -1))[..., None], scores], dim=-1).softmax(-1)
-        merged = weights[..., :1] * out.to(wide).unflatten(1, (n_heads, -1)) + weights[..., 1:] @ values
-    return merged.flatten(1, 2).to(out.dtype)
+    return merge_own_keys(query, out, lse, steps.keys[1:], steps.values[1:])
 
 
 def run_layer(
