@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from ligertune.cli.train import Overwrite, Resume, run_overrides, run_recipe
 from ligertune.errors import UserError
 from ligertune.files.storage import read_object
 
+if TYPE_CHECKING:
+    from ligertune.recipe.schema import Recipe
+
 LAYOUTS = ("eagle3", "speculators")
 CHECKED_TEXT = "A draft head reads three states of its target for each token of a text, and drafts the next ones."
 
@@ -21,6 +24,10 @@ CHECKED_TEXT = "A draft head reads three states of its target for each token of 
 def draft(
     recipe: RecipeFile,
     head: Annotated[Path | None, typer.Option(help="Folder of a draft head to start from (draft.head_path).")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Continue the base's head on the model that this run fine-tuned."),
+    ] = None,
     set_: Overrides = None,
     resume: Resume = None,
     overwrite: Overwrite = False,
@@ -39,6 +46,8 @@ def draft(
     start = [] if head is None else [f"draft.head_path={head}"]
     overrides = ["task=draft", *start, *run_overrides(resume, overwrite, set_), *(set_ or [])]
     loaded = load_recipe(recipe, overrides=overrides)
+    if run is not None:
+        loaded = _continued(loaded, recipe, overrides, run)
     if not measure:
         run_recipe(loaded, json)
         return
@@ -52,6 +61,21 @@ def draft(
     run_report.show_tables(measurement_tables(found))
     if json:
         render.json_report(found)
+
+
+def _continued(loaded: Recipe, path: Path, overrides: list[str], run: Path) -> Recipe:
+    """Return the recipe that continues the head on the model of `run`, and say on stderr what was taken from where."""
+    from ligertune.features.draft.continued_head import continue_head
+    from ligertune.hardware import is_main_process
+    from ligertune.recipe.read import load_recipe
+
+    given = [one for one in overrides if one.startswith("checkpoint.output_dir=")]
+    others = [one for one in overrides if one not in given]
+    base = load_recipe(path, overrides=others)
+    found = continue_head(base, run, output_dir=loaded.checkpoint.output_dir if given else None)
+    if is_main_process():
+        render.note(str(found))
+    return load_recipe(path, overrides=[*others, *found.overrides()])
 
 
 def answer_with_draft(

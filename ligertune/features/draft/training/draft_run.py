@@ -52,7 +52,7 @@ def resolve_vocabulary(options: TaskOptions, data: PreparedData) -> Mapping[str,
 def data_notes(options: BuildOptions, data: PreparedData, vocab_size: int) -> tuple[str, ...]:
     """Return notes on who wrote the training data, and on the draft vocabulary."""
     spec = options.section(DraftSpec)
-    model = options.model.model_name_or_path
+    model = spec.adapter_path or options.model.model_name_or_path
     others = [dataset.path for dataset in data.options.datasets if not _is_written_by(model, dataset.path)]
     return (*_source_note(others), *_vocabulary_note(spec, vocab_size))
 
@@ -160,7 +160,7 @@ def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
             table = weights[f"{name}.weight"]
             head = DraftHead(head.config).to(table.dtype)
             head.load_state_dict({name.removeprefix(HEAD): t for name, t in weights.items() if name.startswith(HEAD)})
-        target = DraftTarget(plan.build.model.model_name_or_path, trained.config, table)
+        target = DraftTarget(model.spec.adapter_path or plan.build.model.model_name_or_path, trained.config, table)
         drafts = model.spec.num_speculative_tokens
         for layout in LAYOUTS:
             write_draft_head(head, folder / layout, target, layout=layout, speculative_tokens=drafts)
