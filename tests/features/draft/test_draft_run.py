@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.command_line import losses, overrides, run_here
 from support.tasks.draft_runs import DRAFT, evaluations, plan_draft, train_draft
 
 from ligertune.errors import UserError
 from ligertune.features.draft.decode import measure_run
 from ligertune.features.draft.files.draft_files import read_draft_files
+from ligertune.features.draft.training import draft_run
 from ligertune.features.draft.training.draft_task import AcceptanceMeasures, accepted_length
 from ligertune.models.read_config import read_config
 from ligertune.recipe import load_recipe
@@ -73,6 +75,20 @@ def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
         torch.testing.assert_close(continued.tensors[name], tensor, rtol=0, atol=1e-9)
     with pytest.raises(UserError, match=r"draft\.num_layers: 2, but the head in"):
         train_draft(tmp_path / "other", **{**again, "draft.num_layers": 2})
+
+
+def test_a_head_that_is_written_wrongly_ends_the_run(tmp_path, monkeypatch) -> None:
+    write = draft_run.write_draft_head
+
+    def write_and_damage(head, folder, target, **options) -> None:
+        write(head, folder, target, **options)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["fc.weight"][0, 0] += 1
+        save_file(tensors, folder / "model.safetensors")
+
+    monkeypatch.setattr(draft_run, "write_draft_head", write_and_damage)
+    with pytest.raises(UserError, match=r"eagle3: fc\.weight is not that of the trained draft head"):
+        train_draft(tmp_path / "run", **{**SHORT, "train.max_steps": 1, "eval.eval_strategy": "no"})
 
 
 def test_the_command_measures_the_head_of_a_run(tmp_path, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from ligertune.errors import UserError
 from ligertune.features.draft.draft_config import DraftConfig, draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.draft.draft_vocabulary import choose_vocabulary, count_trained_tokens
+from ligertune.features.draft.files.draft_check import check_written_head
 from ligertune.features.draft.files.draft_files import (
     LAYOUTS,
     DraftTarget,
@@ -142,7 +143,7 @@ def _check_as_specified(spec: DraftSpec, found: DraftConfig) -> None:
 
 
 def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
-    """Write `output_dir/draft` on the main rank, in both layouts.
+    """Write `output_dir/draft` on the main rank, in both layouts, and read it back.
 
     Return the folder, and no report: evaluations measure acceptance.
     """
@@ -164,4 +165,5 @@ def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
         drafts = model.spec.num_speculative_tokens
         for layout in LAYOUTS:
             write_draft_head(head, folder / layout, target, layout=layout, speculative_tokens=drafts)
+            check_written_head(folder / layout, head, target)
     return str(folder), None
