@@ -51,6 +51,7 @@ def draft(
     if not measure:
         run_recipe(loaded, json)
         return
+    _check_measured(loaded)
     from ligertune.cli.render import run_report
     from ligertune.planning.options import RunOptions
 
@@ -61,6 +62,23 @@ def draft(
     run_report.show_tables(measurement_tables(found))
     if json:
         render.json_report(found)
+
+
+def _check_measured(recipe: Recipe) -> None:
+    """Raise UserError for a target that is not the model alone, in 16 or 32 bits: a measurement loads that."""
+    from ligertune.features.draft.recipe import DraftSpec
+
+    spec = recipe.section(DraftSpec)
+    if spec.adapter_path is not None:
+        raise UserError(
+            f"--measure: the target has an adapter ({spec.adapter_path}), which is not loaded here.",
+            hint="Merge it, and name the merged model: ligertune export RUN --out FOLDER",
+        )
+    if spec.load_in_4bit:
+        raise UserError(
+            "--measure decodes with a model in 16 or 32 bits, and draft.load_in_4bit is true.",
+            hint="Write --set draft.load_in_4bit=false to measure the head there.",
+        )
 
 
 def _continued(loaded: Recipe, path: Path, overrides: list[str], run: Path) -> Recipe:

@@ -86,6 +86,8 @@ RULES = (
          "{0} compiles the model's layers, whose inputs {1}: draft reads. Leave {0} out."),
     Rule("parallel.strategy: deepspeed_zero2|deepspeed_zero3, task: draft",
          "{0} is {v[0]}, and {1}: draft reads the weights of the model's output head itself. Write ddp or fsdp."),
+    Rule("parallel.strategy: fsdp, draft.load_in_4bit, task: draft",
+         "{0} is fsdp, and weights in 4 bits ({1}) are not sharded. Write ddp, or leave {1} out."),
     Rule("draft.load_in_4bit, task: not draft",
          "{0} is read with task: draft only, and {1} is {v[1]}. Write task: draft, or leave {0} out."),
     Rule("draft.adapter_path: not null, task: not draft",

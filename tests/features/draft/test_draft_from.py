@@ -67,6 +67,8 @@ def test_the_head_of_the_base_continues_on_the_model_of_a_run(run, output, targe
     for name, tensor in tensors(made / output).items():
         torch.testing.assert_close(tensor, start[name], rtol=0, atol=1e-9)
     assert before == {path: path.read_bytes() for path in (made / "head").rglob("*") if path.is_file()}
+    checked = run_here("export", made / output, "--check", "--json", cwd=made)
+    assert [row["layout"] for row in json.loads(checked.out)["check"]] == ["eagle3", "speculators"]
     again = continue_from(made / run, made)
     assert again.code == 2
     assert f"{output} already holds a run" in " ".join(again.err.split())

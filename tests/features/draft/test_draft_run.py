@@ -175,6 +175,7 @@ def test_the_plan_warns_of_texts_that_the_model_may_not_have_written(tmp_path) -
         ("train.torch_compile", {"train.torch_compile": True}),
         ("does not know them before", {"data.streaming": True, "data.val_split": 0, "draft.draft_vocab_size": 300}),
         ("nowhere holds no draft head", {"draft.head_path": "./nowhere"}),
+        (r"draft.adapter_path: nowhere/adapter_config.json cannot be read", {"draft.adapter_path": "nowhere"}),
         ("draft.load_in_4bit is read with task: draft only", {"task": "sft", "draft.load_in_4bit": True}),
         ("draft.adapter_path is read with task: draft only", {"task": "sft", "draft.adapter_path": "adapter"}),
     ],

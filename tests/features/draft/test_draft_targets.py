@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_line import overrides
+from support.command_line import overrides, run_here
 from support.quickstart_runs import ONE_ROW
 from support.quickstart_runs import train as train_quickstart
 from support.tasks.draft_runs import DRAFT, plan_draft, train_draft
@@ -17,6 +17,7 @@ from ligertune.features.draft.recipe import DraftSpec
 from ligertune.models.load import whole_model
 from ligertune.models.read_config import read_config
 from ligertune.models.save import load_trained_adapter, merge_saved_adapter, saved_spec
+from ligertune.planning.plan import Plan
 from ligertune.planning.saved_model import trained_base
 from ligertune.recipe import load_recipe
 from ligertune.training.resolve import plan_for
@@ -92,6 +93,29 @@ def test_a_target_that_is_stored_in_4_bits_is_used_as_it_is(base, tmp_path) -> N
     assert planned["a"].bytes == planned["b"].bytes
     with pytest.raises(UserError, match="quantises weights in 16 or 32 bits, and those of"):
         draft(tmp_path / "twice", stored, **FOUR_BITS)
+
+
+def test_several_processes_hold_whole_copies_of_4_bit_weights(tmp_path) -> None:
+    def plan(**changes: object) -> Plan:
+        settings = {**SHORT, **FOUR_BITS, "checkpoint.output_dir": tmp_path / "run", **changes}
+        return plan_for(load_recipe(DRAFT, overrides=overrides(settings)[1::2]), for_show=True, processes=2).plan
+
+    assert plan().strategy == "ddp"
+    with pytest.raises(UserError, match=r"parallel.strategy is fsdp, and weights in 4 bits .* are not sharded"):
+        plan(**{"parallel.strategy": "fsdp"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (FOUR_BITS, "--measure decodes with a model in 16 or 32 bits"),
+        ({"draft.adapter_path": "adapter"}, "--measure: the target has an adapter"),
+    ],
+)
+def test_measurements_refuse_targets_that_they_do_not_load(settings, message, tmp_path) -> None:
+    done = run_here("draft", DRAFT, "--measure", *overrides(settings), cwd=tmp_path)
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
 
 
 def test_the_plan_counts_4_bit_weights_and_the_largest_one_dequantised(base, tmp_path) -> None:

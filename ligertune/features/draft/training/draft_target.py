@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ligertune.any_types import AnyModule
 from ligertune.errors import UserError
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.files.base_model import StoredAs, four_bit_format
 from ligertune.files.model_files import RECIPE_MODEL, ModelOrigin, loading
 from ligertune.models.adapters.adapter_files import check_adapter, fitted_config
-from ligertune.models.load import build_model, quantization_of
+from ligertune.models.load import quantization_of
 from ligertune.models.save import load_trained_adapter
 from ligertune.models.score_head import embedding_of, lm_head_of
 from ligertune.models.shape import base_of
@@ -72,7 +70,7 @@ def with_adapter(options: BuildOptions, model: PreTrainedModel) -> PreTrainedMod
         return _with_plain_ends(base_of(adapter_on_meta(model, folder, ADAPTER)), folder)
     adapted = load_trained_adapter(model, folder, _base_of_adapter(spec))
     if is_merged:
-        with loading(ADAPTER, f"the adapter in {folder} cannot be merged"), torch.no_grad():
+        with loading(ADAPTER, f"the adapter in {folder} cannot be merged"):
             return merged_model(adapted)
     return _with_plain_ends(base_of(adapted), folder)
 
@@ -103,14 +101,3 @@ def _base_of_adapter(spec: DraftSpec) -> TrainedBase | None:
             hint="Merge it, and name the merged model: ligertune export RUN --out FOLDER",
         )
     return base
-
-
-def load_target(
-    options: BuildOptions, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device | str
-) -> AnyModule:
-    """Return the target of a recipe with its weights, without our kernels. Raises UserError."""
-    check_not_quantised_twice(config, options)
-    model = build_model(
-        options.model, config, dtype=dtype, device=device, seed=options.seed, stored_as=frozen_as(options)
-    )
-    return with_adapter(options, model)
