@@ -1,5 +1,7 @@
 """Draft heads for targets in 4 bits and with adapters, compared with dense copies of the same weights."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -158,7 +160,7 @@ def test_the_recipes_for_24_gb_are_planned_below_24_gib(recipe, model, corpus, b
     assert peak(**{"draft.load_in_4bit": False}) - peak() == pytest.approx(9.6, abs=0.1)
 
 
-@pytest.mark.parametrize("place", [".", "model"])
+@pytest.mark.parametrize("place", [".", pytest.param("model", marks=pytest.mark.slow)])
 def test_the_target_of_an_adapter_is_the_merged_model(place, runs, base, tmp_path) -> None:
     folder = runs["lora"] / "model"
     merged, _, _ = merge_saved_adapter(folder, trained_base(folder), trust_remote_code=False)
@@ -175,6 +177,34 @@ def test_adapters_on_4_bit_weights_stay_in_the_layers(runs, base, tmp_path) -> N
     expected = draft(tmp_path / "merged", save(merged, folder, tmp_path / "copy"))
     assert draft(tmp_path / "run", runs["qlora"]) == pytest.approx(expected, rel=1e-5)
     assert draft(tmp_path / "same", runs["qlora"], **FOUR_BITS) == pytest.approx(expected, rel=1e-5)
+
+
+def test_adapters_that_4_bit_weights_cannot_keep_are_refused(runs, tmp_path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(runs["qlora"] / "model", copied)
+    record = json.loads((copied / "ligertune.json").read_text())
+    record["base"]["residual_of"] = "pissa"
+    (copied / "ligertune.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="was trained with init_lora_weights: pissa on weights of 4 bits") as caught:
+        plan_draft(tmp_path / "run", **SHORT, **{"model.model_name_or_path": copied})
+    assert caught.value.exit_code == 2
+    head = {"method.type": "lora", "method.lora_r": 4, "method.lora_modules_to_save": "[lm_head]", "train.max_steps": 1}
+    train_quickstart(tmp_path / "head", **head, **ONE_ROW)
+    adapter = {"model.model_name_or_path": tmp_path / "head" / "run"}
+    with pytest.raises(UserError, match="changes the embedding or the output head, and on quantised"):
+        plan_draft(tmp_path / "run", **SHORT, **adapter, **FOUR_BITS)
+    merged, _, _ = merge_saved_adapter(tmp_path / "head" / "run" / "model", None, trust_remote_code=False)
+    expected = draft(tmp_path / "merged", save(merged, tmp_path / "head" / "run" / "model", tmp_path / "copy"))
+    assert draft(tmp_path / "run", tmp_path / "head" / "run") == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_adapter_that_names_no_base_is_refused(runs, tmp_path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(runs["lora"] / "model", copied)
+    config = json.loads((copied / "adapter_config.json").read_text())
+    (copied / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    with pytest.raises(UserError, match="does not name the model that its adapter belongs to"):
+        plan_draft(tmp_path / "run", **SHORT, **{"model.model_name_or_path": copied})
 
 
 def test_an_adapter_of_dense_weights_is_added_to_those_in_4_bits(runs, base, tmp_path) -> None:
