@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from ligertune.any_types import AnyModule
+    from ligertune.files.base_model import StoredAs
     from ligertune.hardware import Machine
     from ligertune.planning.memory.model_shape import FrozenModelShape, ModelShape
     from ligertune.planning.options import BuildOptions, KernelOptions, RunOptions
@@ -99,6 +100,10 @@ class FeatureSpec:
     own_loss: bool = False  # the loss is not that of the model's forward with labels
     # Make the model's configuration that of the model to train, in place: (config, options, origin of errors).
     prepare_config: Callable[..., None] = lambda config, options, *origin: None
+    # Return the format to which the layers of a frozen model are quantised while they are loaded; None: the method's.
+    frozen_as: Callable[[BuildOptions], StoredAs | None] = lambda options: None
+    # Return the loaded model with an adapter that it was fine-tuned with; on the meta device, with its sizes.
+    adapt: Callable[[BuildOptions, AnyModule], AnyModule] = lambda options, model: model
     # Return a note on the part of the model that starts random: (options, config).
     head_notes: Callable[[BuildOptions, PreTrainedConfig], tuple[str, ...]] = lambda options, config: ()
     # Change the loaded model, after our kernels are in it.

@@ -78,7 +78,7 @@ def decided_strategy(
     """Return the strategy that recipe, launcher or base decide; None where `auto` has a choice.
 
     The reason is empty if the recipe or one process decides. why_fsdp: why a launcher decided for FSDP; empty if it
-    did not. is_stored: the base stays in the block-scaled format of its files. Raises UserError if the number of
+    did not. is_stored: the frozen weights stay in few bits. Raises UserError if the number of
     processes does not suit the recipe.
     """
     section = recipe.parallel
@@ -108,7 +108,7 @@ def decided_strategy(
         four = recipe.method.type == "qlora"
         return "ddp", "4-bit weights are sharded on request only" if four else "8-bit weights cannot be sharded"
     if is_stored:
-        return "ddp", "weights in MXFP4 and block float8 are not sharded"
+        return "ddp", "weights in few bits are not sharded"
     return None
 
 
@@ -147,13 +147,13 @@ def check_four_bit_experts(recipe: Recipe, strategy: Strategy, *, experts: bool)
 
 
 def check_stored_base(recipe: Recipe, strategy: Strategy, *, is_stored: bool) -> None:
-    """Raise UserError for what a base that stays in its files' block-scaled format (MXFP4, float8) does not work with.
+    """Raise UserError for what a base whose weights stay in 4 bits, MXFP4 or block float8 does not work with.
 
     is_stored: whether the base does.
     """
     if not is_stored:
         return
-    base = "the base's weights stay in the block-scaled format of its files (MXFP4 or float8)"
+    base = "the base's weights stay in few bits (4 bits, MXFP4 or float8)"
     instead = "or give a copy of the base in bfloat16"
     if strategy not in ("single", "ddp"):
         raise UserError(

@@ -70,6 +70,7 @@ class RecipePart:
     run_files: names in output_dir; before_training: those of them that are made before the first step.
     report_keys: tasks whose measurements report.json holds.
     learning_rate, adapter_learning_rate: what `init` writes; None: the default. other_tasks: what else `init` says.
+    complete: return the recipe with the names that a folder in it stands for, and notices of them; it raises UserError.
     order: position of the sections in the key reference.
     """
 
@@ -91,6 +92,7 @@ class RecipePart:
     learning_rate: float | None = None
     adapter_learning_rate: float | None = None
     other_tasks: Mapping[str, str] = field(default_factory=dict)
+    complete: Callable[[Any], tuple[Any, tuple[str, ...]]] = lambda recipe: (recipe, ())
     order: int = LAST
 
 

@@ -19,6 +19,7 @@ from ligertune.errors import UserError
 from ligertune.recipe.aliases import apply_aliases
 from ligertune.recipe.complaints import complain_about, shown
 from ligertune.recipe.document import Document, KeyPath, Place, dotted, split
+from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.plain_yaml import NotYaml, dump, parse
 from ligertune.recipe.rules.check_rules import check_rules
 from ligertune.recipe.schema import Origin, Recipe
@@ -128,7 +129,8 @@ def _recipe_of_document(
     if foreign is not None and any(not remark.place.override for remark in document.complaints):
         raise foreign
     document.raise_complaints()
-    recipe._origin = Origin(None, tuple(map(str, sorted(document.notices))))
+    recipe, notices = part_of_task(recipe.task).complete(recipe)
+    recipe._origin = Origin(None, (*map(str, sorted(document.notices)), *notices))
     return recipe
 
 

@@ -34,7 +34,12 @@ from ligertune.models.float8.float8_layers import float8_linears, to_float8, to_
 from ligertune.models.float8.float8_linear import hold_frozen_weights
 from ligertune.models.float8.float8_mlp import float8_mlps
 from ligertune.models.load import build_model, carried_by, quantization_of
-from ligertune.models.quantised_bases.stored_sizes import check_packed_layers, with_stored_sizes
+from ligertune.models.quantised_bases.stored_sizes import (
+    check_packed_layers,
+    stored_as_in_files,
+    with_quantised_sizes,
+    with_stored_sizes,
+)
 from ligertune.models.read_config import read_config, truncate
 from ligertune.models.shape import base_of, read_shape
 from ligertune.models.trainable import apply_method
@@ -97,6 +102,8 @@ def preview_model(
         model = step.preview(model, preview)
     shape = read_shape(model) if feature.shape is None else feature.shape(model)
     shape = with_stored_sizes(shape, options.model, original)
+    if not feature.uses_method(options):
+        shape = with_quantised_sizes(shape, feature.frozen_as(options) or stored_as_in_files(original))
     # `ligertune plan` may be for a GPU that this machine does not have
     simulated = device == "cuda" and not torch.cuda.is_available()
     return BuiltModel(
@@ -396,11 +403,12 @@ def _load_and_patch(
     feature = feature_of(options.task)
     feature.prepare_config(config, options)
     spec = options.model.model_copy(update={"attn_implementation": attention})
-    stored_as = held_as(options.method, options.model, config)
+    stored_as = feature.frozen_as(options) or held_as(options.method, options.model, config)
     storage = options.method.bnb_4bit_quant_storage if shards else "uint8"
     model = build_model(
         spec, config, dtype=dtype, device=device, seed=options.seed, stored_as=stored_as, storage=storage
     )
+    model = feature.adapt(options, model)
     return model, patch_loaded(model, options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from ligertune.cli.train import Overwrite, Resume, run_overrides, run_recipe
 from ligertune.errors import UserError
 from ligertune.files.storage import read_object
 
+if TYPE_CHECKING:
+    from ligertune.recipe.schema import Recipe
+
 LAYOUTS = ("eagle3", "speculators")
 CHECKED_TEXT = "A draft head reads three states of its target for each token of a text, and drafts the next ones."
 
@@ -21,6 +24,10 @@ CHECKED_TEXT = "A draft head reads three states of its target for each token of 
 def draft(
     recipe: RecipeFile,
     head: Annotated[Path | None, typer.Option(help="Folder of a draft head to start from (draft.head_path).")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Continue the base's head on the model that this run fine-tuned."),
+    ] = None,
     set_: Overrides = None,
     resume: Resume = None,
     overwrite: Overwrite = False,
@@ -39,9 +46,12 @@ def draft(
     start = [] if head is None else [f"draft.head_path={head}"]
     overrides = ["task=draft", *start, *run_overrides(resume, overwrite, set_), *(set_ or [])]
     loaded = load_recipe(recipe, overrides=overrides)
+    if run is not None:
+        loaded = _continued(loaded, recipe, overrides, run)
     if not measure:
         run_recipe(loaded, json)
         return
+    _check_measured(loaded)
     from ligertune.cli.render import run_report
     from ligertune.planning.options import RunOptions
 
@@ -52,6 +62,38 @@ def draft(
     run_report.show_tables(measurement_tables(found))
     if json:
         render.json_report(found)
+
+
+def _check_measured(recipe: Recipe) -> None:
+    """Raise UserError for a target that is not the model alone, in 16 or 32 bits: a measurement loads that."""
+    from ligertune.features.draft.recipe import DraftSpec
+
+    spec = recipe.section(DraftSpec)
+    if spec.adapter_path is not None:
+        raise UserError(
+            f"--measure: the target has an adapter ({spec.adapter_path}), which is not loaded here.",
+            hint="Merge it, and name the merged model: ligertune export RUN --out FOLDER",
+        )
+    if spec.load_in_4bit:
+        raise UserError(
+            "--measure decodes with a model in 16 or 32 bits, and draft.load_in_4bit is true.",
+            hint="Write --set draft.load_in_4bit=false to measure the head there.",
+        )
+
+
+def _continued(loaded: Recipe, path: Path, overrides: list[str], run: Path) -> Recipe:
+    """Return the recipe that continues the head on the model of `run`, and say on stderr what was taken from where."""
+    from ligertune.features.draft.continued_head import continue_head
+    from ligertune.hardware import is_main_process
+    from ligertune.recipe.read import load_recipe
+
+    given = [one for one in overrides if one.startswith("checkpoint.output_dir=")]
+    others = [one for one in overrides if one not in given]
+    base = load_recipe(path, overrides=others)
+    found = continue_head(base, run, output_dir=loaded.checkpoint.output_dir if given else None)
+    if is_main_process():
+        render.note(str(found))
+    return load_recipe(path, overrides=[*others, *found.overrides()])
 
 
 def answer_with_draft(

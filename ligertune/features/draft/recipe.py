@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
+from ligertune.features.draft.target_folder import resolve_target
 from ligertune.recipe.feature import RecipePart
 from ligertune.recipe.rules.rule import NEW_TOKENS, NO_CUDA_GRAPHS, NO_NEW_TOKENS, NO_NOISE, NO_TILES, TILES, Rule, each
-from ligertune.recipe.section import FileOrHub, Section
+from ligertune.recipe.section import FileOrHub, Section, Switch
+
+if TYPE_CHECKING:
+    from ligertune.recipe.schema import Recipe
 
 
 class DraftSpec(Section):
@@ -30,6 +34,10 @@ class DraftSpec(Section):
     """Weight of the loss of step k, from 0: decay_coefficient to the power k."""
     head_path: FileOrHub | None = None
     """Folder of a draft head to start from, or the run that wrote it."""
+    adapter_path: FileOrHub | None = None
+    """Folder of an adapter that the model has; found by itself if model.model_name_or_path is one, or its run."""
+    load_in_4bit: Switch = False
+    """Quantise the model's layers to 4 bits (NF4) while they are loaded; needs bitsandbytes."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
     """Tokens that a server drafts at a time: evaluation gives the expected accepted length for them."""
 
@@ -78,10 +86,26 @@ RULES = (
          "{0} compiles the model's layers, whose inputs {1}: draft reads. Leave {0} out."),
     Rule("parallel.strategy: deepspeed_zero2|deepspeed_zero3, task: draft",
          "{0} is {v[0]}, and {1}: draft reads the weights of the model's output head itself. Write ddp or fsdp."),
+    Rule("parallel.strategy: fsdp, draft.load_in_4bit, task: draft",
+         "{0} is fsdp, and weights in 4 bits ({1}) are not sharded. Write ddp, or leave {1} out."),
+    Rule("draft.load_in_4bit, task: not draft",
+         "{0} is read with task: draft only, and {1} is {v[1]}. Write task: draft, or leave {0} out."),
+    Rule("draft.adapter_path: not null, task: not draft",
+         "{0} is read with task: draft only, and {1} is {v[1]}. Write task: draft, or leave {0} out."),
     *(Rule(f"{key}, task: draft", NO_NEW_TOKENS) for key in NEW_TOKENS),
     *each(NO_TILES, TILES, ("task: draft", "a draft head is no part of it")),
     *each(NO_CUDA_GRAPHS, "train.cuda_graphs: true", ("task: draft", "{1}: draft computes the labelled rows in parts")),
 )  # fmt: skip
+
+
+def with_target(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with the model, and its adapter, that model.model_name_or_path stands for, and notices."""
+    found = resolve_target(recipe.model)
+    changes: dict[str, Section] = {"model": found.model}
+    if found.adapter is not None:
+        changes["draft"] = recipe.section(DraftSpec).model_copy(update={"adapter_path": found.adapter})
+    return recipe.model_copy(update=changes), (found.notice,) if found.notice else ()
+
 
 PART = RecipePart(
     order=6,
@@ -90,5 +114,7 @@ PART = RecipePart(
     rules=RULES,
     loss_of_labels=False,
     why_whole_rows="The draft head reads tokens of other processes",
+    complete=with_target,
+    packages={"draft.load_in_4bit": "bitsandbytes"},
     run_files=("draft",),
 )

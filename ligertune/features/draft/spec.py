@@ -9,6 +9,7 @@ from typing import Any
 from ligertune.any_types import AnyModule
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_run import data_notes, resolve_vocabulary, save_draft_head, with_draft_head
+from ligertune.features.draft.training.draft_target import check_not_quantised_twice, frozen_as, with_adapter
 from ligertune.features.draft.training.draft_task import ACCEPTED_LENGTH, DraftShape, DraftTask
 from ligertune.planning.feature_spec import FeatureSpec, MeasureChart
 from ligertune.planning.plan import Plan
@@ -46,6 +47,9 @@ SPECS = {
         gives_predictions=False,
         uses_method=lambda options: False,
         why_no_memory="memory of draft heads is predicted for one process or ddp",
+        prepare_config=check_not_quantised_twice,
+        frozen_as=frozen_as,
+        adapt=with_adapter,
         wrap=with_draft_head,
         shape=DraftShape.of_model,
         counts_experts=False,  # DraftModel calls the backbone without its router outputs

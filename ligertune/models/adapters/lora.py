@@ -212,6 +212,16 @@ def load_adapter(model: PreTrainedModel, folder: str, origin: ModelOrigin) -> pe
     return adapted
 
 
+def adapter_on_meta(model: PreTrainedModel, folder: Path, origin: ModelOrigin) -> AnyModule:
+    """Return a model on the meta device with the adapter of `folder` in its layers. Raises UserError."""
+    check_adapter(folder, origin)
+    config: AnyModule = fitted_config(model, folder, origin)
+    config.init_lora_weights = True  # others are computed from weights
+    with loading(origin, f"{folder} holds no adapter of this model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FutureWarning as in `add_adapter`
+        return peft.get_peft_model(model, config)
+
+
 def _with_changed_base(
     model: PreTrainedModel, config: AnyModule, folder: str, origin: ModelOrigin
 ) -> tuple[PreTrainedModel, AnyModule]:

@@ -155,7 +155,7 @@ def _as_bitsandbytes(recipe: Recipe, found: BaseFormat, settings: Mapping[str, A
     eight = quant_method_of(settings) == "bitsandbytes_8bit"
     bits = 8 if eight else 4
     if _is_frozen(recipe):
-        return recipe, (f"the base is stored in {bits} bits by bitsandbytes; the plan counts its weights in 16",)
+        return recipe, (f"the base is stored in {bits} bits by bitsandbytes, and stays so",)
     wrong = method.type in ("full", "freeze") or (method.type == "qlora" if eight else method.load_in_8bit)
     if wrong:
         asked = "method.load_in_8bit: true" if method.load_in_8bit else f"method.type: {method.type}"

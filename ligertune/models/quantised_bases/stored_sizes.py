@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ligertune.errors import UserError
+from ligertune.files.base_model import StoredAs, four_bit_format
 from ligertune.files.model_files import RECIPE_MODEL, hub_snapshot, stored_shapes, weight_files
-from ligertune.models.quantised_bases.base_formats import PackedLayout, is_packed, layout_of
+from ligertune.models.quantised_bases.base_formats import (
+    PackedLayout,
+    is_packed,
+    layout_of,
+    quant_method_of,
+    quantization_settings,
+)
 from ligertune.models.quantised_bases.load_packed import StoredLayers, packed_names, stored_layers
+from ligertune.planning.memory.states import NF4_BYTES, SINGLE_4BIT_BYTES
 
 if TYPE_CHECKING:
     from ligertune.planning.memory.model_shape import ModelShape
@@ -40,6 +48,38 @@ def with_stored_sizes(shape: ModelShape, spec: ModelOptions, config: PreTrainedC
     packed = {kind: replace(kind, stored_size=size, unpacked_size=UNPACKED_SIZE) for kind, _ in linear}
     parameters = tuple((packed.get(kind, kind), count) for kind, count in shape.parameters)
     return replace(shape, parameters=parameters)
+
+
+def with_quantised_sizes(shape: ModelShape, stored_as: StoredAs | None) -> ModelShape:
+    """Return the sizes of a frozen model whose layers bitsandbytes has quantised, experts included in 4 bits.
+
+    stored_as: None returns the sizes unchanged. Parameters that train are none of the frozen model's.
+    """
+    if stored_as is None:
+        return shape
+    four_bits = four_bit_format(stored_as)
+    parameters = []
+    for kind, count in shape.parameters:
+        if not kind.trains and four_bits is not None and kind.quantised("qlora"):
+            kind = replace(kind, stored_size=NF4_BYTES if four_bits[1] else SINGLE_4BIT_BYTES)
+        elif not kind.trains and kind.in_eight_bits(stored_as):
+            kind = replace(kind, stored_size=1 + 4 / kind.shape[-1])  # a float32 scale for each row
+        parameters.append((kind, count))
+    return replace(shape, parameters=tuple(parameters))
+
+
+def stored_as_in_files(config: PreTrainedConfig) -> StoredAs | None:
+    """Return the format in which a checkpoint of bitsandbytes stores its layers; None for other checkpoints."""
+    settings = quantization_settings(config)
+    method = quant_method_of(settings)
+    if method == "bitsandbytes_8bit":
+        return "int8"
+    if method != "bitsandbytes_4bit":
+        return None
+    is_double = bool(settings.get("bnb_4bit_use_double_quant", False))
+    if settings.get("bnb_4bit_quant_type", "fp4") == "nf4":  # transformers' default is fp4
+        return "nf4" if is_double else "nf4_single"
+    return "fp4" if is_double else "fp4_single"
 
 
 def _bytes_per_element(layout: PackedLayout) -> float:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from ligertune.errors import UserError
 from ligertune.features.draft.draft_config import check_layer_ids, default_layer_ids, draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
-from ligertune.features.draft.files.draft_check import check_draft_head
+from ligertune.features.draft.files.draft_check import check_draft_head, check_written_head
 from ligertune.features.draft.files.draft_files import DraftTarget, read_draft_files, read_draft_head, write_draft_head
 from ligertune.features.draft.target_states import StateCapture
 
@@ -277,6 +277,45 @@ def test_other_weights_and_another_embedding_are_found(write, target):
     fill(target.get_input_embeddings())
     with pytest.raises(UserError, match=r"embed_tokens.weight is not the embedding of the target"):
         check_draft_head(folder, target, head, TEXT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_one_changed_bit_of_a_written_head_is_found(write, target, layout, dtype):
+    described = DraftTarget("some/model", target.config, target.get_input_embeddings().weight)
+    folder, head = write(layout, dtype=dtype)
+    check_written_head(folder, head, described)
+    last = int(head.draft_ids()[-1])
+    table = head.d2t.clone()
+    table[-1] += 1
+    marks = head.t2d.clone()
+    marks[last : last + 2] = torch.tensor([False, True])  # the token after it instead
+    name = next(name for name in load_file(folder / "model.safetensors") if name.endswith("mlp.up_proj.weight"))
+    other = load_file(folder / "model.safetensors")[name]
+    other.view(torch.int32 if dtype is torch.float32 else torch.int16)[0, 0] ^= 1
+    for changes, message in (({name: other}, "mlp.up_proj.weight"), ({"d2t": table, "t2d": marks}, "d2t")):
+        folder, head = write(layout, dtype=dtype)
+        change_tensors(folder, **changes)
+        with pytest.raises(UserError, match=f"{message} is not that of the trained draft head") as caught:
+            check_written_head(folder, head, described)
+        assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]},
+        {"rms_norm_eps": 1e-5},
+        {"max_position_embeddings": 128},
+        {"rope_parameters": {**LLAMA_3, "factor": 2.0}, "rope_scaling": None},
+    ],
+)
+def test_a_written_configuration_is_compared_with_the_trained_head(write, target, changes):
+    folder, head = write()
+    change(folder, **changes)
+    described = DraftTarget("some/model", target.config, target.get_input_embeddings().weight)
+    with pytest.raises(UserError, match=r"config.json is not that of the trained draft head"):
+        check_written_head(folder, head, described)
 
 
 def test_a_folder_without_a_head_and_a_damaged_one(write, target, tmp_path):

@@ -1,5 +1,7 @@
 """Draft heads trained on two ranks have the losses, the measures and the files of one process, with DDP and FSDP2."""
 
+from pathlib import Path
+
 import pytest
 from safetensors.torch import load_file
 from support.command_line import losses
@@ -30,7 +32,18 @@ def one(tmp_path_factory):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_the_head_of_one_process(strategy, one, tmp_path) -> None:
     expected, folder = one
-    settings = {**SETTINGS, "train.per_device_train_batch_size": 1, "parallel.strategy": strategy}
+    _compare_ranks(tmp_path, expected, folder, **{"parallel.strategy": strategy})
+
+
+def test_two_ranks_hold_the_target_in_4_bits(tmp_path) -> None:
+    pytest.importorskip("bitsandbytes")
+    four_bits = {"draft.load_in_4bit": True}
+    expected, _ = train_draft(tmp_path / "one", **SETTINGS, **four_bits, **{"train.per_device_train_batch_size": 4})
+    _compare_ranks(tmp_path, expected, tmp_path / "one", **four_bits)
+
+
+def _compare_ranks(tmp_path: Path, expected: list[float], folder: Path, **changes: object) -> None:
+    settings = {**SETTINGS, "train.per_device_train_batch_size": 1, **changes}
     on_ranks(2, lambda rank: train_draft(tmp_path / "run", **settings) and None)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
     found, wanted = evaluations(tmp_path / "run")[-1], evaluations(folder)[-1]

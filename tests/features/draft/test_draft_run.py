@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.command_line import losses, overrides, run_here
 from support.tasks.draft_runs import DRAFT, evaluations, plan_draft, train_draft
 
 from ligertune.errors import UserError
 from ligertune.features.draft.decode import measure_run
 from ligertune.features.draft.files.draft_files import read_draft_files
+from ligertune.features.draft.training import draft_run
 from ligertune.features.draft.training.draft_task import AcceptanceMeasures, accepted_length
 from ligertune.models.read_config import read_config
 from ligertune.recipe import load_recipe
@@ -73,6 +75,20 @@ def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
         torch.testing.assert_close(continued.tensors[name], tensor, rtol=0, atol=1e-9)
     with pytest.raises(UserError, match=r"draft\.num_layers: 2, but the head in"):
         train_draft(tmp_path / "other", **{**again, "draft.num_layers": 2})
+
+
+def test_a_head_that_is_written_wrongly_ends_the_run(tmp_path, monkeypatch) -> None:
+    write = draft_run.write_draft_head
+
+    def write_and_damage(head, folder, target, **options) -> None:
+        write(head, folder, target, **options)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["fc.weight"][0, 0] += 1
+        save_file(tensors, folder / "model.safetensors")
+
+    monkeypatch.setattr(draft_run, "write_draft_head", write_and_damage)
+    with pytest.raises(UserError, match=r"eagle3: fc\.weight is not that of the trained draft head"):
+        train_draft(tmp_path / "run", **{**SHORT, "train.max_steps": 1, "eval.eval_strategy": "no"})
 
 
 def test_the_command_measures_the_head_of_a_run(tmp_path, monkeypatch) -> None:
@@ -159,9 +175,64 @@ def test_the_plan_warns_of_texts_that_the_model_may_not_have_written(tmp_path) -
         ("train.torch_compile", {"train.torch_compile": True}),
         ("does not know them before", {"data.streaming": True, "data.val_split": 0, "draft.draft_vocab_size": 300}),
         ("nowhere holds no draft head", {"draft.head_path": "./nowhere"}),
+        (r"draft.adapter_path: nowhere/adapter_config.json cannot be read", {"draft.adapter_path": "nowhere"}),
+        ("draft.load_in_4bit is read with task: draft only", {"task": "sft", "draft.load_in_4bit": True}),
+        ("draft.adapter_path is read with task: draft only", {"task": "sft", "draft.adapter_path": "adapter"}),
     ],
 )
 def test_bad_input_is_refused(words, settings, tmp_path) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=words) as caught:
         plan_draft(tmp_path / "run", **settings)
+    assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
+
+
+IDS = list(range(400, 500))
+TOO_LARGE = [500, 512]
+FEW = IDS[:5]
+NO_ANSWER = {"messages": [{"role": "user", "content": "Once upon a time there was"}]}
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        (r"`input_ids` holds 512, and the tokenizer's ids are 0 to 511", {"input_ids": TOO_LARGE, "labels": TOO_LARGE}),
+        ("no row can be used: all 8 are dropped .8 no answer", NO_ANSWER),
+        ("0 % of its tokens would be trained: all 8 are dropped", {"input_ids": IDS, "labels": [-100] * 100}),
+        # step 4 reads the token 4 positions after that of its state, and predicts the next one
+        ("draft.steps: 4, and no training example has a trained token after", {"input_ids": FEW, "labels": FEW}),
+        ("its first 5, which is what step 4 predicts", {"input_ids": IDS, "labels": FEW + [-100] * 95}),
+        ("", {"input_ids": IDS, "labels": [-100] * 5 + IDS[5:6] + [-100] * 94}),
+    ],
+)
+def test_data_that_no_step_can_learn_from_are_refused(words, row, tmp_path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    settings = {"data.datasets.0.path": data, "data.val_split": 0, "eval.eval_strategy": "no"}
+    if not words:
+        assert plan_draft(tmp_path / "run", **settings).plan.data.trained_tokens == 8
+        return
+    with pytest.raises(UserError, match=words) as caught:
+        plan_draft(tmp_path / "run", **settings)
+    assert caught.value.exit_code == 2
+
+
+def test_held_out_examples_must_reach_the_last_step(tmp_path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"text": "a"}) + "\n")
+    settings = {"data.val_split": 0, "data.eval_datasets": f"[{{path: {held_out}}}]"}
+    with pytest.raises(UserError, match="no evaluation example has a trained token after its first 5"):
+        plan_draft(tmp_path / "run", **{**SHORT, **settings})
+
+
+def test_tokenizers_and_heads_of_another_vocabulary_are_refused(corpus, tmp_path) -> None:
+    other = {"model.tokenizer.path": corpus / "tokenizers" / "qwen2.5"}
+    with pytest.raises(UserError, match="its highest token id is 151664, but the model's vocabulary has 512") as caught:
+        plan_draft(tmp_path / "run", **{**SHORT, **other})
+    assert caught.value.exit_code == 2
+    train_draft(tmp_path / "head", **{**SHORT, "train.max_steps": 1, "eval.eval_strategy": "no"})
+    config = tmp_path / "head" / "draft" / "eagle3" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 600, "draft_vocab_size": 600}))
+    with pytest.raises(UserError, match="drafts for a model with vocab_size 600, and this one has 512") as caught:
+        plan_draft(tmp_path / "run", **{**SHORT, "draft.head_path": tmp_path / "head"})
+    assert caught.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""Check of a written draft head: its files, read back, give the logits of the trained head on states of the target."""
+"""Check of a written draft head: its files, read back, are the trained head, and give its logits on its target."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ligertune.errors import UserError
 from ligertune.features.draft.draft_cache import DraftCache, run_head
 from ligertune.features.draft.draft_config import rope_parameters_of
 from ligertune.features.draft.draft_head import DraftHead
-from ligertune.features.draft.files.draft_files import DRAFT_HEAD, DraftFiles, read_draft_files
+from ligertune.features.draft.files.draft_files import CONFIG, DRAFT_HEAD, DraftFiles, DraftTarget, read_draft_files
 from ligertune.features.draft.target_states import StateCapture
 from ligertune.models.read_config import config_value
 from ligertune.models.score_head import embedding_of
@@ -42,12 +42,9 @@ def check_draft_head(
     UserError for the first difference; its exit code is 1 if only the logits differ.
     """
     files = read_draft_files(folder, target.config)
-    _check_config(files, target, trained)
+    _check_config(files, target.config, trained)
+    _check_embedding(files, embedding_of(target).weight)
     head = files.head().to(embedding_of(target).weight.device)
-    if files.embedding is not None and not torch.equal(
-        files.embedding, embedding_of(target).weight.to("cpu", files.embedding.dtype)
-    ):
-        raise DRAFT_HEAD.error(f"{folder}: embed_tokens.weight is not the embedding of the target.")
     if trained is not None:
         as_written = copy.deepcopy(trained).to(head.fc.weight.device, head.fc.weight.dtype)
         expected = first_logits(as_written, target, input_ids)
@@ -64,10 +61,39 @@ def check_draft_head(
     )
 
 
-def _check_config(files: DraftFiles, target: PreTrainedModel, trained: DraftHead | None) -> None:
+def check_written_head(folder: Path, trained: DraftHead, target: DraftTarget) -> None:
+    """Read a folder in either layout, and compare it with the head that was written there, bit for bit.
+
+    Nothing is computed, so the head and the target's embedding may be anywhere. Raises UserError, with exit code 1 if
+    the files are a head of the target, but not this one.
+    """
+    files = read_draft_files(folder, target.config)
+    _check_embedding(files, target.embedding)
+    different = [
+        name
+        for name, tensor in trained.state_dict().items()
+        if files.tensors[name].dtype != tensor.dtype or not torch.equal(files.tensors[name], tensor.to("cpu"))
+    ]
+    if files.config != trained.config:
+        different.append(CONFIG)
+    if different:
+        raise UserError(
+            f"{folder}: {different[0]} is not that of the trained draft head.",
+            hint="Do not serve it; resume the run, which writes it again.",
+            exit_code=1,
+        )
+
+
+def _check_embedding(files: DraftFiles, embedding: Tensor) -> None:
+    """Raise UserError if the files hold another embedding than the target's (V, E)."""
+    if files.embedding is not None and not torch.equal(files.embedding, embedding.to("cpu", files.embedding.dtype)):
+        raise DRAFT_HEAD.error(f"{files.folder}: embed_tokens.weight is not the embedding of the target.")
+
+
+def _check_config(files: DraftFiles, target: PreTrainedConfig, trained: DraftHead | None) -> None:
     """Raise UserError for layer ids, rotary embeddings or positions other than the target's and the trained head's."""
     config = files.config
-    text = target.config.get_text_config()
+    text = target.get_text_config()
     trained_ids = files.trained_ids if trained is None else trained.config.layer_ids
     if trained_ids is not None and config.layer_ids != trained_ids:
         raise DRAFT_HEAD.error(

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ligertune.data.examples import Examples
 from ligertune.data.prepare import PreparedData
+from ligertune.data.templates.label_masking import IGNORE_INDEX
 from ligertune.errors import UserError
 from ligertune.features.draft.draft_config import DraftConfig, draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.draft.draft_vocabulary import choose_vocabulary, count_trained_tokens
+from ligertune.features.draft.files.draft_check import check_written_head
 from ligertune.features.draft.files.draft_files import (
     LAYOUTS,
     DraftTarget,
@@ -50,11 +53,28 @@ def resolve_vocabulary(options: TaskOptions, data: PreparedData) -> Mapping[str,
 
 
 def data_notes(options: BuildOptions, data: PreparedData, vocab_size: int) -> tuple[str, ...]:
-    """Return notes on who wrote the training data, and on the draft vocabulary."""
+    """Return notes on who wrote the training data, and on the draft vocabulary.
+
+    Raises UserError if all examples are too short for the last step.
+    """
     spec = options.section(DraftSpec)
-    model = options.model.model_name_or_path
+    for kind, examples in (("training", data.examples_in_memory), ("evaluation", data.eval)):
+        if examples is not None:
+            _check_last_step(spec.steps, examples, kind)
+    model = spec.adapter_path or options.model.model_name_or_path
     others = [dataset.path for dataset in data.options.datasets if not _is_written_by(model, dataset.path)]
     return (*_source_note(others), *_vocabulary_note(spec, vocab_size))
+
+
+def _check_last_step(steps: int, examples: Examples, kind: str) -> None:
+    """Raise UserError if no example has a trained label that the last step predicts: step k starts at label k + 1."""
+    if any(bool((example.labels[steps + 1 :] != IGNORE_INDEX).any()) for example in examples):
+        return
+    raise UserError(
+        f"draft.steps: {steps}, and no {kind} example has a trained token after its first {steps + 1}, which is what "
+        f"step {steps} predicts.",
+        hint="Write fewer steps, or give longer answers.",
+    )
 
 
 def _is_written_by(model: str, path: str) -> bool:
@@ -142,7 +162,7 @@ def _check_as_specified(spec: DraftSpec, found: DraftConfig) -> None:
 
 
 def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
-    """Write `output_dir/draft` on the main rank, in both layouts.
+    """Write `output_dir/draft` on the main rank, in both layouts, and read it back.
 
     Return the folder, and no report: evaluations measure acceptance.
     """
@@ -160,8 +180,9 @@ def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
             table = weights[f"{name}.weight"]
             head = DraftHead(head.config).to(table.dtype)
             head.load_state_dict({name.removeprefix(HEAD): t for name, t in weights.items() if name.startswith(HEAD)})
-        target = DraftTarget(plan.build.model.model_name_or_path, trained.config, table)
+        target = DraftTarget(model.spec.adapter_path or plan.build.model.model_name_or_path, trained.config, table)
         drafts = model.spec.num_speculative_tokens
         for layout in LAYOUTS:
             write_draft_head(head, folder / layout, target, layout=layout, speculative_tokens=drafts)
+            check_written_head(folder / layout, head, target)
     return str(folder), None
