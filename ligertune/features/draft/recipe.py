@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PositiveFloat, PrivateAttr
 
 from ligertune.recipe.feature import RecipePart
 from ligertune.recipe.rules.rule import NEW_TOKENS, NO_CUDA_GRAPHS, NO_NEW_TOKENS, NO_NOISE, NO_TILES, TILES, Rule, each
-from ligertune.recipe.section import FileOrHub, Section
+from ligertune.recipe.section import FileOrHub, OutputPath, Section
 
 
 class DraftSpec(Section):
@@ -32,6 +32,10 @@ class DraftSpec(Section):
     """Folder of a draft head to start from, or the run that wrote it."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
     """Tokens that a server drafts at a time: evaluation gives the expected accepted length for them."""
+    cache: OutputPath | None = None
+    """Folder that keeps the model's states of each example, so that the model runs in the first epoch only."""
+    cache_max_gib: PositiveFloat = 100.0
+    """Size in GiB above which draft.cache is refused; the plan prints what the data take."""
 
     _token_counts: tuple[int, ...] = PrivateAttr(default=())
 
@@ -53,6 +57,8 @@ RULES = (
     Rule("draft.draft_vocab_size: not null, task: draft, data.streaming",
          "{0} tokens are chosen from the training data, and {2} does not know them before. "
          "Write draft_vocab_size: null."),
+    Rule("draft.cache: not null, task: draft, data.streaming",
+         "{0} keeps the states of examples, and {2} does not know them before. Leave one of them out."),
     Rule("draft.num_speculative_tokens: any, draft.steps: any, task: draft",
          "{0} is {v[0]}, and the head is trained and measured for {v[1]} ({1}). Write more steps, or fewer tokens.",
          also=lambda recipe: recipe.section(DraftSpec).num_speculative_tokens > recipe.section(DraftSpec).steps),

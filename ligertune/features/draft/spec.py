@@ -10,13 +10,14 @@ from ligertune.any_types import AnyModule
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_run import data_notes, resolve_vocabulary, save_draft_head, with_draft_head
 from ligertune.features.draft.training.draft_task import ACCEPTED_LENGTH, DraftShape, DraftTask
+from ligertune.features.draft.training.state_cache import StateCache, check_cache
 from ligertune.planning.feature_spec import FeatureSpec, MeasureChart
 from ligertune.planning.plan import Plan
 
 
 def _make_task(plan: Plan, model: AnyModule) -> DraftTask:
     """Return the task of a `DraftModel`."""
-    return DraftTask(model)
+    return DraftTask(model, StateCache.of(plan, model.draft_head.config.layer_ids))
 
 
 def _plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -40,6 +41,7 @@ SPECS = {
         task=_make_task,
         resolve=resolve_vocabulary,
         check_data=data_notes,
+        check_plan=check_cache,
         loss_kernel="",
         forward_only=True,  # of the frozen model
         own_loss=True,
