@@ -47,7 +47,6 @@ SPECS = {
         own_loss=True,
         gives_predictions=False,
         uses_method=lambda options: False,
-        why_no_memory="memory of draft heads is predicted for one process or ddp",
         wrap=with_draft_head,
         shape=DraftShape.of_model,
         counts_experts=False,  # DraftModel calls the backbone without its router outputs
