@@ -97,4 +97,5 @@ PART = RecipePart(
     loss_of_labels=False,
     why_whole_rows="The draft head reads tokens of other processes",
     run_files=("draft",),
+    report_keys=("draft",),
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.any_types import AnyModule
+from ligertune.features.draft.files.draft_report import acceptance_tables
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_run import data_notes, resolve_vocabulary, save_draft_head, with_draft_head
 from ligertune.features.draft.training.draft_task import ACCEPTED_LENGTH, DraftShape, DraftTask
@@ -58,6 +59,7 @@ SPECS = {
         loss_unit=_loss_unit,
         charts=(MeasureChart("Expected accepted length", "tokens per step of the server", ACCEPTED_LENGTH),),
         plan_rows=_plan_rows,
+        result_tables=acceptance_tables,
         best_measure=ACCEPTED_LENGTH,
         next_step=_next_step,
     )
