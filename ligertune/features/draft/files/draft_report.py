@@ -49,7 +49,9 @@ class DraftReport:
     def card_rows(self) -> list[tuple[str, str]]:
         """Return rows of README.md."""
         rows = [
-            ("Trained on", f"{', '.join(self.data)}: {plural(self.examples, 'example')}, {plural(self.steps, 'step')}")
+            ("Trained on", ", ".join(self.data)),
+            ("Training examples", f"{self.examples:,}"),
+            ("Training steps", f"{self.steps:,}"),
         ]
         if self.coverage is not None:
             rows.append(("The draft vocabulary covers", f"{self.coverage:.2%} of the trained tokens"))
