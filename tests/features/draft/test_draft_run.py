@@ -14,6 +14,7 @@ from ligertune.features.draft.decode import measure_run
 from ligertune.features.draft.files.draft_files import read_draft_files
 from ligertune.features.draft.training.draft_task import AcceptanceMeasures, accepted_length
 from ligertune.models.read_config import read_config
+from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
 
 SHORT = {
@@ -64,6 +65,17 @@ def test_the_bundled_recipe_reaches_an_accepted_length_of_1_8(tmp_path) -> None:
     before, *_, after = evaluations(tmp_path / "run")
     assert before["eval_accepted_length"] < 1.1
     assert after["eval_accepted_length"] >= 1.8
+    trained = measured_chains(tmp_path / "run")
+    assert trained["chain"]["accepted_length"] >= 1.8  # greedily, with 3 drafts
+    assert trained["sampled chain"]["accepted_length"] >= 1.8
+    train_draft(tmp_path / "one", **{"train.max_steps": 1, "train.learning_rate": 1e-9, "eval.eval_strategy": "no"})
+    assert measured_chains(tmp_path / "one")["chain"]["accepted_length"] < 1.1
+
+
+def measured_chains(folder: Path) -> dict:
+    """Decode held-out prompts with the head of a run."""
+    recipe = load_recipe(DRAFT, overrides=[f"checkpoint.output_dir={folder}"])
+    return measure_run.measure_run(RunOptions.of(recipe))
 
 
 def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
