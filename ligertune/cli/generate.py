@@ -8,14 +8,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligertune.cli.options import GenerateRequest, Json, TrustRemoteCode, answer_of_decoder, with_decoders
+from ligertune.cli.options import GenerateRequest, Json, TrustRemoteCode, answers_of_decoder, with_decoders
 from ligertune.cli.render import console as render
 from ligertune.errors import UserError
 from ligertune.launcher.signals import before_leaving
@@ -83,12 +83,25 @@ def generate(
         prompts_file=prompts,
         images=tuple(image or ()),
     )
-    answer = answer_of_decoder(request, decoders)
-    if answer is not None:
-        _print_answers([answer], json)
-        render.note(answer.speed)
+    answers = answers_of_decoder(request, decoders)
+    if answers is not None:
+        _print_decoded(answers, request, json)
         return
     _answer_prompts(request, json)
+
+
+def _print_decoded(answers: Iterable[GeneratedText], request: GenerateRequest, json: bool) -> None:
+    """Print the answers of a feature's decoder as they are made, and how fast each was."""
+    made = []
+    for number, answer in enumerate(answers):
+        made.append(answer)
+        if not json:
+            if request.prompts_file:
+                _print_number(number, request)
+            render.document(answer.text)
+        render.note(answer.speed)
+    if json:
+        _print_json(made, as_list=request.prompts_file is not None)
 
 
 def _questions(prompt: str | None, prompts: Path | None) -> list[str]:
@@ -115,7 +128,7 @@ def _answer_prompts(request: GenerateRequest, json: bool) -> None:
             if not json and not answer.text.endswith("\n"):
                 render.piece("\n")
     if json:
-        _print_answers(answers, json, as_list=request.prompts_file is not None)
+        _print_json(answers, as_list=request.prompts_file is not None)
     for note in notes:
         render.note(note)
 
@@ -334,11 +347,8 @@ def _load(model: str, *, raw: bool, trust_remote_code: bool) -> LoadedModel:
     return loaded
 
 
-def _print_answers(answers: list[GeneratedText], json: bool, *, as_list: bool = False) -> None:
+def _print_json(answers: list[GeneratedText], *, as_list: bool) -> None:
     from dataclasses import asdict
 
-    if json:
-        found = [asdict(answer) for answer in answers]
-        render.json_report(found if as_list else found[0])
-    else:
-        render.document(answers[0].text)
+    found = [asdict(answer) for answer in answers]
+    render.json_report(found if as_list else found[0])

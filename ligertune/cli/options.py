@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -83,14 +83,14 @@ class CommandPart:
     """What a feature adds to the command line.
 
     train: a command that runs a recipe, as a function for typer. order: its place after `ligertune train`.
-    decode: answers a GenerateRequest, or returns None if its options are not given. Its keyword-only parameters are
-    these options of `ligertune generate`.
+    decode: returns the answers to a GenerateRequest, or None if its options are not given. Its keyword-only parameters
+    are these options of `ligertune generate`.
     check: compares files that the feature wrote, for `ligertune export FOLDER --check`: (folder, prompt or None,
     trust_remote_code). It returns a row for each, or None for other folders, and imports torch for its own only.
     """
 
     train: Callable[..., None]
-    decode: Callable[..., GeneratedText | None] | None = None
+    decode: Callable[..., Iterable[GeneratedText] | None] | None = None
     check: Callable[[Path, str | None, bool], list[dict[str, Any]] | None] | None = None
     order: int = LAST
 
@@ -120,13 +120,13 @@ def with_decoders(generate: Callable[..., None]) -> Callable[..., None]:
     return generate
 
 
-def answer_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> GeneratedText | None:
-    """Return the answer of the first decoder whose options are given; None if none are."""
+def answers_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> Iterable[GeneratedText] | None:
+    """Return the answers of the first decoder whose options are given; None if none are."""
     for decode in _decoders():
         given = {option.name: options.get(option.name, option.default) for option in _options_of(decode)}
-        answer = decode(request, **given)
-        if answer is not None:
-            return answer
+        answers = decode(request, **given)
+        if answers is not None:
+            return answers
     return None
 
 
@@ -139,11 +139,11 @@ def check_of_feature(folder: Path, prompt: str | None, trust_remote_code: bool) 
     return None
 
 
-def _decoders() -> Iterator[Callable[..., GeneratedText | None]]:
+def _decoders() -> Iterator[Callable[..., Iterable[GeneratedText] | None]]:
     return (part.decode for part in command_parts() if part.decode is not None)
 
 
-def _options_of(decode: Callable[..., GeneratedText | None]) -> list[inspect.Parameter]:
+def _options_of(decode: Callable[..., Iterable[GeneratedText] | None]) -> list[inspect.Parameter]:
     parameters = inspect.signature(decode, eval_str=True).parameters.values()
     options = (parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
     return [option.replace(kind=option.POSITIONAL_OR_KEYWORD) for option in options]

@@ -75,6 +75,8 @@ class FeatureSpec:
     check_data: Callable[[BuildOptions, Any, int], tuple[str, ...]] = lambda options, data, vocab_size: ()
 
     # ---- planning
+    # Check the finished plan with its data and return notes: (plan, sizes of the model, prepared data).
+    check_plan: Callable[[Plan, ModelShape, Any], tuple[str, ...]] = lambda plan, shape, data: ()
     loss_kernel: str = "linear_cross_entropy"  # computes the loss in the output head; empty: none does
     # A forward without gradients costs about as much as a step, because most of a step has no backward either.
     forward_only: bool = False

@@ -306,7 +306,7 @@ def estimate_memory(
 ) -> MemoryEstimate | None:
     """Return the memory estimate of a step, or None for a model whose layers are not understood.
 
-    There is also none for Medusa heads whose logits are materialised, and for heads that several ranks share.
+    There is also none for Medusa heads whose logits are materialised, or that several ranks share.
     """
     model = inputs.model
     data = inputs.data

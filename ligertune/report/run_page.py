@@ -61,7 +61,7 @@ def write_page(plan: Plan, report: Report) -> Path:
         data=_data(plan, report),
         evaluations=_evaluations(evaluations),
         samples=logged_answers(lines),
-        measured=report.measured,
+        measured=[] if report.measured is None else feature_of(report.task).result_tables(report.measured),
         later_evaluations=evaluation_section(plan.output_dir),
         setup=_setup(plan, report),
         origin=_origin(report),

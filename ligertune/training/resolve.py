@@ -149,6 +149,7 @@ def resolve(recipe: Recipe, machine: Machine, progress: ProgressCallback | None 
 
     planned = partial(with_choice, plan_of=plan_of, shape=inputs.model.shape)
     plan = planned(complete, OpenSettings.of(given, decided=_decided_strategy(given, inputs)))
+    plan = replace(plan, notes=(*plan.notes, *feature.check_plan(plan, inputs.model.shape, data)))
     return Job(plan, config, tokenizer, data, lambda tried: planned(with_tried(complete, tried), NOTHING_OPEN), reader)
 
 

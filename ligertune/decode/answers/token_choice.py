@@ -60,6 +60,14 @@ def _has_bounds(filters: TokenFilters) -> bool:
     return bool(filters.top_k or filters.top_p < 1 or filters.min_p)
 
 
+def probabilities_of(logits: Tensor, filters: TokenFilters) -> Tensor:
+    """Return the distributions (S, V) that tokens are drawn from, of logits (S, V). The temperature is above 0."""
+    scores = logits.float() / filters.temperature
+    if _has_bounds(filters):
+        scores = scores.masked_fill(scores < least_score(scores, filters)[:, None], -torch.inf)
+    return scores.softmax(-1)
+
+
 def least_score(scores: Tensor, filters: TokenFilters) -> Tensor:
     """Return the lowest score (S,) that may be drawn from each row (S, V) of logits / temperature.
 

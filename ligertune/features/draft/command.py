@@ -51,7 +51,6 @@ def draft(
     if not measure:
         run_recipe(loaded, json)
         return
-    _check_measured(loaded)
     from ligertune.cli.render import run_report
     from ligertune.planning.options import RunOptions
 
@@ -62,23 +61,6 @@ def draft(
     run_report.show_tables(measurement_tables(found))
     if json:
         render.json_report(found)
-
-
-def _check_measured(recipe: Recipe) -> None:
-    """Raise UserError for a target that is not the model alone, in 16 or 32 bits: a measurement loads that."""
-    from ligertune.features.draft.recipe import DraftSpec
-
-    spec = recipe.section(DraftSpec)
-    if spec.adapter_path is not None:
-        raise UserError(
-            f"--measure: the target has an adapter ({spec.adapter_path}), which is not loaded here.",
-            hint="Merge it, and name the merged model: ligertune export RUN --out FOLDER",
-        )
-    if spec.load_in_4bit:
-        raise UserError(
-            "--measure decodes with a model in 16 or 32 bits, and draft.load_in_4bit is true.",
-            hint="Write --set draft.load_in_4bit=false to measure the head there.",
-        )
 
 
 def _continued(loaded: Recipe, path: Path, overrides: list[str], run: Path) -> Recipe:
@@ -106,18 +88,12 @@ def answer_with_draft(
     draft_tokens: Annotated[
         int, typer.Option(min=1, max=32, help="With --draft: tokens that the head drafts per forward pass.")
     ] = 3,
-) -> Any:  # an Answer or None; typer evaluates annotations, and the module of Answer imports torch
-    """Return the answer to a prompt, decoded with a draft head; None without --draft."""
+) -> Any:  # answers or None; typer evaluates annotations, and the module of answers imports torch
+    """Return the answers to the prompts, decoded with a draft head; None without --draft."""
     if draft is None:
         return None
-    unsupported = {
-        "--top-p": request.top_p < 1,
-        "--image": bool(request.images),
-        "--prompts": bool(request.prompts_file),
-    }
-    for option, is_given in unsupported.items():
-        if is_given:
-            raise UserError(f"{option} does not work with --draft.", hint="Leave one of them out.")
+    if request.images:
+        raise UserError("--image does not work with --draft.", hint="Leave one of them out.")
     from ligertune.planning.saved_model import check_can_generate, find_saved_model
 
     saved = find_saved_model(request.model, key="MODEL")
@@ -129,9 +105,11 @@ def answer_with_draft(
     if request.system is not None:
         loaded = loaded.with_system(request.system)
     head = load_draft(draft, loaded)
-    decoding = Decoding(request.max_new_tokens, request.temperature)
-    prompt = request.prompts[0]
-    return generate_with_draft(loaded, head, prompt, decoding, draft_tokens=draft_tokens, seed=request.seed)
+    decoding = Decoding(request.max_new_tokens, request.temperature, request.top_p)
+    return (
+        generate_with_draft(loaded, head, prompt, decoding, draft_tokens=draft_tokens, seed=request.seed)
+        for prompt in request.prompts
+    )
 
 
 def check_draft_files(folder: Path, prompt: str | None, trust_remote_code: bool) -> list[dict[str, Any]] | None:

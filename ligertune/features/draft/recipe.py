@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PositiveFloat, PrivateAttr
 
 from ligertune.features.draft.target_folder import resolve_target
 from ligertune.recipe.feature import RecipePart
 from ligertune.recipe.rules.rule import NEW_TOKENS, NO_CUDA_GRAPHS, NO_NEW_TOKENS, NO_NOISE, NO_TILES, TILES, Rule, each
-from ligertune.recipe.section import FileOrHub, Section, Switch
+from ligertune.recipe.section import FileOrHub, OutputPath, Section, Switch
 
 if TYPE_CHECKING:
     from ligertune.recipe.schema import Recipe
@@ -40,6 +40,10 @@ class DraftSpec(Section):
     """Quantise the model's layers to 4 bits (NF4) while they are loaded; needs bitsandbytes."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
     """Tokens that a server drafts at a time: evaluation gives the expected accepted length for them."""
+    cache: OutputPath | None = None
+    """Folder that keeps the model's states of each example, so that the model runs in the first epoch only."""
+    cache_max_gib: PositiveFloat = 100.0
+    """Size in GiB above which draft.cache is refused; the plan prints what the data take."""
 
     _token_counts: tuple[int, ...] = PrivateAttr(default=())
 
@@ -61,6 +65,8 @@ RULES = (
     Rule("draft.draft_vocab_size: not null, task: draft, data.streaming",
          "{0} tokens are chosen from the training data, and {2} does not know them before. "
          "Write draft_vocab_size: null."),
+    Rule("draft.cache: not null, task: draft, data.streaming",
+         "{0} keeps the states of examples, and {2} does not know them before. Leave one of them out."),
     Rule("draft.num_speculative_tokens: any, draft.steps: any, task: draft",
          "{0} is {v[0]}, and the head is trained and measured for {v[1]} ({1}). Write more steps, or fewer tokens.",
          also=lambda recipe: recipe.section(DraftSpec).num_speculative_tokens > recipe.section(DraftSpec).steps),
@@ -117,4 +123,5 @@ PART = RecipePart(
     complete=with_target,
     packages={"draft.load_in_4bit": "bitsandbytes"},
     run_files=("draft",),
+    report_keys=("draft",),
 )

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ligertune.any_types import AnyModule
+from ligertune.features.draft.files.draft_report import acceptance_tables
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_run import data_notes, resolve_vocabulary, save_draft_head, with_draft_head
 from ligertune.features.draft.training.draft_target import check_not_quantised_twice, frozen_as, with_adapter
 from ligertune.features.draft.training.draft_task import ACCEPTED_LENGTH, DraftShape, DraftTask
+from ligertune.features.draft.training.state_cache import StateCache, check_cache
 from ligertune.planning.feature_spec import FeatureSpec, MeasureChart
 from ligertune.planning.plan import Plan
 
 
 def _make_task(plan: Plan, model: AnyModule) -> DraftTask:
     """Return the task of a `DraftModel`."""
-    return DraftTask(model)
+    return DraftTask(model, StateCache.of(plan, model.draft_head.config.layer_ids))
 
 
 def _plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -41,12 +43,12 @@ SPECS = {
         task=_make_task,
         resolve=resolve_vocabulary,
         check_data=data_notes,
+        check_plan=check_cache,
         loss_kernel="",
         forward_only=True,  # of the frozen model
         own_loss=True,
         gives_predictions=False,
         uses_method=lambda options: False,
-        why_no_memory="memory of draft heads is predicted for one process or ddp",
         prepare_config=check_not_quantised_twice,
         frozen_as=frozen_as,
         adapt=with_adapter,
@@ -61,6 +63,7 @@ SPECS = {
         loss_unit=_loss_unit,
         charts=(MeasureChart("Expected accepted length", "tokens per step of the server", ACCEPTED_LENGTH),),
         plan_rows=_plan_rows,
+        result_tables=acceptance_tables,
         best_measure=ACCEPTED_LENGTH,
         next_step=_next_step,
     )

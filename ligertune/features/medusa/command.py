@@ -87,7 +87,7 @@ def decode(
         Literal["greedy", "typical"],
         typer.Option(help="With --medusa: greedy gives the same text as plain greedy decoding; typical samples."),
     ] = "greedy",
-) -> Any:  # an Answer or None; typer evaluates annotations, and the module of Answer imports torch
+) -> Any:  # answers or None; typer evaluates annotations, and the module of answers imports torch
     """Return the answer to a prompt, decoded with Medusa heads; None without --medusa."""
     if not medusa:
         return None
@@ -102,7 +102,7 @@ def decode(
             raise UserError(f"{option} does not work with --medusa.", hint="Leave one of them out.")
     from ligertune.features.medusa.decode.medusa_generate import choose_acceptance, generate_with_heads
 
-    return generate_with_heads(
+    answer = generate_with_heads(
         request.model,
         request.prompts[0],
         acceptance=choose_acceptance(acceptance, request.temperature),
@@ -111,6 +111,7 @@ def decode(
         max_new_tokens=request.max_new_tokens,
         trust_remote_code=request.trust_remote_code,
     )
+    return [answer]
 
 
 PART = CommandPart(train=medusa, decode=decode, order=1)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ligertune.data.cache import cache_home
+from ligertune.features.model_identity import model_identity
 from ligertune.features.preference.recipe import PreferenceSpec
 from ligertune.features.stored_arrays import map_array
 from ligertune.files.checked_files import DamagedFileError
-from ligertune.files.model_files import ENDINGS, digest_of, hub_snapshot
 from ligertune.files.storage import write_bytes
 from ligertune.planning.plan import Plan
 
@@ -86,7 +86,7 @@ def log_probs_key(plan: Plan, examples: Examples) -> str:
     build = plan.build
     quantised = "int8" if build.method.load_in_8bit else build.method.type == "qlora"
     parts: dict[str, Any] = {
-        "model": _model_identity(plan),
+        "model": model_identity(build),
         "precision": [plan.precision.weights, plan.precision.autocast, quantised],
         "examples": examples.fingerprint,
         "ld_alpha": build.section(PreferenceSpec).ld_alpha,
@@ -110,19 +110,3 @@ def rounding_key(plan: Plan) -> str:
         "max_length": plan.data_options.max_length,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
-
-
-def _model_identity(plan: Plan) -> list[Any]:
-    """Return what identifies the initial weights: samples of the files or a commit, and the seed of random weights."""
-    model = plan.build.model
-    folder = Path(model.model_name_or_path).expanduser()
-    seed = plan.build.seed if model.init == "random" else None
-    changed: list[Any] = [model.num_hidden_layers, seed]
-    if rope := model.rope_parameters.model_dump(exclude_none=True):
-        changed.append(rope)
-    if not folder.is_dir():
-        snapshot = hub_snapshot(model.model_name_or_path, model.revision)
-        return [model.model_name_or_path, snapshot and snapshot.name, *changed]
-    endings = (".json",) if seed is not None else (".json", *ENDINGS)
-    files = sorted(file for file in folder.iterdir() if file.suffix in endings and file.is_file())
-    return [[(file.name, digest_of(file)) for file in files], *changed]

@@ -177,10 +177,38 @@ class MemoryEstimate:
             held, loss = self._heads_loss(heads, batch, step.free)
             own = AddedLayerBytes(0, held, loss, backward=2 * heads.number * batch.labels * row)
         captured, held, loss, gradients_of_heads = own
+        if self.shards > 1:
+            return self._sharded_heads_phases(own, batch, step, batch.tokens * elements * step.itemsize)
         return (
             StepPhase("frozen model", captured, before, 0, batch.tokens * elements * step.itemsize + step.workspace),
             StepPhase("loss", hidden_states + held, before, loss, step.workspace),
             StepPhase("backward", hidden_states + held, step.gradients, gradients_of_heads, step.workspace),
+            StepPhase("step", 0, step.gradients, 0, step.workspace + step.optimizer_step),
+        )
+
+    def _sharded_heads_phases(
+        self, own: AddedLayerBytes, batch: MicroBatch, step: StepBytes, widest: int
+    ) -> tuple[StepPhase, ...]:
+        """Return the phases of `frozen_model_phases` under FSDP2. widest: bytes of a layer's widest point.
+
+        Embedding, output head and added heads are gathered together, before the first layer and again before the
+        backward. Each gather has a buffer as large as what it gathers, which lives until the next one.
+        """
+        hidden_states = batch.tokens * self.head.hidden * step.itemsize
+        before = step.gradients if batch.accumulates else 0
+        whole_gradients = self.states.trained * self.shards
+        layer = self.layer_weights()
+        root = self.states.gathered - self.layers * layer
+        stay = 0 if self.reshards else self.layers * layer
+        held = hidden_states + own.held
+        return (
+            StepPhase("gather", 0, before, 0, step.workspace + 2 * (root + layer)),
+            StepPhase("frozen model", own.captured, before, 0, step.workspace + widest + root + 2 * layer + stay),
+            StepPhase("loss", held, before, own.loss, step.workspace + root + layer + stay),
+            StepPhase("gather again", held, before, 0, step.workspace + root * (1 + self.reshards) + stay),
+            StepPhase("backward", held, before + whole_gradients, own.backward, step.workspace + root + stay),
+            # the copy that is reduced and scattered
+            StepPhase("gradients", 0, step.gradients + whole_gradients, 0, step.workspace + whole_gradients),
             StepPhase("step", 0, step.gradients, 0, step.workspace + step.optimizer_step),
         )
 
@@ -257,6 +285,8 @@ class MemoryEstimate:
     def layer_weights(self) -> int:
         """Return the bytes of one layer's gathered weights. Layers of a tower count as layers."""
         ends = self.head.elements * self.itemsize * self.head.weights
+        if self.heads is not None and not self.heads.joint:
+            ends += self.states.trained * self.shards  # the added heads are gathered with them
         layers = self.layers + (self.tower.layers if self.tower else 0)
         return max(0, self.states.gathered - ends) // layers
 

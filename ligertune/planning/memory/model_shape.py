@@ -187,6 +187,11 @@ class AddedHeadsShape:
         """Whether memory is predicted only where a kernel computes the loss."""
         return True
 
+    @property
+    def predicts_shards(self) -> bool:
+        """Whether memory is predicted where several ranks share the model."""
+        return False
+
     def layer_bytes(self, tokens: int, labels: int, itemsize: int) -> AddedLayerBytes | None:
         """Return what a feature's own layers need for these tokens, of which `labels` count; None: residual blocks."""
         return None
@@ -251,7 +256,9 @@ class ModelShape:
 
     def predicts_heads(self, shards: int, fused_loss: bool) -> bool:
         """Return whether the memory of added heads is predicted, if there are any. fused_loss: a kernel computes it."""
-        return self.heads is None or (shards == 1 and (fused_loss or not self.heads.needs_fused_loss))
+        if self.heads is None:
+            return True
+        return (shards == 1 or self.heads.predicts_shards) and (fused_loss or not self.heads.needs_fused_loss)
 
     @property
     def recurrence(self) -> int:

@@ -79,11 +79,31 @@ def test_generate_samples_by_its_seed(run, quickstart):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generate_answers_the_prompts_of_a_file_one_after_another(run, quickstart):
+    (run / "prompts.txt").write_text(f"{PROMPT}\nLily saw a dog\n")
+    many = ("generate", quickstart / "stories260K", "--prompts", "prompts.txt", "--raw", "--max-new-tokens", NEW)
+    plain = json.loads(run_here(*many, "--json", cwd=run).out)
+    done = run_here(*many, "--draft", "draft", "--json", cwd=run)
+    found = json.loads(done.out)
+    assert [one["text"] for one in found] == [one["text"] for one in plain]
+    assert found[0]["accepted_length"] > found[1]["accepted_length"]  # the head knows the first text
+    shown = run_here(*many, "--draft", "draft", cwd=run)
+    lines = [line for line in shown.out.splitlines() if line.startswith("---")]
+    assert lines == [f"--- 1: {PROMPT} ---", "--- 2: Lily saw a dog ---"]
+    assert shown.err.count("tokens per forward pass") == 2
+
+
+def test_the_smallest_top_p_is_greedy_decoding(run, quickstart):
+    greedy = json.loads(generate(quickstart, run, "--json").out)["text"]
+    sampled = ("--draft", "draft", "--temperature", 0.8, "--json")
+    assert json.loads(generate(quickstart, run, *sampled, "--top-p", 1e-6).out)["text"] == greedy
+    assert json.loads(generate(quickstart, run, *sampled).out)["text"] != greedy
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--draft", "nowhere"), "nowhere holds no draft head"),
-        (("--draft", "draft", "--top-p", 0.5), "--top-p does not work with --draft"),
         (("--draft", "draft", "--image", "photo.jpg"), "--image does not work with --draft"),
         (("--draft", "other"), "drafts for a model with vocab_size 256, and this one has 512"),
     ],

@@ -7,6 +7,7 @@ import torch
 from support.models.tiny_models import make
 from support.tasks.draft_heads import fitted_head, logits_of_steps, spaced_ids
 
+from ligertune.decode.answers.token_choice import TokenFilters
 from ligertune.decode.speculative.candidate_tree import CandidateTree, chain
 from ligertune.features.draft.decode.draft_decoding import AcceptanceCounts, TargetModel, decode_with_draft
 from ligertune.features.draft.decode.drafter import Drafter
@@ -107,7 +108,7 @@ def test_drafts_are_those_of_training(name, num_layers):
     with torch.no_grad(), StateCapture(model, config.layer_ids) as capture:
         model(input_ids=text[None])
         states = capture.take()[0, :-1]
-        drafter = Drafter(head, embedding, TREES[name], temperature=0.0)
+        drafter = Drafter(head, embedding, TREES[name], TokenFilters(0.0, top_k=0, top_p=1.0, min_p=0.0))
         drafter.read(states[:5], text[1:6])  # in two parts, as after a pass that accepted some drafts
         drafter.read(states[5:], text[6:])
         drafted = drafter.draft(text[-1]).tokens
@@ -187,6 +188,38 @@ def test_sampled_text_follows_the_distribution_of_the_target(name, temperature, 
     assert abs(distance(text, transitions(model, temperature))) < 4
     assert distance(text, transitions(model, 2 * temperature)) > 10  # so a wrong distribution is seen
     assert 1.2 < found.accepted_length < 3.5  # drafts were accepted and rejected
+
+
+def test_sampled_text_with_top_p_follows_the_distribution_that_is_cut_off():
+    """Of target and head: without it for the head, drafts would be drawn that the target never accepts."""
+    model = markov()
+    torch.manual_seed(7)
+    target = TargetModel(model, logit_transform(model))
+    head = random_head(model, 4)
+    found = decode_with_draft(target, head, [3], TREES["tree"], max_new_tokens=500, temperature=1.0, top_p=0.7)
+    expected = cut_off(transitions(model, 1.0), 0.7)
+    counts = torch.zeros(TOKENS, TOKENS)
+    for pair in itertools.pairwise([3, *found.tokens]):
+        counts[pair] += 1
+    assert (counts[expected == 0] == 0).all() and (expected == 0).sum() > 6
+    mean = counts.sum(1, keepdim=True) * expected
+    kept = mean > 0
+    statistic = ((counts - mean)[kept] ** 2 / mean[kept]).sum()
+    freedom = int(kept.sum()) - int((counts.sum(1) > 0).sum())
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+    assert 1.2 < found.accepted_length < 3.9
+
+
+def cut_off(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Return each distribution (V, V) without its unlikely tokens, by loops."""
+    found = torch.zeros_like(probabilities)
+    for token, row in enumerate(probabilities):
+        mass = 0.0
+        for place in row.argsort(descending=True).tolist():
+            if mass < top_p:
+                found[token, place] = row[place]
+            mass += float(row[place])
+    return found / found.sum(1, keepdim=True)
 
 
 def test_accepted_drafts_are_counted_by_position():

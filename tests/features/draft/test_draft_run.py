@@ -16,6 +16,7 @@ from ligertune.features.draft.files.draft_files import read_draft_files
 from ligertune.features.draft.training import draft_run
 from ligertune.features.draft.training.draft_task import AcceptanceMeasures, accepted_length
 from ligertune.models.read_config import read_config
+from ligertune.planning.options import RunOptions
 from ligertune.recipe import load_recipe
 
 SHORT = {
@@ -41,6 +42,24 @@ def test_a_head_learns_to_draft_what_its_model_wrote(tmp_path) -> None:
     assert after["eval_accepted_length"] == pytest.approx(accepted_length(alphas[:3]))
     assert report["model_path"] == str(tmp_path / "run" / "draft")
 
+    found = report["draft"]
+    assert found["before"]["accepted_length"] == before["eval_accepted_length"]
+    assert (found["after"]["step"], found["after"]["alphas"]) == (50, alphas)
+    assert (found["steps"], found["drafts"]) == (50, 3)
+    assert found["coverage"] == 1.0  # all tokens can be drafted
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    for one in (before, after):
+        values = [f"{one[f'eval_alpha_{step}']:.1%}" for step in range(1, 5)]
+        cells = "</td><td>".join([*values, f"{one['eval_accepted_length']:.2f}"])
+        assert f"{cells}</td></tr>" in page
+    assert "<th>accepted length of 3 drafts</th>" in page
+    for layout in ("eagle3", "speculators"):
+        card = (tmp_path / "run" / "draft" / layout / "README.md").read_text()
+        assert "| Trained on | stories.jsonl.gz |" in card and "| Training steps | 50 |" in card
+        assert f"| Training examples | {found['examples']:,} |" in card
+        assert f"| {', '.join(f'{alpha:.1%}' for alpha in alphas)} |" in card
+        assert f"{after['eval_accepted_length']:.2f} with 3 drafts; before training 1.0" in card
+
 
 @pytest.mark.slow
 def test_the_bundled_recipe_reaches_an_accepted_length_of_1_8(tmp_path) -> None:
@@ -48,6 +67,17 @@ def test_the_bundled_recipe_reaches_an_accepted_length_of_1_8(tmp_path) -> None:
     before, *_, after = evaluations(tmp_path / "run")
     assert before["eval_accepted_length"] < 1.1
     assert after["eval_accepted_length"] >= 1.8
+    trained = measured_chains(tmp_path / "run")
+    assert trained["chain"]["accepted_length"] >= 1.8  # greedily, with 3 drafts
+    assert trained["sampled chain"]["accepted_length"] >= 1.8
+    train_draft(tmp_path / "one", **{"train.max_steps": 1, "train.learning_rate": 1e-9, "eval.eval_strategy": "no"})
+    assert measured_chains(tmp_path / "one")["chain"]["accepted_length"] < 1.1
+
+
+def measured_chains(folder: Path) -> dict:
+    """Decode held-out prompts with the head of a run."""
+    recipe = load_recipe(DRAFT, overrides=[f"checkpoint.output_dir={folder}"])
+    return measure_run.measure_run(RunOptions.of(recipe))
 
 
 def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
@@ -60,6 +90,7 @@ def test_the_command_writes_a_head_that_belongs_to_the_model(tmp_path) -> None:
     assert "README.md" in done.err and "accepted_length" in done.err
     note = next(note for note in report["notes"] if "draft vocabulary" in note)
     assert "300 of 512 tokens" in note
+    assert f"covers {100 * report['draft']['coverage']:.2f} % of the trained tokens" in note
     config = read_config(load_recipe(DRAFT).model)
     files = read_draft_files(tmp_path / "run" / "draft" / "speculators", config)
     assert (files.layout, files.config.draft_vocab_size, files.config.layer_ids) == ("speculators", 300, (1, 2, 3))
@@ -135,6 +166,8 @@ def test_the_best_head_is_that_with_the_highest_accepted_length(tmp_path) -> Non
     record = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
     assert record["step"] == best["step"]
     words = f"the model is that of step {best['step']}, with the highest accepted_length"
+    assert report["draft"]["after"]["step"] == best["step"]  # of the head that is written
+    assert report["draft"]["before"] is None
     assert any(words in note for note in report["notes"])
 
 

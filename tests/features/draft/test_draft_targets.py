@@ -14,6 +14,7 @@ from support.tasks.draft_runs import DRAFT, plan_draft, train_draft
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from ligertune.errors import UserError
+from ligertune.features.draft.decode import measure_run
 from ligertune.features.draft.files.draft_files import read_draft_files
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.models.load import whole_model
@@ -107,17 +108,28 @@ def test_several_processes_hold_whole_copies_of_4_bit_weights(tmp_path) -> None:
         plan(**{"parallel.strategy": "fsdp"})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (FOUR_BITS, "--measure decodes with a model in 16 or 32 bits"),
-        ({"draft.adapter_path": "adapter"}, "--measure: the target has an adapter"),
-    ],
-)
-def test_measurements_refuse_targets_that_they_do_not_load(settings, message, tmp_path) -> None:
-    done = run_here("draft", DRAFT, "--measure", *overrides(settings), cwd=tmp_path)
-    assert done.code == 2
-    assert message in " ".join(done.err.split())
+@pytest.mark.parametrize("kind", ["adapter", "four bits"])
+def test_measurements_decode_with_the_target_that_the_head_was_trained_on(kind, runs, tmp_path, monkeypatch) -> None:
+    """A head that knows nothing drafts for it: texts are those of the target alone, and not those of the base."""
+    monkeypatch.setattr(measure_run, "PROMPTS", 2)
+    monkeypatch.setattr(measure_run, "NEW_TOKENS", 12)
+    target = {"adapter": {"model.model_name_or_path": runs["lora"]}, "four bits": FOUR_BITS}[kind]
+    settings = {**SHORT, "data.val_split": 0.2, **target}
+    train_draft(tmp_path / "run", **settings)
+    options = overrides({**settings, "checkpoint.output_dir": tmp_path / "run"})
+    found = json.loads(run_here("draft", DRAFT, "--measure", "--json", *options, cwd=tmp_path).out)
+    assert found["chain"]["identical"] == found["chain"]["prompts"] > 0
+    of_base = overrides({**SHORT, "data.val_split": 0.2, "checkpoint.output_dir": tmp_path / "run"})
+    other = json.loads(run_here("draft", DRAFT, "--measure", "--json", *of_base, cwd=tmp_path).out)
+    assert other["sampled chain"]["expected"] != pytest.approx(found["sampled chain"]["expected"], rel=1e-4)
+
+
+def test_cached_states_of_another_target_are_refused(base, runs, tmp_path) -> None:
+    cached = {"draft.cache": tmp_path / "cache"}
+    draft(tmp_path / "first", base, **cached)
+    for changes in ({"model": base, **FOUR_BITS}, {"model": runs["lora"]}):
+        with pytest.raises(UserError, match=r"another target: .*weights"):
+            draft(tmp_path / "other", **changes, **cached)
 
 
 def test_the_plan_counts_4_bit_weights_and_the_largest_one_dequantised(base, tmp_path) -> None:

@@ -1,7 +1,7 @@
 """Decoding with a draft head: it drafts a chain or a tree of tokens, and one forward pass of the target verifies them.
 
 Greedy text equals that of plain greedy decoding: exactly in float32; in bfloat16 near ties may differ. Sampled text
-follows the target's distribution at the temperature.
+follows the target's distribution at the temperature, cut off by top_p.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ligertune.decode.answers.token_choice import TokenFilters
 from ligertune.decode.speculative.cached_text import CachedText, append_tokens
 from ligertune.decode.speculative.candidate_tree import CandidateTree, Greedy
 from ligertune.features.draft.decode.drafter import Drafted, Drafter
@@ -108,14 +109,17 @@ def decode_with_draft(
     max_new_tokens: int,
     stop_at: Sequence[int] = (),
     temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> DraftedText:
     """Continue a prompt (token ids) until a token of `stop_at` or `max_new_tokens`. Temperature 0 is greedy decoding.
 
-    Random numbers are torch's. Raises UserError for models whose cache holds more than keys and values.
+    top_p: tokens are drawn from the likeliest ones with this mass. Random numbers are torch's. Raises UserError for
+    models whose cache holds more than keys and values.
     """
     model = target.model.eval()
-    rule = _GreedyRule(tree) if not temperature else RejectionSampler(tree, head.draft_ids(), temperature)
-    drafter = Drafter(head, embedding_of(model).weight, tree, temperature)
+    filters = TokenFilters(temperature, top_k=0, top_p=top_p, min_p=0.0)
+    rule = _GreedyRule(tree) if not temperature else RejectionSampler(tree, head.draft_ids(), filters)
+    drafter = Drafter(head, embedding_of(model).weight, tree, filters)
     text = CachedText(model, backbone_of(model), [prompt], option=OPTION)
     tokens: list[int] = []
     passes = 0

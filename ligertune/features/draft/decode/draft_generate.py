@@ -41,6 +41,7 @@ def generate_with_draft(
         max_new_tokens=decoding.max_new_tokens,
         stop_at=eos_token_ids(loaded.model),
         temperature=decoding.temperature,
+        top_p=decoding.top_p,
     )
     seconds = time.perf_counter() - start
     return SpeculativeText(

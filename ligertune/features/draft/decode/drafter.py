@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligertune.decode.answers.token_choice import TokenFilters, probabilities_of
 from ligertune.decode.speculative.candidate_tree import CandidateTree
 from ligertune.features.draft.draft_cache import DraftCache, run_head
 from ligertune.features.draft.draft_head import DraftHead
@@ -33,12 +34,12 @@ class Drafted:
 class Drafter:
     """Drafts for one text. With a temperature, children of a node are drawn one after another, without repetition."""
 
-    def __init__(self, head: DraftHead, embedding: Tensor, tree: CandidateTree, temperature: float) -> None:
+    def __init__(self, head: DraftHead, embedding: Tensor, tree: CandidateTree, filters: TokenFilters) -> None:
         """embedding (V, E): the target's input embedding."""
         self._head = head
         self._embedding = embedding
         self._tree = tree
-        self._temperature = temperature
+        self._filters = filters
         self._ids = head.draft_ids()
         self._cache = DraftCache(head)
         self._state = embedding.new_empty(0)  # (E,): of the text's last row
@@ -91,10 +92,11 @@ class Drafter:
         self, nodes: list[int], logits: Tensor, tokens: Tensor, distributions: dict[int, Tensor]
     ) -> None:
         """Set the tokens of the nodes' children by logits (M, D): the likeliest ones, or draws."""
+        if self._filters.temperature:
+            distributions |= zip(nodes, probabilities_of(logits, self._filters), strict=True)
         for node, row in zip(nodes, logits.float(), strict=True):
             children = self._children[node]
-            if self._temperature:
-                distributions[node] = torch.softmax(row / self._temperature, dim=-1)
+            if self._filters.temperature:
                 # in falling order, p / Exp(1) are draws without repetition
                 draws = distributions[node] / torch.empty_like(row).exponential_()
                 chosen = draws.topk(len(children)).indices

@@ -17,6 +17,7 @@ from ligertune.features.draft.decode.draft_generate import NEEDS_PLAIN_HEAD
 from ligertune.features.draft.decode.draft_measure import measure_draft, rank_shares
 from ligertune.features.draft.files.draft_files import head_folder, read_draft_head
 from ligertune.features.draft.recipe import DraftSpec
+from ligertune.features.draft.training.draft_target import frozen_as, with_adapter
 from ligertune.features.output_head import logit_transform
 from ligertune.hardware import this_machine
 from ligertune.models.compile import run_eagerly
@@ -43,7 +44,10 @@ def measure_run(options: RunOptions) -> dict[str, Any]:
     config = read_config(build.model)
     head = read_draft_head(head_folder(options.checkpoint.output_dir), config)
     dtype = getattr(torch, choose_precision(build.model.dtype, machine).weights)
-    model = build_model(build.model, config, dtype=dtype, device=machine.device, seed=build.seed)
+    model = build_model(
+        build.model, config, dtype=dtype, device=machine.device, seed=build.seed, stored_as=frozen_as(build)
+    )
+    model = with_adapter(build, model)
     head = head.to(model.device, dtype).eval()
     target = TargetModel(model, logit_transform(model, hint=NEEDS_PLAIN_HEAD))
     examples = _held_out(options)

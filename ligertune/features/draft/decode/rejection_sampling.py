@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ligertune.decode.answers.token_choice import TokenFilters, probabilities_of
 from ligertune.decode.speculative.candidate_tree import CandidateTree
 from ligertune.features.draft.decode.drafter import Drafted
 
@@ -29,23 +30,23 @@ class AcceptedPath:
 
 
 class RejectionSampler:
-    """Accepts drafted tokens at a temperature above 0."""
+    """Accepts drafted tokens at a temperature above 0. Distributions of target and head are filtered alike."""
 
-    def __init__(self, tree: CandidateTree, draft_ids: Tensor, temperature: float) -> None:
+    def __init__(self, tree: CandidateTree, draft_ids: Tensor, filters: TokenFilters) -> None:
         """draft_ids (D,): the target's ids of the draft vocabulary."""
         self._draft_ids = draft_ids
-        self._temperature = temperature
+        self._filters = filters
         self._children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents[1:].tolist(), start=1):
             self._children.setdefault(parent, []).append(node)
 
     def first(self, logits: Tensor) -> Tensor:
         """Draw the first token () from logits (V,)."""
-        return torch.multinomial(self._probabilities(logits), 1)[0]
+        return torch.multinomial(probabilities_of(logits[None], self._filters)[0], 1)[0]
 
     def accept(self, drafted: Drafted, logits: Tensor) -> AcceptedPath:
         """Return the accepted path of a tree, whose nodes' logits are (N, V)."""
-        target = self._probabilities(logits)
+        target = probabilities_of(logits, self._filters)
         tokens = drafted.tokens.tolist()
         nodes = [0]
         overlaps = []
@@ -59,9 +60,6 @@ class RejectionSampler:
                 return AcceptedPath(nodes, _draw(rest), overlaps)
             nodes.append(child)
         return AcceptedPath(nodes, _draw(target[nodes[-1]]), overlaps)
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits.float() / self._temperature, dim=-1)
 
 
 def _choose_child(children: list[tuple[int, int]], p: Tensor, q: Tensor) -> tuple[int | None, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Literal
 
 from huggingface_hub import ModelCardData
@@ -44,8 +45,19 @@ def draft_server_commands(
     return found
 
 
-def draft_card(config: DraftConfig, address: str, target: str, *, layout: Layout, speculative_tokens: int) -> str:
-    """Return the text of README.md. address: what commands call the head; target: folder or hub id of its model."""
+def draft_card(
+    config: DraftConfig,
+    address: str,
+    target: str,
+    *,
+    layout: Layout,
+    speculative_tokens: int,
+    training: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Return the text of README.md. address: what commands call the head; target: folder or hub id of its model.
+
+    training: rows on its training and its acceptance.
+    """
     metadata = ModelCardData(
         base_model=None if looks_local(target) else target,
         tags=["ligertune", "speculative-decoding", "eagle3"],
@@ -59,6 +71,7 @@ def draft_card(config: DraftConfig, address: str, target: str, *, layout: Layout
         ("Reads the inputs of the target's layers", ", ".join(map(str, config.layer_ids))),
         ("Draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens ({share:.0%})"),
         ("Positions", f"{config.max_position_embeddings:,}"),
+        *training,
     ]
     commands = draft_server_commands(config, address, target, layout=layout, speculative_tokens=speculative_tokens)
     lines = [

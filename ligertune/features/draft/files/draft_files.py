@@ -12,7 +12,7 @@ they do not know and assume what is missing, so files that differ from these lay
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,18 @@ class DraftFiles:
 
 
 def write_draft_head(
-    head: DraftHead, folder: Path, target: DraftTarget, *, layout: Layout, speculative_tokens: int
+    head: DraftHead,
+    folder: Path,
+    target: DraftTarget,
+    *,
+    layout: Layout,
+    speculative_tokens: int,
+    training: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write a head in one layout, with README.md; `folder` appears only when complete.
 
-    speculative_tokens: how many tokens a server drafts at a time, which `speculators` files say.
+    speculative_tokens: how many tokens a server drafts at a time, which `speculators` files say. training: rows of
+    README.md on the training.
     """
     tensors = {name: one.detach().to("cpu").contiguous() for name, one in head.state_dict().items()}
     if layout == "speculators":
@@ -106,7 +113,14 @@ def write_draft_head(
     with new_folder(folder) as aside:
         save_file(tensors, aside / SAFE_WEIGHTS, metadata=metadata)
         write_text(aside / CONFIG, json.dumps(config, indent=2) + "\n")
-        card = draft_card(head.config, folder.name, target.name, layout=layout, speculative_tokens=speculative_tokens)
+        card = draft_card(
+            head.config,
+            folder.name,
+            target.name,
+            layout=layout,
+            speculative_tokens=speculative_tokens,
+            training=training,
+        )
         write_text(aside / CARD, card)
 
 

@@ -39,6 +39,10 @@ class DraftLayersShape(AddedHeadsShape):
     def needs_fused_loss(self) -> bool:
         return False
 
+    @property
+    def predicts_shards(self) -> bool:
+        return True
+
     def layer_bytes(self, tokens: int, labels: int, itemsize: int) -> AddedLayerBytes:
         """Return the bytes of K steps on these tokens, of which `labels` predict a label."""
         draft = self.draft

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,23 +78,29 @@ class DraftModel(nn.Module):
         *,
         num_items_in_batch: Sequence[int] | None = None,  # K: labels that each step predicts in the global batch
         labelled_rows: Tensor | None = None,  # (M,): rows of B · T that predict a label, if the collator found them
+        target_states: Tensor | None = None,  # (N, 3E): stored, as are `last_states`; None: the target runs
+        last_states: Tensor | None = None,  # (N, E)
+        keep_states: Callable[[Tensor, Tensor], None] | None = None,  # stores both
         **inputs: Any,
     ) -> DraftLoss:
         """Return the loss, and the acceptance of each step."""
-        states, last = self.target_states(input_ids=input_ids, **inputs)
+        if target_states is None or last_states is None:
+            target_states, last_states = self.target_states(input_ids=input_ids, **inputs)
+            if keep_states is not None:
+                keep_states(target_states, last_states)
         rows = flat_rows(input_ids, inputs)
         head = self.draft_head
         embedding = embedding_of(self.base_model).weight
         n_steps = self.spec.steps
-        found = draft_states(head, states, embedding, rows, n_steps, recompute=self.recompute)
-        taken = torch.arange(len(last), device=last.device) if labelled_rows is None else labelled_rows
+        found = draft_states(head, target_states, embedding, rows, n_steps, recompute=self.recompute)
+        taken = torch.arange(len(last_states), device=last_states.device) if labelled_rows is None else labelled_rows
         sources = taken - torch.arange(1, n_steps + 1, device=taken.device)[:, None]  # (K, M): rows of the head
         counted = (sources >= rows.documents.starts[taken]) & _predicts_label(labels)[taken]
         selected = [state[source.clamp(min=0)] for state, source in zip(found, sources, strict=True)]
         counts = counted.sum(-1).clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         decay = [self.spec.decay_coefficient**step for step in range(n_steps)]
         drafted = head.draft_ids() if head.config.reduces_vocabulary else None
-        teacher = TeacherRows(last[taken], lm_head_of(self.base_model).weight, self.transform, drafted)
+        teacher = TeacherRows(last_states[taken], lm_head_of(self.base_model).weight, self.transform, drafted)
         weights = torch.tensor(decay, dtype=torch.float64, device=taken.device) / torch.as_tensor(
             counts, device=taken.device
         )

@@ -24,6 +24,7 @@ from ligertune.features.draft.files.draft_files import (
     read_draft_head,
     write_draft_head,
 )
+from ligertune.features.draft.files.draft_report import draft_report
 from ligertune.features.draft.recipe import DraftSpec
 from ligertune.features.draft.training.draft_model import DraftModel
 from ligertune.features.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
@@ -164,12 +165,13 @@ def _check_as_specified(spec: DraftSpec, found: DraftConfig) -> None:
 def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
     """Write `output_dir/draft` on the main rank, in both layouts, and read it back.
 
-    Return the folder, and no report: evaluations measure acceptance.
+    Return the folder, and on the main rank the report on the head.
     """
     plan = trained.plan
     model = trained.model
     assert isinstance(model, DraftModel)  # of `with_draft_head`
     folder = plan.output_dir / "draft"
+    report = None
     if trained.is_main:
         weights = trained.weights
         head = model.draft_head
@@ -182,7 +184,9 @@ def save_draft_head(trained: TrainedModel) -> tuple[str, dict[str, Any] | None]:
             head.load_state_dict({name.removeprefix(HEAD): t for name, t in weights.items() if name.startswith(HEAD)})
         target = DraftTarget(model.spec.adapter_path or plan.build.model.model_name_or_path, trained.config, table)
         drafts = model.spec.num_speculative_tokens
+        report = draft_report(trained, head)
+        rows = report.card_rows()
         for layout in LAYOUTS:
-            write_draft_head(head, folder / layout, target, layout=layout, speculative_tokens=drafts)
+            write_draft_head(head, folder / layout, target, layout=layout, speculative_tokens=drafts, training=rows)
             check_written_head(folder / layout, head, target)
-    return str(folder), None
+    return str(folder), None if report is None else report.as_dict()

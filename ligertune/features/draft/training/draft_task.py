@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from ligertune.features.draft.training.draft_memory import DraftLayersShape
 from ligertune.features.draft.training.draft_model import DraftModel
+from ligertune.features.draft.training.state_cache import StateCache
 from ligertune.features.task import Measures, Task, TaskExamples, count_labels_ahead
 from ligertune.models.shape import parameter_kinds, read_shape
 from ligertune.planning.memory.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from ligertune.data.batching.collate import Batcher
 
 ACCEPTED_LENGTH = "accepted_length"
 
@@ -96,13 +100,24 @@ class DraftTask(Task):
     gives_predictions = False
     measures: AcceptanceMeasures
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel, cache: StateCache | None = None) -> None:
+        """cache: of the target's states; None: the target runs in each step."""
         spec = model.spec
         device = model.draft_head.fc.weight.device
         super().__init__(
             DraftShape.of_model(model), AcceptanceMeasures(spec.steps, spec.num_speculative_tokens, device)
         )
         self._shifts = tuple(range(2, spec.steps + 2))  # row i predicts token i + 2 + k at step k
+        self._cache = cache
+
+    def prepare(self, model: nn.Module, batchers: Sequence[Batcher]) -> None:
+        """Open the cache."""
+        if self._cache is not None:
+            self._cache.open()
+
+    def batch_fields(self, examples: TaskExamples, indices: Sequence[int], batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the stored states of the target, or how to store them."""
+        return {} if self._cache is None else self._cache.batch_fields([examples[i] for i in indices], batch)
 
     def inputs(self, examples: TaskExamples, indices: np.ndarray, *, step: int | None = None) -> dict[str, Any]:
         """Return the number of labels that each step predicts, which divide its loss."""
