@@ -85,6 +85,7 @@ class RowLosses(NamedTuple):
     losses: Tensor
     alpha: Tensor
     d_logits: Tensor
+    trained: Tensor | None = None  # (n,) bool: rows whose loss counts; None: all
 
 
 def row_losses(logits: Tensor, teacher: TeacherChunk, kind: LossKind) -> RowLosses:
@@ -106,8 +107,7 @@ def row_losses(logits: Tensor, teacher: TeacherChunk, kind: LossKind) -> RowLoss
     d_logits = q.sub_(p_drafted)
     if kind == "kl":
         return RowLosses(losses + (p_drafted * log_p).sum(-1), alpha, d_logits)
-    counted = teacher.argmax_drafted
-    return RowLosses(losses.where(counted, 0.0), alpha, d_logits.mul_(counted[:, None]))
+    return RowLosses(losses, alpha, d_logits, trained=teacher.argmax_drafted)
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,12 @@ class _Sums:
     ) -> Tensor | None:
         """Add the rows of states (K, n, E); return the gradient of states. factors (K,): of the steps' gradients."""
         found = row_losses(F.linear(states, weight), teacher, kind)
-        self.losses.add_(found.losses.where(counted, 0.0).sum(-1))
+        trained = counted if found.trained is None else counted & found.trained
+        self.losses.add_(found.losses.where(trained, 0.0).sum(-1))
         self.accepted.add_(found.alpha.where(counted, 0.0).sum(-1))
         if self.d_weight is None:
             return None
-        d_logits = found.d_logits.mul_((counted * factors[:, None])[..., None]).to(states.dtype)
+        d_logits = found.d_logits.mul_((trained * factors[:, None])[..., None]).to(states.dtype)
         self.d_weight.add_(d_logits.flatten(0, 1).t() @ states.flatten(0, 1))
         return d_logits @ weight
 
