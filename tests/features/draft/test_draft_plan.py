@@ -45,8 +45,8 @@ def model_of(vocab: int, drafted: int, *, loss: str = "eagle", hidden: int = HID
         (4096, 1024, "eagle", 1 << 28, ROWS),
         (4096, 1024, "eagle", 1 << 20, ROWS),
         (4096, 1024, "acceptance", 1 << 28, ROWS),
-        (4096, 1024, "kl", 1 << 28, ROWS),
-        (2048, 2048, "eagle", 1 << 28, ROWS),
+        pytest.param(4096, 1024, "kl", 1 << 28, ROWS, marks=pytest.mark.slow),
+        pytest.param(2048, 2048, "eagle", 1 << 28, ROWS, marks=pytest.mark.slow),
         (2048, 2048, "eagle", 1 << 28, ROWS // 4),
     ],
 )
@@ -128,7 +128,11 @@ def gathered_by_fsdp(vocab: int, drafted: int, shape: tuple[int, int], reshards:
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize(
     "vocab, drafted, shape, phase",
-    [(4096, 64, (1, 8), "gather"), (4096, 4096, (1, 8), "gather again"), (4096, 4096, (16, 24), "loss")],
+    [
+        (4096, 64, (1, 8), "gather"),
+        (4096, 4096, (1, 8), "gather again"),
+        pytest.param(4096, 4096, (16, 24), "loss", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_of_a_rank_that_shares_the_model_is_what_fsdp_gathers(vocab, drafted, shape, phase, reshards) -> None:
     (found,) = on_ranks(1, lambda rank: gathered_by_fsdp(vocab, drafted, shape, reshards))

@@ -124,9 +124,9 @@ def test_a_head_that_is_written_wrongly_ends_the_run(tmp_path, monkeypatch) -> N
 
 def test_the_command_measures_the_head_of_a_run(tmp_path, monkeypatch) -> None:
     """A chain and a tree write the text of plain decoding; a sampled chain is accepted about as often as expected."""
-    train_draft(tmp_path / "run", **{**SHORT, "train.max_steps": 30, "train.learning_rate": 1e-2})
-    monkeypatch.setattr(measure_run, "PROMPTS", 2)
-    monkeypatch.setattr(measure_run, "NEW_TOKENS", 24)
+    train_draft(tmp_path / "run", **{**SHORT, "train.max_steps": 12, "train.learning_rate": 1e-2})
+    for name, few in (("PROMPTS", 2), ("NEW_TOKENS", 12), ("TEXTS", 4)):
+        monkeypatch.setattr(measure_run, name, few)
     settings = overrides({**SHORT, "checkpoint.output_dir": tmp_path / "run"})
     done = run_here("draft", DRAFT, "--measure", "--json", *settings, cwd=tmp_path)
     assert done.code == 0, done.err[-3000:]

@@ -108,11 +108,11 @@ def test_several_processes_hold_whole_copies_of_4_bit_weights(tmp_path) -> None:
         plan(**{"parallel.strategy": "fsdp"})
 
 
-@pytest.mark.parametrize("kind", ["adapter", "four bits"])
+@pytest.mark.parametrize("kind", ["adapter", pytest.param("four bits", marks=pytest.mark.slow)])
 def test_measurements_decode_with_the_target_that_the_head_was_trained_on(kind, runs, tmp_path, monkeypatch) -> None:
     """A head that knows nothing drafts for it: texts are those of the target alone, and not those of the base."""
-    monkeypatch.setattr(measure_run, "PROMPTS", 2)
-    monkeypatch.setattr(measure_run, "NEW_TOKENS", 12)
+    for name, few in (("PROMPTS", 1), ("NEW_TOKENS", 6), ("TEXTS", 2)):
+        monkeypatch.setattr(measure_run, name, few)
     target = {"adapter": {"model.model_name_or_path": runs["lora"]}, "four bits": FOUR_BITS}[kind]
     settings = {**SHORT, "data.val_split": 0.2, **target}
     train_draft(tmp_path / "run", **settings)
