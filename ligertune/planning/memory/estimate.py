@@ -176,13 +176,14 @@ class MemoryEstimate:
         if own is None:
             held, loss = self._heads_loss(heads, batch, step.free)
             own = AddedLayerBytes(0, held, loss, backward=2 * heads.number * batch.labels * row)
-        captured, held, loss, gradients_of_heads = own
+        widest = batch.tokens * elements * step.itemsize
         if self.shards > 1:
-            return self._sharded_heads_phases(own, batch, step, batch.tokens * elements * step.itemsize)
+            return self._sharded_heads_phases(own, batch, step, widest)
+        kept = hidden_states + own.held
         return (
-            StepPhase("frozen model", captured, before, 0, batch.tokens * elements * step.itemsize + step.workspace),
-            StepPhase("loss", hidden_states + held, before, loss, step.workspace),
-            StepPhase("backward", hidden_states + held, step.gradients, gradients_of_heads, step.workspace),
+            StepPhase("frozen model", own.captured, before, 0, widest + step.workspace),
+            StepPhase("loss", kept, before, own.loss, step.workspace),
+            StepPhase("backward", kept, step.gradients, own.backward, step.workspace),
             StepPhase("step", 0, step.gradients, 0, step.workspace + step.optimizer_step),
         )
 

@@ -144,7 +144,11 @@ def test_the_plan_counts_4_bit_weights_and_the_largest_one_dequantised(base, tmp
 
 
 @pytest.mark.parametrize(
-    ("recipe", "model"), [("llama-3.1-8b-24gb.yaml", "Llama-3.1-8B"), ("qwen3-8b-24gb.yaml", "Qwen3-8B")]
+    ("recipe", "model"),
+    [
+        ("llama-3.1-8b-24gb.yaml", "Llama-3.1-8B"),
+        pytest.param("qwen3-8b-24gb.yaml", "Qwen3-8B", marks=pytest.mark.slow),
+    ],
 )
 def test_the_recipes_for_24_gb_are_planned_below_24_gib(recipe, model, corpus, base, tmp_path) -> None:
     """Packed rows of 8,192 tokens and seven steps, of which all states are recomputed or none."""
@@ -182,6 +186,7 @@ def test_the_target_of_an_adapter_is_the_merged_model(place, runs, base, tmp_pat
     assert found != pytest.approx(draft(tmp_path / "base", base), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_on_4_bit_weights_stay_in_the_layers(runs, base, tmp_path) -> None:
     """The target is what QLoRA trained, with and without load_in_4bit."""
     folder = runs["qlora"] / "model"
@@ -191,6 +196,7 @@ def test_adapters_on_4_bit_weights_stay_in_the_layers(runs, base, tmp_path) -> N
     assert draft(tmp_path / "same", runs["qlora"], **FOUR_BITS) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_that_4_bit_weights_cannot_keep_are_refused(runs, tmp_path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(runs["qlora"] / "model", copied)

@@ -17,6 +17,7 @@ program has a few tokens and all query heads of one key head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -170,9 +171,16 @@ def _merge_backward_kernel(
     tl.store(dq_ptr + tiles, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
+class _Launchers(NamedTuple):
+    """Launchers of both directions, and the tokens of a program."""
+
+    forward: Launcher
+    backward: Launcher
+    tokens: int
+
+
 @cached
-def _launchers(heads: int, key_heads: int, head_dim: int, chip: Chip) -> tuple[Launcher, Launcher, int]:
-    """Return the launchers of the forward and the backward, and the tokens of a program."""
+def _launchers(heads: int, key_heads: int, head_dim: int, chip: Chip) -> _Launchers:
     group = heads // key_heads
     padded_group = power_of_2(group)
     width = power_of_2(head_dim)
@@ -181,7 +189,7 @@ def _launchers(heads: int, key_heads: int, head_dim: int, chip: Chip) -> tuple[L
         "KEY_HEADS": key_heads, "GROUP": group, "PADDED_GROUP": padded_group, "TOKENS": tokens, "WIDTH": width,
         **launch_options(tokens * padded_group * width, chip),
     }  # fmt: skip
-    return Launcher(_merge_kernel, constants), Launcher(_merge_backward_kernel, constants), tokens
+    return _Launchers(Launcher(_merge_kernel, constants), Launcher(_merge_backward_kernel, constants), tokens)
 
 
 class _MergeOwnKeys(torch.autograd.Function):
@@ -190,16 +198,16 @@ class _MergeOwnKeys(torch.autograd.Function):
         n_tokens, heads, head_dim = query.shape
         n_own = len(own) // 2
         key_heads = own[0].shape[1]
-        forward, backward, tokens = _launchers(heads, key_heads, head_dim, chip_of(query.device))
+        launchers = _launchers(heads, key_heads, head_dim, chip_of(query.device))
         keys = torch.stack(own[:n_own])
         values = torch.stack(own[n_own:])
         merged = torch.empty_like(out)
         total = lse.new_empty(lse.shape, dtype=torch.float32)
-        ctx.grid = (-(-n_tokens // tokens) * key_heads, 1, 1)
+        ctx.grid = (-(-n_tokens // launchers.tokens) * key_heads, 1, 1)
         ctx.integers = (*query.stride()[:2], *lse.stride(), head_dim)
         ctx.numbers = (n_tokens, n_own, scale)
-        ctx.launch = backward
-        forward(ctx.grid, (query, out, lse, keys, values, merged, total), ctx.integers, *ctx.numbers)
+        ctx.launch = launchers.backward
+        launchers.forward(ctx.grid, (query, out, lse, keys, values, merged, total), ctx.integers, *ctx.numbers)
         # not the stacked tensors: their parts are kept anyway, by the steps before
         ctx.save_for_backward(query, out, lse, total, *own)
         return merged
@@ -239,7 +247,8 @@ def merge_own_keys(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     query, out, *own = autocast(query, out, *keys, *values)
-    keys, values = own[: len(keys)], own[len(keys) :]
+    values = own[len(keys) :]
+    keys = own[: len(keys)]
     _check(query, out, lse, keys, values)
     if not keys or query.numel() == 0 or not runs_triton(query):
         return merge_own_keys_reference(query, out, lse, keys, values, scale=scale)

@@ -105,17 +105,17 @@ class StateCache:
 
         Rows of padding have zeros, which no row reads.
         """
-        starts = _first_rows(examples, batch)
+        placed = list(zip(examples, _first_rows(examples, batch), strict=True))
         found = [self._read(example) for example in examples]
-        missing = [pair for pair, tensors in zip(zip(examples, starts, strict=True), found, strict=True) if not tensors]
-        if missing:
+        if not all(found):
+            missing = [place for place, tensors in zip(placed, found, strict=True) if not tensors]
             return {KEEP_STATES: partial(self.write, missing)}
         fields = {}
         for name in FIELDS:
-            parts = [tensors[name] for tensors in found]
-            fields[name] = parts[0].new_zeros(batch["input_ids"].numel(), parts[0].shape[1])
-            for start, part in zip(starts, parts, strict=True):
-                fields[name][start : start + len(part)] = part
+            width = found[0][name].shape[1]
+            fields[name] = found[0][name].new_zeros(batch["input_ids"].numel(), width)
+            for (example, start), tensors in zip(placed, found, strict=True):
+                fields[name][start : start + len(example.input_ids)] = tensors[name]
         return fields
 
     def write(self, examples: Sequence[tuple[Example, int]], *states: Tensor) -> None:
