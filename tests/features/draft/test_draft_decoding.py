@@ -17,7 +17,7 @@ from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.draft.target_states import StateCapture
 from ligertune.features.output_head import logit_transform
 
-DEPTH, NEW, LAYERS = 3, 24, 5
+DEPTH, NEW, LAYERS = 3, 30, 5
 WIDE = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth) if sum(path) < 3]
 TREES = {"chain": CandidateTree.from_paths(chain(DEPTH)), "tree": CandidateTree.from_paths(WIDE)}
 

@@ -196,7 +196,6 @@ def test_adapters_on_4_bit_weights_stay_in_the_layers(runs, base, tmp_path) -> N
     assert draft(tmp_path / "same", runs["qlora"], **FOUR_BITS) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_adapters_that_4_bit_weights_cannot_keep_are_refused(runs, tmp_path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(runs["qlora"] / "model", copied)
@@ -206,14 +205,24 @@ def test_adapters_that_4_bit_weights_cannot_keep_are_refused(runs, tmp_path) -> 
     with pytest.raises(UserError, match="was trained with init_lora_weights: pissa on weights of 4 bits") as caught:
         plan_draft(tmp_path / "run", **SHORT, **{"model.model_name_or_path": copied})
     assert caught.value.exit_code == 2
-    head = {"method.type": "lora", "method.lora_r": 4, "method.lora_modules_to_save": "[lm_head]", "train.max_steps": 1}
-    train_quickstart(tmp_path / "head", **head, **ONE_ROW)
-    adapter = {"model.model_name_or_path": tmp_path / "head" / "run"}
+    adapter = {"model.model_name_or_path": train_output_head(tmp_path)}
     with pytest.raises(UserError, match="changes the embedding or the output head, and on quantised"):
         plan_draft(tmp_path / "run", **SHORT, **adapter, **FOUR_BITS)
-    merged, _, _ = merge_saved_adapter(tmp_path / "head" / "run" / "model", None, trust_remote_code=False)
-    expected = draft(tmp_path / "merged", save(merged, tmp_path / "head" / "run" / "model", tmp_path / "copy"))
-    assert draft(tmp_path / "run", tmp_path / "head" / "run") == pytest.approx(expected, rel=1e-5)
+
+
+def train_output_head(folder: Path) -> Path:
+    """Return a run whose adapter has an output head of its own."""
+    head = {"method.type": "lora", "method.lora_r": 4, "method.lora_modules_to_save": "[lm_head]", "train.max_steps": 1}
+    train_quickstart(folder / "head", **head, **ONE_ROW)
+    return folder / "head" / "run"
+
+
+@pytest.mark.slow
+def test_an_output_head_of_an_adapter_is_merged_on_dense_weights(tmp_path) -> None:
+    run = train_output_head(tmp_path)
+    merged, _, _ = merge_saved_adapter(run / "model", None, trust_remote_code=False)
+    expected = draft(tmp_path / "merged", save(merged, run / "model", tmp_path / "copy"))
+    assert draft(tmp_path / "run", run) == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_adapter_that_names_no_base_is_refused(runs, tmp_path) -> None:
