@@ -258,7 +258,7 @@ def _attend_capped(
     value = repeat_kv(value, groups)
     scaling = query.shape[-1] ** -0.5 if terms.scaling is None else terms.scaling
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)  # (1, H, T, keys)
-    scores = scores.masked_fill(~band, float("-inf"))
+    scores = scores.masked_fill(~band, torch.finfo(scores.dtype).min)  # a row of padding may see nothing
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(weights, terms.dropout) @ value
 
@@ -275,7 +275,29 @@ def _unpacked(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Non
         _refuse("does not pass the places of documents to its attention")
     if _has_sinks(kwargs):  # transformers' sdpa would ignore them
         raise ValueError("sdpa has no attention sinks; use eager attention")
+    if kwargs.get("softcap") is not None:  # which transformers' sdpa refuses
+        return _unpacked_capped(*args, **kwargs), None
     return sdpa_attention_forward(module, *args, **kwargs)
+
+
+def _unpacked_capped(
+    query: Tensor,  # (B, H, T, D)
+    key: Tensor,  # (B, K, keys, D)
+    value: Tensor,  # (B, K, keys, D)
+    attention_mask: Tensor | None,  # (B, 1, T, keys): bool, or added to the scores; None: causal
+    *,
+    softcap: float,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> Tensor:  # (B, T, H, D)
+    """Attend with capped scores to rows of one document each."""
+    if attention_mask is None:
+        visible = _band(query.shape[2], key.shape[2], key.shape[2], query.device)
+    else:
+        visible = attention_mask if attention_mask.dtype is torch.bool else attention_mask == 0
+    terms = _LayerTerms(scaling, dropout, None, softcap)
+    return _attend_capped(query, key, value, visible, softcap, terms).transpose(1, 2).contiguous()
 
 
 class _LayerTerms(NamedTuple):  # torch.compile traces it, unlike a frozen dataclass

@@ -24,6 +24,7 @@ from ligertune.patching.fused_loss import KernelLossModel, let_head_losses_run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PROBED_TOKENS = (1, 2)  # ids in every vocabulary
 HINT = "The loss needs a linear output head without a bias on the last hidden state, as in Llama."
 
 
@@ -88,14 +89,14 @@ def logit_transform(model: PreTrainedModel, origin: ModelOrigin = RECIPE_MODEL, 
     was_training = model.training
     model.eval()
     try:
-        tokens = torch.tensor([[1, 2]], device=head.weight.device)
+        tokens = torch.tensor([PROBED_TOKENS], device=head.weight.device)
         logits = model(input_ids=tokens, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
         model.train(was_training)
     found = logits.scale_and_softcap() if isinstance(logits, DeferredLogits) and logits.dense is None else None
-    if found is None or not torch.equal(seen["head"], seen["backbone"]):
+    if found is None or "backbone" not in seen or not torch.equal(seen["head"], seen["backbone"]):
         what = "does more to its logits than scale or soft-cap them" if found is None else "changes h before the head"
         raise origin.error(f"this {type(model).__name__} {what}.", hint=hint)
     return LogitTransform(*found)

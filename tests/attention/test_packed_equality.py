@@ -106,6 +106,24 @@ def test_unpacked_rows_use_the_attention_of_transformers():
         torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
 
 
+def test_unpacked_rows_keep_the_soft_cap_of_scores():
+    """With padding on the right, whose rows see their own key at most, and with a window."""
+    batch = tiny_models.batch()
+    expected = make(CAPPED, attn_implementation="eager")(**batch, use_cache=False).logits
+    uncapped = make(CAPPED, attn_implementation="eager", attn_logit_softcapping=None)(**batch, use_cache=False).logits
+    for implementation in ("document_attention", "per_document"):
+        model = make(CAPPED, attn_implementation=implementation)
+        install_packing_checks(model)
+        found = model(**batch, use_cache=False).logits
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[-1, :2], expected[-1, :2])
+        assert not torch.allclose(found[0], uncapped[0])
+        prompt = batch["input_ids"][:1]
+        texts = [one.eval().generate(prompt, max_new_tokens=8, do_sample=False).tolist()
+                 for one in (model, make(CAPPED, attn_implementation="eager"))]  # fmt: skip
+        assert texts[0] == texts[1]
+
+
 def test_generation_with_a_cache_is_unchanged():
     prompt = tiny_models.batch(rows=1)["input_ids"]
     texts = []

@@ -27,6 +27,7 @@ class StateCapture:
                 f"The decoder layers of this {type(model).__name__} are not found, so it has no draft head."
             )
         self._layer_ids = tuple(layer_ids)
+        self._name = type(model).__name__
         self._found: dict[int, Tensor] = {}
         self._hooks = [layers[layer].register_forward_pre_hook(self._keep(layer), with_kwargs=True)
                        for layer in self._layer_ids]  # fmt: skip
@@ -42,6 +43,17 @@ class StateCapture:
         found = torch.cat([self._found[layer] for layer in self._layer_ids], dim=-1)
         self._found.clear()
         return found
+
+    def check(self, n_tokens: int, hidden_size: int) -> None:
+        """Raise UserError unless the last forward, of one row, had states (1, n_tokens, hidden_size). Forget them."""
+        for layer, state in self._found.items():
+            if state.shape != (1, n_tokens, hidden_size):
+                raise UserError(
+                    f"Layer {layer} of this {self._name} reads states of shape {tuple(state.shape)} for {n_tokens} "
+                    f"tokens, and a draft head one vector of {hidden_size} numbers for each token.",
+                    hint="Such a model has no draft head.",
+                )
+        self._found.clear()
 
     def close(self) -> None:
         """Remove the hooks."""

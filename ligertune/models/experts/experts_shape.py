@@ -109,6 +109,8 @@ def _saved_by_router(layer: nn.Module, prefix: str, number: int, dtype: torch.dt
                 return _saved_per_row(copy.deepcopy(module).to_empty(device="cpu"), hidden, dtype)
             except TypeError:  # it takes more than hidden states (MiniMax-M2), or a bias that is set later (LFM2-MoE)
                 return 0
+            except RuntimeError:  # its products are in float32, of a copy of its input (HunYuan-MoE, DeepSeek-V4)
+                return 4 * hidden
     return 0
 
 

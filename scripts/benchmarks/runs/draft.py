@@ -311,8 +311,8 @@ def publish(options: argparse.Namespace, points: list[dict[str, Any]], left_out:
         caveats=[
             f"Random weights, bfloat16, one packed row a step, {STEPS} steps of training-time test, a draft vocabulary "
             f"of {DRAFT_VOCABULARY:,} tokens. The head trains with AdamW, and the target is frozen.",
-            "The plain side materialises the scores of all pairs of rows and the logits of all rows. With flex attention "
-            "or logits in chunks it would take less memory.",
+            "The plain side materialises the scores of all pairs of rows and the logits of all rows. With flex "
+            "attention or logits in chunks it would take less memory.",
             f"Each side ran once: {options.steps} measured steps after one of warm-up, two for `ligertune draft`.",
             "share of the floor: the time of all products at the GPU's peak rate, over the time of the step.",
         ],

@@ -186,7 +186,6 @@ def test_the_target_of_an_adapter_is_the_merged_model(place, runs, base, tmp_pat
     assert found != pytest.approx(draft(tmp_path / "base", base), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_adapters_on_4_bit_weights_stay_in_the_layers(runs, base, tmp_path) -> None:
     """The target is what QLoRA trained, with and without load_in_4bit."""
     folder = runs["qlora"] / "model"

@@ -26,8 +26,9 @@ from ligertune.features.draft.files.draft_files import (
 )
 from ligertune.features.draft.files.draft_report import draft_report
 from ligertune.features.draft.recipe import DraftSpec
+from ligertune.features.draft.target_states import StateCapture
 from ligertune.features.draft.training.draft_model import DraftModel
-from ligertune.features.output_head import LogitTransform, backbone_of, check_plain_head, logit_transform
+from ligertune.features.output_head import PROBED_TOKENS, LogitTransform, backbone_of, check_plain_head, logit_transform
 from ligertune.files.storage import read_object
 from ligertune.models.score_head import embedding_of
 from ligertune.patching.packing_checks import prepare_masks
@@ -120,9 +121,17 @@ def with_draft_head(options: BuildOptions, model: PreTrainedModel) -> DraftModel
         head = read_draft_head(head_folder(spec.head_path), model.config)
         _check_as_specified(spec, head.config)
     head = head.to(device=weight.device, dtype=embedding_of(model).weight.dtype)
-    transform = LogitTransform() if on_meta else logit_transform(model, hint=NEEDS_PLAIN_HEAD)
+    transform = LogitTransform() if on_meta else _checked_transform(model, head.config)
     recompute = bool(options.execution.gradient_checkpointing)
     return DraftModel(model, head, spec, transform=transform, recompute=recompute)
+
+
+def _checked_transform(model: PreTrainedModel, config: DraftConfig) -> LogitTransform:
+    """Return how the model makes its logits, and check the states that enter its layers on the way."""
+    with StateCapture(model, config.layer_ids) as capture:
+        transform = logit_transform(model, hint=NEEDS_PLAIN_HEAD)
+        capture.check(len(PROBED_TOKENS), config.hidden_size)
+    return transform
 
 
 def new_head(spec: DraftSpec, model: PreTrainedModel, weight: Tensor, *, seed: int) -> DraftHead:
