@@ -87,6 +87,8 @@ RULES = (
         Rule(f"{key}, task: draft", "{0} measures a model, and {1} is draft, which trains a draft head. Leave {0} out.")
         for key in ("eval.metric", "eval.tasks")
     ),
+    Rule("eval.sample_prompts, task: draft",
+         "{0} are answered by the model, which {1}: draft does not change. Leave {0} out."),
     Rule("train.neftune_noise_alpha: not null, task: draft", NO_NOISE),
     Rule("train.torch_compile, task: draft",
          "{0} compiles the model's layers, whose inputs {1}: draft reads. Leave {0} out."),
