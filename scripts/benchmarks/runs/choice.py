@@ -1,7 +1,6 @@
 """Train with each setting that a plan may choose, and compare the chosen one with the best: scripts/bench choice.
 
-    scripts/bench choice --corpus FOLDER [--only NAME,NAME] [--most 14] [--points FILE]
-        [--page docs/benchmarks] [--small]
+    scripts/bench choice --corpus FOLDER [--only NAME,NAME] [--most 14] [--page docs/benchmarks] [--small]
 
 A configuration is a model, a method, a length, a global batch and a memory limit, which torch's allocator keeps. Each
 runs in a process: it trains a few steps with every split of the batch, with and without checkpointing, offloading and
@@ -16,6 +15,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ def main() -> int:
     if options.line:
         run_configuration(options, options.line)
         return 0
-    rows, left_out = printed(options.points), []
+    rows, left_out = [], []
     for name in options.only.split(";"):
         command = processes.again("--out", str(options.out), "--line", name)
         found, reason = processes.run(command, limit=options.limit, show=lambda one: print(json.dumps(one), flush=True))
@@ -55,21 +55,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inputs.add_inputs(parser)
     parser.add_argument("--only", help="names of configurations, separated by semicolons")
-    parser.add_argument("--points", type=Path, help="output of an earlier call on this GPU, which joins the page")
     parser.add_argument("--most", type=int, default=12, help="settings of a configuration")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a configuration")
     parser.add_argument("--line", help=argparse.SUPPRESS)
-    options = pages.parse(parser)
+    options = pages.parse(parser, partial(pages.joined, keys=("configuration",)))
     options.only = options.only or ("small" if options.small else ";".join(CONFIGURATIONS))
     options.out = (options.out or Path(tempfile.mkdtemp(prefix="ligertune-bench-choice-"))).absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     return options
-
-
-def printed(path: Path | None) -> list[dict]:
-    """Return the points that an earlier call printed."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path is not None else []
-    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def run_configuration(options: argparse.Namespace, name: str) -> None:
