@@ -70,11 +70,11 @@ def _adapter(folder, base):
         ("data", {"model.model_name_or_path": "me/none"}, "model.model_name_or_path"),
         ("data", {"model.tokenizer.path": "me/none"}, "model.tokenizer.path"),
         ("plan", {"data.datasets.0.path": "me/none"}, "data.datasets[0].path"),
-        ("data", {"data.datasets.0.path": "me/none", "data.streaming": True, "data.val_split": 0},
-         "data.datasets[0].path"),
+        pytest.param("data", {"data.datasets.0.path": "me/none", "data.streaming": True, "data.val_split": 0},
+                     "data.datasets[0].path", marks=pytest.mark.slow),
         ("distill", {"task": "distill", "distill.teacher": "me/none"}, "distill.teacher"),
         ("generate", None, "MODEL"),
-        ("chat", None, "MODEL"),
+        pytest.param("chat", None, "MODEL", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_hub_id_is_refused_at_once(command, settings, key, closed_port, tmp_path, caplog):

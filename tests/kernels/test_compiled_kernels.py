@@ -92,6 +92,7 @@ def test_two_graphs_serve_all_numbers_of_rows_and_no_kernel_changes_their_inputs
     assert not [kernel for kernel, changed in launches if "placeholder" in changed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recurrences_are_one_graph_that_changes_no_input(packed, h100):
     """Rows of more than one chunk and run: a dimension of 1 is another graph."""
@@ -148,6 +149,7 @@ def test_a_mixer_of_mamba_is_one_graph_that_changes_no_input(packed, h100):
     assert not [ops for ops in changed if "placeholder" in ops]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kda_is_one_graph_that_changes_no_input(packed, h100):
     graphs, changed, backend = recording_backend()

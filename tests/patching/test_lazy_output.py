@@ -144,6 +144,7 @@ def test_a_trainer_that_reads_logits_trains_as_without_patch(bf16, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=2e-2 if bf16 else 1e-4)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_says_what_to_write():
     _, patched = pair("llama")
     compiled = torch.compile(patched, backend="eager", fullgraph=True)

@@ -43,7 +43,7 @@ def model_of(vocab: int, drafted: int, *, loss: str = "eagle", hidden: int = HID
     "vocab, drafted, loss, chunk, labelled",
     [
         (4096, 1024, "eagle", 1 << 28, ROWS),
-        (4096, 1024, "eagle", 1 << 20, ROWS),
+        pytest.param(4096, 1024, "eagle", 1 << 20, ROWS, marks=pytest.mark.slow),
         (4096, 1024, "acceptance", 1 << 28, ROWS),
         pytest.param(4096, 1024, "kl", 1 << 28, ROWS, marks=pytest.mark.slow),
         pytest.param(2048, 2048, "eagle", 1 << 28, ROWS, marks=pytest.mark.slow),

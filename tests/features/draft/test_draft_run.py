@@ -122,6 +122,7 @@ def test_a_head_that_is_written_wrongly_ends_the_run(tmp_path, monkeypatch) -> N
         train_draft(tmp_path / "run", **{**SHORT, "train.max_steps": 1, "eval.eval_strategy": "no"})
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_head_of_a_run(tmp_path, monkeypatch) -> None:
     """A chain and a tree write the text of plain decoding; a sampled chain is accepted about as often as expected."""
     train_draft(tmp_path / "run", **{**SHORT, "train.max_steps": 12, "train.learning_rate": 1e-2})

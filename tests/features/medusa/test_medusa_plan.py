@@ -34,8 +34,8 @@ WIDE, NARROW = ({"hidden_size": WIDTH, "intermediate_size": mlp} for mlp in (409
     [
         (WIDE, {"num_heads": 2}, "frozen model"),
         (NARROW, {"num_heads": 4}, "loss"),
-        (NARROW, {"num_heads": 6}, "loss"),
-        (NARROW, {"num_heads": 3, "num_layers": 3}, "loss"),
+        pytest.param(NARROW, {"num_heads": 6}, "loss", marks=pytest.mark.slow),
+        pytest.param(NARROW, {"num_heads": 3, "num_layers": 3}, "loss", marks=pytest.mark.slow),
         (NARROW, {"num_heads": 3, "lm_head": "own"}, "loss"),
     ],
     ids=["a wide model", "four heads", "six heads", "three blocks", "own output heads"],

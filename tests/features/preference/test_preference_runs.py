@@ -72,7 +72,7 @@ def test_the_reference_of_the_first_step_is_the_model_itself(expected):
         pytest.param({"train.per_device_train_batch_size": 4}, marks=pytest.mark.slow),
         {"train.per_device_train_batch_size": 1, "eval.per_device_eval_batch_size": 3},
         {"data.padding_free": True},
-        {"kernels.enabled": False},
+        pytest.param({"kernels.enabled": False}, marks=pytest.mark.slow),
     ],
     ids="-".join,
 )

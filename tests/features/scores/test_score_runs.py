@@ -88,6 +88,7 @@ def test_packed_rows_have_the_losses_of_padded_ones_and_the_saved_model_the_scor
     assert float((scores.argmax(1) == labels).float().mean()) == pytest.approx(expected["eval_accuracy"])
 
 
+@pytest.mark.slow
 def test_the_adapter_and_its_score_head_are_saved_and_merged(pairs, tmp_path):
     """PEFT and transformers alone, and `ligertune export --check`, find the trained scores."""
     train(tmp_path, **{**pairs, "method.type": "lora", "method.lora_r": 4, "data.packing": True})
