@@ -10,13 +10,14 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ligertune.errors import UserError
 from ligertune.recipe.feature import LAST, feature_names
 
 if TYPE_CHECKING:
@@ -121,13 +122,24 @@ def with_decoders(generate: Callable[..., None]) -> Callable[..., None]:
 
 
 def answers_of_decoder(request: GenerateRequest, options: dict[str, Any]) -> Iterable[GeneratedText] | None:
-    """Return the answers of the first decoder whose options are given; None if none are."""
+    """Return the answers of the decoder that the options choose; None if they choose none.
+
+    The first option of a decoder chooses it. Raises UserError for two of them, and for others of a decoder without it.
+    """
+    chosen: dict[str, Callable[[], Iterable[GeneratedText] | None]] = {}
     for decode in _decoders():
-        given = {option.name: options.get(option.name, option.default) for option in _options_of(decode)}
-        answers = decode(request, **given)
-        if answers is not None:
-            return answers
-    return None
+        own = _options_of(decode)
+        given = {option.name: options.get(option.name, option.default) for option in own}
+        switch = _flag(own[0].name)
+        changed = [_flag(option.name) for option in own if given[option.name] != option.default]
+        if switch in changed:
+            chosen[switch] = partial(decode, request, **given)
+        elif changed:
+            message = f"{changed[0]} is an option of {switch}, which is not given."
+            raise UserError(message, hint=f"Add {switch}, or leave {changed[0]} out.")
+    if len(chosen) > 1:
+        raise UserError(f"{' and '.join(chosen)} decode in different ways.", hint="Give one of them.")
+    return next(iter(chosen.values()))() if chosen else None
 
 
 def check_of_feature(folder: Path, prompt: str | None, trust_remote_code: bool) -> list[dict[str, Any]] | None:
@@ -137,6 +149,11 @@ def check_of_feature(folder: Path, prompt: str | None, trust_remote_code: bool) 
         if rows is not None:
             return rows
     return None
+
+
+def _flag(name: str) -> str:
+    """Return an option as it is written in a command line."""
+    return "--" + name.replace("_", "-")
 
 
 def _decoders() -> Iterator[Callable[..., Iterable[GeneratedText] | None]]:

@@ -114,6 +114,15 @@ def test_less_memory_gives_a_plan_that_fits(h200, tmp_path):
     assert h200(tmp_path, memory=600 << 20).settings_tried == ()
 
 
+@pytest.mark.parametrize(("not_checkpointed", "fits"), [(0, True), (2, False), (5, True)])
+def test_steps_with_some_layers_checkpointed_need_more_room(h200, tmp_path, not_checkpointed, fits):
+    """5 % more than the peak is room enough for steps of one kind of layers. The model has five."""
+    estimate = h200(tmp_path).memory.with_checkpointing(not_checkpointed=not_checkpointed)
+    rows = {"rows": 4, "row_length": 256}
+    peak = estimate.peak(**rows, accumulates=False, memory=1 << 37).total
+    assert estimate.fits(**rows, accumulates=False, memory=round(1.05 * peak) + CUDA_CONTEXT) is fits
+
+
 def test_checkpointing_is_chosen_where_nothing_else_fits(h200, tmp_path):
     one_row = {BATCH[0]: 64, "kernels.recompute": False}
     whole = h200(tmp_path, **one_row, **{"train.gradient_checkpointing": False}).peak.total

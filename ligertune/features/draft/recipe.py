@@ -89,6 +89,8 @@ RULES = (
     ),
     Rule("eval.sample_prompts, task: draft",
          "{0} are answered by the model, which {1}: draft does not change. Leave {0} out."),
+    Rule("train.gradient_checkpointing: offload|offload_gate|offload_both, task: draft",
+         "{0} is {v[0]}, and with {1}: draft only the steps of the draft head are computed again. Write true."),
     Rule("train.neftune_noise_alpha: not null, task: draft", NO_NOISE),
     Rule("train.torch_compile, task: draft",
          "{0} compiles the model's layers, whose inputs {1}: draft reads. Leave {0} out."),

@@ -82,6 +82,8 @@ RULES = (
         Rule(f"{key}, task: medusa", "{0} measures a model, and {1} is medusa, which trains heads. Leave {0} out.")
         for key in ("eval.metric", "eval.tasks")
     ),
+    Rule("eval.sample_prompts, task: medusa",
+         "{0} are answered by a model, and {1} is medusa, which trains heads. Leave {0} out."),
     Rule("train.neftune_noise_alpha: not null, task: medusa", NO_NOISE),
     Rule("train.lr_groups, task: medusa",
          "{0} names parameters of the model, and {1} is medusa, whose heads have medusa.lr_multiplier. Leave {0} out."),

@@ -208,6 +208,7 @@ def test_the_plan_warns_of_texts_that_the_model_may_not_have_written(tmp_path) -
         ("method.type is lora", {"method.type": "lora"}),
         ("train.torch_compile", {"train.torch_compile": True}),
         ("eval.sample_prompts are answered by the model", {"eval.sample_prompts": "[Once]"}),
+        ("gradient_checkpointing is offload, and with task", {"train.gradient_checkpointing": "offload"}),
         ("does not know them before", {"data.streaming": True, "data.val_split": 0, "draft.draft_vocab_size": 300}),
         ("nowhere holds no draft head", {"draft.head_path": "./nowhere"}),
         (r"draft.adapter_path: nowhere/adapter_config.json cannot be read", {"draft.adapter_path": "nowhere"}),

@@ -119,6 +119,7 @@ def test_keys_of_the_report_and_the_export(tmp_path):
         ("medusa.stage is 3", {"stage": 3}),
         ("there is no folder .*nowhere/medusa", {"stage": 2, "from_": "./nowhere/medusa"}),
         ("data.max_length is 5", {"set_": ["data.max_length=5"]}),
+        ("eval.sample_prompts are answered by a model", {"set_": ["eval.sample_prompts=[Once]"]}),
         ("nowhere.jsonl", {"data": "nowhere.jsonl"}),
         ("holds no trained heads", {"stage": 2, "from_": "."}),
         (
