@@ -52,6 +52,7 @@ from ligertune.planning.time.settings_choice import with_tried
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
 from ligertune.training.build import preview_model
+from ligertune.training.checkpoint.continued_run import continued_recipe
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
 from ligertune.training.checks import why_not_packed
 from ligertune.training.parallel.distributed import launched_with_fsdp
@@ -148,7 +149,8 @@ def resolve(recipe: Recipe, machine: Machine, progress: ProgressCallback | None 
         return _planned(recipe, changed, layout, data, notes=notes)
 
     planned = partial(with_choice, plan_of=plan_of, shape=inputs.model.shape)
-    plan = planned(complete, OpenSettings.of(given, decided=_decided_strategy(given, inputs)))
+    open_settings = OpenSettings.of(given, decided=_decided_strategy(given, inputs))
+    plan = planned(complete, open_settings, continued=continued_recipe(given) if open_settings else None)
     plan = replace(plan, notes=(*plan.notes, *feature.check_plan(plan, inputs.model.shape, data)))
     return Job(plan, config, tokenizer, data, lambda tried: planned(with_tried(complete, tried), NOTHING_OPEN), reader)
 

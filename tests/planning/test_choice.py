@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ligertune.attention.document_isolation import _logits_of
 from ligertune.errors import UserError
+from ligertune.files.storage import PROGRESS_FILE
 from ligertune.hardware import this_machine
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.planning.graph_choice import host_seconds
@@ -19,8 +20,9 @@ from ligertune.planning.memory.activation_bytes import CUDA_CONTEXT
 from ligertune.planning.memory.estimate import FRAGMENTATION, uncounted
 from ligertune.planning.memory.mixer_shapes import DeltaRuleShape
 from ligertune.planning.parallelism import FREE_OF_SEVERAL
-from ligertune.planning.time import gpu_rates, settings_choice
+from ligertune.planning.time import gpu_rates, plan_time, settings_choice
 from ligertune.planning.time.gpu_rates import rate_at, rates_of
+from ligertune.planning.time.host_pace import host_pace, seconds_per_operation
 from ligertune.planning.time.open_settings import OpenSettings, with_batch_of_tokens, with_train, with_usual_values
 from ligertune.planning.time.settings_choice import Candidate, choose
 from ligertune.planning.time.step_time import StepTime
@@ -99,6 +101,29 @@ def test_the_simplest_of_the_fastest_is_chosen(h200, tmp_path):
     assert choose([fast, slow, simple]) is simple
     assert choose([candidate(1.0, gradient_checkpointing="offload"), fast]) is fast
     assert choose([full, simple]) is simple and choose([full, slow]) is full
+
+
+def test_a_run_that_is_continued_keeps_its_settings_where_they_fit(h200, tmp_path):
+    """Another choice would compute the same batch in another order. The first may be what ran out of memory."""
+    chosen, kept, *_ = h200(tmp_path).settings_tried
+    written = {key: value for key, value in kept.values.items() if key != BATCH[1]}
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-2").mkdir(parents=True)
+    (run / "resolved_recipe.yaml").write_text(h200(tmp_path, **written).recipe_text)
+
+    def values(**changes):
+        return h200(tmp_path, **changes).settings_tried[0].values
+
+    resumed = {"checkpoint.resume_from_checkpoint": "newest"}
+    assert values(**resumed) == chosen.values  # the checkpoint is not complete
+    (run / "checkpoints" / "step-2" / PROGRESS_FILE).write_text('{"step": 2}')
+    assert values(**resumed) == kept.values
+    assert values(**{"checkpoint.resume_from_checkpoint": run / "checkpoints" / "step-2"}) == kept.values
+    assert values() == chosen.values
+    memory = round((1 + FRAGMENTATION) * (kept.peak - 1)) + CUDA_CONTEXT
+    assert values(memory=memory, **resumed) != kept.values
+    (run / "resolved_recipe.yaml").write_text("train: {of_an_earlier_version: 1}")
+    assert values(**resumed) == chosen.values
 
 
 def test_less_memory_gives_a_plan_that_fits(h200, tmp_path):
@@ -303,6 +328,17 @@ def test_steps_that_were_measured_are_predicted(h200, tmp_path):
     )
     assert plain.seconds < recomputed.seconds < offloaded.seconds
     assert plain.peak > recomputed.peak > offloaded.peak
+
+
+def test_a_slow_host_makes_steps_longer(h200, tmp_path, monkeypatch):
+    """A simulated GPU, and the GPUs of several processes, which must plan alike, have the reference's host."""
+    plan = h200(tmp_path)
+    assert host_pace(plan.machine) == 1.0
+    assert 1e-6 < seconds_per_operation() < 1e-2
+    monkeypatch.setattr(plan_time, "host_pace", lambda machine: 100.0)
+    slow = h200(tmp_path, **{"train.cuda_graphs": False})
+    assert slow.time.parts.host == pytest.approx(100 * host_seconds(slow) * slow.batching.accumulation, rel=0.1)
+    assert slow.batching.accumulation == 1  # few launches
 
 
 def test_the_check_of_documents_reads_short_rows_where_graphs_need_long_ones(tmp_path):

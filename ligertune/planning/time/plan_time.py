@@ -9,8 +9,9 @@ from ligertune.planning.graph_choice import host_seconds
 from ligertune.planning.memory.model_shape import ModelShape
 from ligertune.planning.plan import Plan, TriedSettings
 from ligertune.planning.time.gpu_rates import GpuRates, rates_of
+from ligertune.planning.time.host_pace import host_pace
 from ligertune.planning.time.open_settings import OpenSettings
-from ligertune.planning.time.settings_choice import candidates_of, choose
+from ligertune.planning.time.settings_choice import candidates_of, choose, kept_of
 from ligertune.planning.time.step_time import PredictedTime, SharedModel, StepTime, StepWork, step_time
 from ligertune.recipe.schema import Recipe
 
@@ -43,7 +44,7 @@ def time_of_plan(plan: Plan, shape: ModelShape, rates: GpuRates) -> StepTime | N
         accumulation=plan.batching.accumulation,
         itemsize=memory.itemsize,
         four_bits=quantised,
-        host_seconds=host_seconds(plan),
+        host_seconds=host_pace(plan.machine) * host_seconds(plan),
         recorded=bool(plan.build.execution.cuda_graphs),
         ranks=SharedModel(
             world_size=plan.batching.world_size,
@@ -64,10 +65,17 @@ def _tokens_per_row(plan: Plan) -> float:
     return mean if rows.is_padding_free else min(mean / PADDED_FILL, float(plan.row_length))
 
 
-def with_choice(recipe: Recipe, given: OpenSettings, plan_of: Callable[[Recipe], Plan], shape: ModelShape) -> Plan:
+def with_choice(
+    recipe: Recipe,
+    given: OpenSettings,
+    plan_of: Callable[[Recipe], Plan],
+    shape: ModelShape,
+    continued: Recipe | None = None,
+) -> Plan:
     """Return the plan with the fastest settings in place of the open ones, where the time can be predicted.
 
-    recipe: with usual values. given: which settings the user left open.
+    recipe: with usual values. given: which settings the user left open. continued: the resolved recipe of the run that
+    goes on; its settings stay if they fit.
     """
     plan = plan_of(recipe)
     rates = rates_of(plan.machine)
@@ -79,7 +87,7 @@ def with_choice(recipe: Recipe, given: OpenSettings, plan_of: Callable[[Recipe],
         found = candidates_of(recipe, given, plan, plan_of, lambda one: time_of_plan(one, shape, rates))
     tried: tuple[TriedSettings, ...] = ()
     if found:
-        best = choose(found)
+        best = kept_of(found, continued) or choose(found)
         plan = plan_of(best.recipe)
         if given.strategy:
             plan = replace(plan, strategy_why="the fastest that fits, by prediction")

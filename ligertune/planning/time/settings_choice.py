@@ -95,6 +95,32 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return min(close, key=lambda one: one.simplicity)
 
 
+def kept_of(candidates: Sequence[Candidate], continued: Recipe | None) -> Candidate | None:
+    """Return the candidate with the settings of the run that is continued, or None.
+
+    The fastest may be another one by now: the host's pace differs a little each time, and the first try of that run may
+    have run out of memory.
+    """
+    if continued is None:
+        return None
+    kept = _chosen_values(continued)
+    return next((one for one in candidates if _chosen_values(one.recipe) == kept), None)
+
+
+def _chosen_values(recipe: Recipe) -> tuple[object, ...]:
+    """Return the values that a plan may choose. Accumulation follows from the micro-batch."""
+    train, parallel = recipe.train, recipe.parallel
+    return (
+        train.per_device_train_batch_size,
+        train.gradient_checkpointing,
+        train.gradient_checkpointing_layers,
+        recipe.kernels.recompute,
+        parallel.strategy,
+        parallel.reshard_after_forward,
+        parallel.dp_replicate_size,
+    )
+
+
 def settings_that_fit(plan: Plan, measured: int | None) -> tuple[TriedSettings, ...]:
     """Return the settings to try after those of the plan ran out of memory, the fastest first.
 
