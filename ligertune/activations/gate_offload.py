@@ -10,6 +10,7 @@ bit, and saves 2 T E F operations. Where the link is too slow for all layers, th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from ligertune_kernels.known_results import known_results
@@ -20,6 +21,8 @@ from ligertune.errors import UserError
 from ligertune.patching.mlps.recognise_mlps import gate_of
 from ligertune.patching.module_patch import patch_module, unpatch_module
 from ligertune.patching.recompute import LinearPatch, RecomputingLinear, is_linear
+
+OFFLOADED_GATES = ("offload_gate", "offload_both")  # values of train.gradient_checkpointing
 
 
 class OffloadedGate(LinearPatch):
@@ -38,8 +41,22 @@ def require_gates(count: int, family: str, *, asked: str = "offload_gate") -> No
     if count == 0:
         raise UserError(
             f"train.gradient_checkpointing: {asked} offloads the gates of MLPs, and {family} has no separate ones.",
-            hint=f"Write train.gradient_checkpointing: {'offload' if asked == 'offload_both' else 'true'}.",
+            hint=f"Write train.gradient_checkpointing: {_without_gates(asked)}.",
         )
+
+
+def refuse_fused_gates(asked: str) -> NoReturn:
+    """Raise the UserError of a model whose gates are computed together with their adapters."""
+    raise UserError(
+        f"train.gradient_checkpointing: {asked} needs gate projections that run by themselves, and kernels.lora runs "
+        "those of this model together with their adapters.",
+        hint=f"Write train.gradient_checkpointing: {_without_gates(asked)}, or kernels.lora: false.",
+    )
+
+
+def _without_gates(asked: str) -> str:
+    """Return the kind of checkpointing that differs in the gates only."""
+    return "offload" if asked == "offload_both" else "true"
 
 
 def offload_gates(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> int:

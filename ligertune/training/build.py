@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import ligertune.attention.packed_documents  # noqa: F401  registers its attention with transformers
 from ligertune.activations.checkpointing import checkpoint_layers
-from ligertune.activations.gate_offload import offload_gates, require_gates
+from ligertune.activations.gate_offload import OFFLOADED_GATES, offload_gates, refuse_fused_gates, require_gates
 from ligertune.activations.result_offload import keep_projections
 from ligertune.activations.tiling import tile_layers, tile_projections
 from ligertune.any_types import AnyModule
@@ -239,7 +239,7 @@ def _keep_results(model: AnyModule, plan: Plan, accelerator: Accelerator) -> Any
 
 def _preview_checkpoints(model: AnyModule, preview: ModelPreview) -> AnyModule:
     asked = preview.options.execution.gradient_checkpointing
-    if asked in ("offload_gate", "offload_both"):
+    if asked in OFFLOADED_GATES:
         require_gates(offload_gates(model), model.config.model_type, asked=asked)
     return model
 
@@ -265,9 +265,15 @@ def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
     preview.notes += _original_notes(options.method)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     if options.kernels.enabled is not False and options.method.type in ("lora", "qlora"):
-        from ligertune.patching.lora.adapter_lines import adapter_lines  # imports peft, which takes seconds
+        from ligertune.patching.lora.adapter_lines import (
+            adapter_lines,
+            fuses_gates,
+        )  # imports peft, which takes seconds
 
         preview.kernels += adapter_lines(model)
+        asked = options.execution.gradient_checkpointing
+        if asked in OFFLOADED_GATES and fuses_gates(model):
+            refuse_fused_gates(str(asked))
     check_new_rows(model, options.model.tokenizer)
     check_lr_groups(model, [group.parameters for group in options.lr_groups])
     return model

@@ -1,11 +1,13 @@
 """Checkpointed layers with offloaded inputs or gates: the same gradients with less device memory."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
 from ligertune_kernels.known_results import known_results
 from support.models import tiny_models
+from support.quickstart_runs import recipe_for
 from support.tasks.packed_rows import packed
 
 from ligertune.activations.checkpointing import checkpoint_layers
@@ -19,6 +21,7 @@ from ligertune.patching.lora import joint_lora
 from ligertune.patching.packing_checks import install_packing_checks
 from ligertune.patching.patch import patch
 from ligertune.planning.options import MethodOptions
+from ligertune.training.resolve import plan_for
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = ["offload", "offload_gate", "offload_both"]
@@ -287,6 +290,19 @@ def test_a_model_without_separate_gates_is_refused():
     assert offload_gates(model) == 0
     with pytest.raises(UserError, match="phi3 has no separate ones"):
         require_gates(0, "phi3")
+
+
+@pytest.mark.parametrize(
+    ("targets", "fused", "refused"),
+    [("all-linear", True, True), ("all-linear", False, False), (["q_proj"], True, False)],
+)
+def test_gates_that_fused_adapters_compute_are_refused(targets, fused, refused, tmp_path):
+    """They would be recomputed, as without offloading."""
+    settings = {"method.type": "lora", "method.lora_target_modules": targets, "kernels.lora": fused}
+    recipe = recipe_for(tmp_path, **settings, **{"train.gradient_checkpointing": "offload_gate"})
+    message = "offload_gate needs gate projections that run by themselves"
+    with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
+        plan_for(recipe, for_show=True)
 
 
 def test_a_layer_with_two_gates_takes_back_each():

@@ -9,6 +9,7 @@ from torch import nn
 
 from ligertune.patching.experts.expert_lora import SplitLora, why_not_split
 from ligertune.patching.lora.fused_lora import FusedLora, why_peft_computes
+from ligertune.patching.mlps.recognise_mlps import gate_of
 from ligertune.planning.plan import KernelLine
 
 
@@ -18,6 +19,12 @@ def adapter_lines(model: nn.Module) -> tuple[KernelLine, ...]:
     experts = [why_not_split(module) for module in model.modules() if isinstance(module, SplitLora)]
     lines = {"lora_linear": linear, "expert_lora": experts}
     return tuple(_line_of(kernel, reasons) for kernel, reasons in lines.items() if reasons)
+
+
+def fuses_gates(model: nn.Module) -> bool:
+    """Return whether our functions compute the gate of an MLP together with its adapter."""
+    gates = (gate_of(module) for module in model.modules())
+    return any(isinstance(gate, FusedLora) and why_peft_computes(gate) is None for gate in gates)
 
 
 def _line_of(kernel: str, reasons: Sequence[str | None]) -> KernelLine:
