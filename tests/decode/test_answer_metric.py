@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.quickstart_runs import plan_run
+from support.quickstart_runs import ALPACA_ROWS, plan_run
 from transformers import AutoModelForCausalLM
 
 from ligertune.data.examples import Example, Examples
@@ -23,7 +23,7 @@ number = 3
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    return plan_run(tmp_path_factory.mktemp("plan"), **{"data.val_split": 0.2})
+    return plan_run(tmp_path_factory.mktemp("plan"), **ALPACA_ROWS, **{"data.val_split": 0.2})
 
 
 def example(labelled: list[bool], **fields: object) -> Example:

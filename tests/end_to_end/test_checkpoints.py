@@ -187,7 +187,7 @@ def test_a_nan_loss_ends_the_run_saves_its_batch_and_no_checkpoint(logging_steps
     bad = json.loads(path.read_text())
     assert bad["step"] == 2
     example = bad["micro_batches"][0][0][0]
-    assert "dolly_short.jsonl:" in example["source"]
+    assert "short_rows.jsonl:" in example["source"]
     assert len(example["input_ids"]) == len(example["labels"])
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     check = FiniteLossCheck(tmp_path, None, rank=0)

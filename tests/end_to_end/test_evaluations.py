@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import RECIPE, losses, metrics, weights
-from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, unfinished
+from support.quickstart_runs import ALPACA_ROWS, RESUME, TWO_LAYERS, plan_run, saves, train, unfinished
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerControl, TrainerState
 
 from ligertune.cli.render.run_report import show_report
@@ -29,7 +29,7 @@ OVERFIT = {
     **saves(3),
 }
 SHORT_ANSWER = 24  # tokens, of 64 that a run writes
-BEST = {**OVERFIT, "checkpoint.load_best_model_at_end": True, "eval.early_stopping_patience": 3}
+BEST = {**OVERFIT, **ALPACA_ROWS, "checkpoint.load_best_model_at_end": True, "eval.early_stopping_patience": 3}
 
 
 def eval_losses(run) -> dict[int, float]:
@@ -84,7 +84,7 @@ def test_a_resumed_run_remembers_the_best_loss_and_the_evaluations_since(best, t
 
 def test_prompts_are_answered_before_training_and_after_each_evaluation_and_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "SAMPLE_TOKENS", SHORT_ANSWER)
-    changes = {**OVERFIT, "train.max_steps": 2, "method.type": "lora", "method.lora_dropout": 0.5}
+    changes = {**OVERFIT, **ALPACA_ROWS, "train.max_steps": 2, "method.type": "lora", "method.lora_dropout": 0.5}
     train(tmp_path / "silent", **changes)
     train(tmp_path / "asked", **changes, **{"eval.sample_prompts": "[Name three colours., Hello]"})
     assert eval_losses(tmp_path / "silent" / "run") == eval_losses(tmp_path / "asked" / "run")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import losses, metrics
-from support.quickstart_runs import TWO_LAYERS, plan_run
+from support.quickstart_runs import ALPACA_ROWS, TWO_LAYERS, plan_run
 
 from ligertune.errors import UserError
 from ligertune.recipe import recipe_schema
@@ -77,8 +77,8 @@ CHANGES_DATA = {
 @pytest.mark.parametrize("key", CHANGES_DATA)
 def test_a_key_has_its_effect_on_the_data(key, tmp_path):
     others, value, holds = CHANGES_DATA[key]
-    old = plan_run(tmp_path)
-    new = plan_run(tmp_path, **{**others, key: value})
+    old = plan_run(tmp_path, **ALPACA_ROWS)
+    new = plan_run(tmp_path, **{**ALPACA_ROWS, **others, key: value})
     assert holds(new.data, old.data, lambda data: text(data, old.tokenizer.tokenizer))
 
 

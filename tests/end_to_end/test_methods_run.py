@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.command_line import losses
-from support.quickstart_runs import TWO_LAYERS, plan_run, recipe_for, saves, train
+from support.quickstart_runs import ALPACA_ROWS, TWO_LAYERS, plan_run, recipe_for, saves, train
 
 from ligertune.decode.generate import Decoding, generate_answer, load_model
 from ligertune.errors import UserError, pip_install
@@ -26,6 +26,7 @@ SETTINGS = {
 }
 
 ADAPTER = {
+    **ALPACA_ROWS,
     "method.type": "lora",
     "method.lora_r": 4,
     "method.lora_target_modules": "[q_proj, up_proj]",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 from support.command_line import RECIPE
-from support.quickstart_runs import train, train_ranks
+from support.quickstart_runs import ALPACA_ROWS, train, train_ranks
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -41,6 +41,7 @@ def test_a_mixture_learns_as_a_dense_model_and_uses_all_experts(tmp_path):
             tmp_path / name,
             **{
                 **saved(tmp_path, name),
+                **ALPACA_ROWS,
                 "data.max_length": 256,
                 "data.val_split": 0.0,
                 "data.train_on": "all",

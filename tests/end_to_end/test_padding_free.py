@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from support.command_line import losses
-from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, unfinished
+from support.quickstart_runs import ALPACA_ROWS, RESUME, TWO_LAYERS, plan_run, saves, unfinished
 
 from ligertune.attention.choice import FASTER_ON
 from ligertune.compare.summary import TOLERANCES
@@ -44,7 +44,7 @@ def both(tmp_path_factory):
     found = {}
     for padding_free in (False, True):
         folder = tmp_path_factory.mktemp("padding-free" if padding_free else "padded")
-        report = run(job_of(folder, **{"data.padding_free": padding_free}), lambda line: None).as_dict()
+        report = run(job_of(folder, **ALPACA_ROWS, **{"data.padding_free": padding_free}), lambda line: None).as_dict()
         found[padding_free] = losses(folder / "run"), report, losses(folder / "run", "grad_norm")
     return found
 

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from support.command_line import Done, run_here
-from support.quickstart_runs import plan_run, train
+from support.quickstart_runs import ALPACA_ROWS, plan_run, train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ligertune.evaluation.eval_options import EvalOptions
@@ -36,7 +36,7 @@ def refusal(folder: Path, *arguments: object) -> str:
 def adapter_run(tmp_path_factory) -> Path:
     """The folder of a LoRA run with packed rows."""
     folder = tmp_path_factory.mktemp("adapter")
-    train(folder, **STEPS, **{"method.type": "lora", "data.packing": True, "data.max_length": 256})
+    train(folder, **STEPS, **ALPACA_ROWS, **{"method.type": "lora", "data.packing": True, "data.max_length": 256})
     return folder
 
 
@@ -64,7 +64,7 @@ def by_hand(sums: list[float], counts: list[int]) -> tuple[float, float]:
 
 def test_loss_and_perplexity_of_an_adapter_and_its_base_are_those_of_peft(adapter_run, quickstart):
     found = evaluated(adapter_run, "run")["metrics"]
-    job = plan_run(adapter_run / "again", **STEPS, **{"method.type": "lora", "data.max_length": 256})
+    job = plan_run(adapter_run / "again", **STEPS, **ALPACA_ROWS, **{"method.type": "lora", "data.max_length": 256})
     base = AutoModelForCausalLM.from_pretrained(quickstart / "stories260K", dtype=torch.float32)
     without = plain_sums(base, job.data.eval)
     adapted = plain_sums(peft.PeftModel.from_pretrained(base, adapter_run / "run" / "model"), job.data.eval)

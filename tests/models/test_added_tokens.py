@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from support.command_line import losses
-from support.quickstart_runs import RESUME, plan_run, recipe_for, saves, train, unfinished
+from support.quickstart_runs import ALPACA_ROWS, RESUME, plan_run, recipe_for, saves, train, unfinished
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ligertune.errors import UserError
@@ -38,7 +38,7 @@ def test_added_tokens_have_ids_and_are_found_in_text(tmp_path):
 
 
 def test_the_plan_counts_their_rows(tmp_path):
-    usual, grown = plan_run(tmp_path, **LORA).plan, plan_run(tmp_path, **LORA, **ADD).plan
+    usual, grown = (plan_run(tmp_path, **ALPACA_ROWS, **LORA, **added).plan for added in ({}, ADD))
     assert grown.build.method.trainable_token_indices == (512, 513, 514)
     assert grown.n_trainable - usual.n_trainable == 3 * 64
     assert grown.n_parameters - usual.n_parameters == 2 * 3 * 64  # frozen rows, and the trained ones

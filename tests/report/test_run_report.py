@@ -138,7 +138,7 @@ def test_the_page_shows_the_numbers_of_the_run_and_fetches_nothing(resumed, line
     evaluation = next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line)
     shown = ("stories260K, full fine-tuning", f"{report.loss_before_training:.3f} before training", "9 of 9 steps",
              f"{evaluation:.4f}", f"{report.tokens:,} ({report.trained_tokens:,} trained)", report.host,
-             report.recipe_sha256, "dolly_short.jsonl", "36 for training, 4 for evaluation")  # fmt: skip
+             report.recipe_sha256, "short_rows.jsonl", "36 for training, 4 for evaluation")  # fmt: skip
     assert not [words for words in shown if words not in page]
     assert "default-src 'none'" in page and not re.search(r"<script|<link|src=|@import|url\(", page)
     parts = [float(width) for width in re.findall(r'style="width:([\d.]+)%', page)]

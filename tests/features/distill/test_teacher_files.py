@@ -144,7 +144,7 @@ def test_a_damaged_folder_is_refused_before_anything_is_written(what, good, tmp_
 def test_a_disk_that_fills_up_is_one_sentence_and_leaves_nothing(tmp_path):
     """A limit on the size of a file stands for a full disk."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, unlimited[1]))
     try:
         done = distill(tmp_path, "--write", "teacher")
     finally:

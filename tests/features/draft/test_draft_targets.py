@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import overrides, run_here
-from support.quickstart_runs import ONE_ROW
+from support.quickstart_runs import ALPACA_ROWS, ONE_ROW
 from support.quickstart_runs import train as train_quickstart
 from support.tasks.draft_runs import DRAFT, plan_draft, train_draft
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -62,7 +62,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     folders = {}
     for method in ("lora", "qlora"):
         folder = tmp_path_factory.mktemp(method)
-        train_quickstart(folder, **{"method.type": method, "method.lora_r": 4, "train.learning_rate": 0.02, **ONE_ROW})
+        settings = {"method.type": method, "method.lora_r": 4, "train.learning_rate": 0.02, **ONE_ROW}
+        train_quickstart(folder, **settings, **ALPACA_ROWS)
         folders[method] = folder / "run"
     return folders
 

@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import constants
 from support.command_line import run_here
 from support.data.hub_server import serving
-from support.quickstart_runs import SHORT, saves, train
+from support.quickstart_runs import ALPACA_ROWS, SHORT, saves, train
 
 from ligertune.training.checkpoint.export_run import files_to_upload
 
@@ -18,7 +18,13 @@ from ligertune.training.checkpoint.export_run import files_to_upload
 def run(tmp_path_factory):
     """A finished LoRA run with a checkpoint: its folder."""
     folder = tmp_path_factory.mktemp("uploaded")
-    changes = {**SHORT, "method.type": "lora", "train.max_steps": 2, "data.system_prompt": "Answer briefly."}
+    changes = {
+        **SHORT,
+        **ALPACA_ROWS,
+        "method.type": "lora",
+        "train.max_steps": 2,
+        "data.system_prompt": "Answer briefly.",
+    }
     train(folder, **{**changes, **saves(1), "data.datasets.0.max_samples": 20})
     return folder / "run"
 
@@ -95,7 +101,8 @@ def test_reports_and_cards_hold_no_secrets(tmp_path, monkeypatch):
     other, password = "hf_" + "B2" * 17, "open-sesame"
     secrets |= {"in the recipe": other, "of an address": password}
     monkeypatch.setattr(sys, "argv", ["ligertune", "train", f"--set=x={secrets['WANDB_API_KEY']}", other])
-    changes = {**SHORT, "train.max_steps": 2, "data.system_prompt": f"Use {other} at https://me:{password}@host/x."}
+    prompt = f"Use {other} at https://me:{password}@host/x."
+    changes = {**SHORT, **ALPACA_ROWS, "train.max_steps": 2, "data.system_prompt": prompt}
     train(tmp_path, **{**changes, "logging.run_name": secrets["HF_TOKEN"], "data.datasets.0.max_samples": 20})
     assert run_here("export", tmp_path / "run", "--out", "out", cwd=tmp_path).code == 0
     files = [path for folder in (tmp_path / "run", tmp_path / "out") for path in folder.rglob("*")]
