@@ -67,7 +67,7 @@ def test_it_stops_early_and_keeps_the_model_of_the_lowest_loss(best, tmp_path):
     assert report.steps == max(found) == lowest + 3 < 14
     assert any("stopped early" in note for note in report.notes)
     assert any(f"the model is that of step {lowest}" in note for note in report.notes)
-    train(tmp_path, **{**OVERFIT, "train.max_steps": lowest})
+    train(tmp_path, **{**OVERFIT, **ALPACA_ROWS, "train.max_steps": lowest})
     kept, expected = (load_file(path / "model" / "model.safetensors") for path in (folder, tmp_path / "run"))
     assert all(kept[name].equal(expected[name]) for name in expected)
 

@@ -88,9 +88,9 @@ def test_streams_groups_and_medusa_keep_their_losses(changes, tmp_path, monkeypa
 def test_a_padding_free_run_resumes_with_padding(both, tmp_path):
     """The examples of a step do not depend on the key."""
     saving = {**saves(6), "data.padding_free": True}
-    run(job_of(tmp_path, **saving), lambda line: None)
+    run(job_of(tmp_path, **ALPACA_ROWS, **saving), lambda line: None)
     unfinished(tmp_path)  # its newest checkpoint is that of step 6
-    run(job_of(tmp_path, **RESUME, **{"data.padding_free": False}), lambda line: None)
+    run(job_of(tmp_path, **ALPACA_ROWS, **RESUME, **{"data.padding_free": False}), lambda line: None)
     assert losses(tmp_path / "run") == pytest.approx(both[False][0], rel=1e-5)
 
 
