@@ -38,7 +38,7 @@ def run(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ru
         ("hf_trainer.py", "transformers"),
         pytest.param("trl_sft.py", "trl", marks=pytest.mark.slow),
         pytest.param("lightning_trainer.py", "lightning", marks=pytest.mark.slow),
-        ("pytorch_loop.py", "torch"),
+        pytest.param("pytorch_loop.py", "torch", marks=pytest.mark.slow),
     ],
 )
 def test_the_loss_falls_as_without_the_kernels(run, name, package, capsys):
@@ -92,6 +92,7 @@ def sample_and_train(quickstart: Path, tmp_path: Path, monkeypatch: pytest.Monke
     return run
 
 
+@pytest.mark.slow
 def test_sampling_and_training_raises_the_rate_of_right_answers_to_held_out_problems(sample_and_train):
     found = sample_and_train("--steps", "25", "40")
     assert found["kept"] > 100 and found["after"] >= found["before"] + 0.1

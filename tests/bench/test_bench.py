@@ -50,7 +50,8 @@ def test_every_op_has_a_benchmark():
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=pytest.mark.slow if op in ("kda", "ssd") else ()) for op in BENCHMARKS]
+    "op",
+    [pytest.param(op, marks=pytest.mark.slow if op in ("gated_delta_rule", "kda", "ssd") else ()) for op in BENCHMARKS],
 )
 def test_every_provider_of_an_op_computes_the_same(op, cpu):
     """Outputs and gradients in float32 against float64, at all sizes for a CPU."""

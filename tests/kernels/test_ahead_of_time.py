@@ -36,18 +36,18 @@ ARCHES = tuple(TARGETS)
 OP_NAMES = [op.name for op in OPS]
 # Always compiled, whatever is committed: one op for each GPU that compiles quickly, one of them a matrix product.
 SAMPLE = {
-    "sm80": "kl_div",
+    "sm80": "kda_step",
     "sm90": "quantize_float8",
-    "sm100": "swiglu",
-    "sm120": "geglu",
-    "gfx90a": "kda_step",
-    "gfx942": "int2_int8_matmul",
-    "gfx950": "dequantize_nf4",
-    "gfx1100": "embedding",
+    "sm100": "adamw_step",
+    "sm120": "swiglu",
+    "gfx90a": "reglu",
+    "gfx942": "dequantize_nf4",
+    "gfx950": "causal_conv1d_step",
+    "gfx1100": "adamw_step",
     "gfx1101": "seeded_dropout",
-    "gfx1102": "reglu",
+    "gfx1102": "kda_step",
     "gfx1151": "causal_conv1d_step",
-    "gfx1201": "adamw_step",
+    "gfx1201": "dequantize_nf4",
 }
 
 

@@ -53,8 +53,10 @@ def test_init_describes_every_key_and_commented_keys_are_valid(init):
     commented = [i for i, line in enumerate(lines) if line.lstrip().startswith("# ") and ":" in line][2:]
     assert len(commented) > 30
     expected = load_recipe(Path("recipe.yaml"))
-    for i in commented:
-        text = "\n".join(line.replace("# ", "", 1) if i == j else line for j, line in enumerate(lines))
+    comments = {j for j, line in enumerate(lines) if line.lstrip().startswith("#")}
+    for i in commented:  # without the other comments, which take most of the time to parse
+        kept = [(j, line) for j, line in enumerate(lines) if j == i or j not in comments]
+        text = "\n".join(line.replace("# ", "", 1) if j == i else line for j, line in kept)
         Path("one.yaml").write_text(text)
         assert load_recipe(Path("one.yaml")) == expected, lines[i]
 

@@ -204,8 +204,15 @@ def read(tokenizer, tmp_path, monkeypatch) -> Callable[..., PreparedData]:
     return call
 
 
-@pytest.mark.parametrize("container", ALL)
-@pytest.mark.parametrize("name", CASES)
+# Each container with half of the cases, and each case in half of the containers; the others are slow tests.
+PAIRS = [
+    pytest.param(name, container, marks=pytest.mark.slow if (place + position) % 2 else ())
+    for place, container in enumerate(ALL)
+    for position, name in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("name", "container"), PAIRS)
 def test_every_container_gives_the_ids_and_labels_of_the_rows(name, container, read, truth_of, tokenizer):
     case = CASES[name]
     if (container, name) in CANNOT:

@@ -384,7 +384,7 @@ def test_a_small_zst_file_that_decompresses_to_one_long_line_needs_little_memory
     assert pyarrow.total_allocated_bytes() - before < 2**23
 
 
-@pytest.mark.parametrize("name", ["r.jsonl.zst", "r.json.zst", "r.json.gz"])
+@pytest.mark.parametrize("name", [pytest.param("r.jsonl.zst", marks=pytest.mark.slow), "r.json.zst", "r.json.gz"])
 def test_a_file_that_decompresses_to_white_space_ends(tmp_path, monkeypatch, name):
     monkeypatch.setattr(data_files, "MAX_PASSED", 2**21)
     content = (b"[" if ".json." in name else b"") + b" \n" * 2**21

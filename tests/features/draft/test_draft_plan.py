@@ -44,7 +44,7 @@ def model_of(vocab: int, drafted: int, *, loss: str = "eagle", hidden: int = HID
     [
         (4096, 1024, "eagle", 1 << 28, ROWS),
         pytest.param(4096, 1024, "eagle", 1 << 20, ROWS, marks=pytest.mark.slow),
-        (4096, 1024, "acceptance", 1 << 28, ROWS),
+        pytest.param(4096, 1024, "acceptance", 1 << 28, ROWS, marks=pytest.mark.slow),
         pytest.param(4096, 1024, "kl", 1 << 28, ROWS, marks=pytest.mark.slow),
         pytest.param(2048, 2048, "eagle", 1 << 28, ROWS, marks=pytest.mark.slow),
         (2048, 2048, "eagle", 1 << 28, ROWS // 4),
@@ -125,7 +125,7 @@ def gathered_by_fsdp(vocab: int, drafted: int, shape: tuple[int, int], reshards:
     return {getattr(kind, "name", kind): size for kind, size in found.items()}
 
 
-@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("reshards", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "vocab, drafted, shape, phase",
     [

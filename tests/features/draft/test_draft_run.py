@@ -29,6 +29,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 def test_a_head_learns_to_draft_what_its_model_wrote(tmp_path) -> None:
     """From no accepted draft to about one in three steps, in 50 short steps."""
     settings = {"train.max_steps": 50, "train.learning_rate": 1e-2, "data.max_length": 128, "data.val_split": 0.02}

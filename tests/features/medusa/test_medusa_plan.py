@@ -32,7 +32,7 @@ WIDE, NARROW = ({"hidden_size": WIDTH, "intermediate_size": mlp} for mlp in (409
 @pytest.mark.parametrize(
     ("sizes", "medusa", "name"),
     [
-        (WIDE, {"num_heads": 2}, "frozen model"),
+        pytest.param(WIDE, {"num_heads": 2}, "frozen model", marks=pytest.mark.slow),
         (NARROW, {"num_heads": 4}, "loss"),
         pytest.param(NARROW, {"num_heads": 6}, "loss", marks=pytest.mark.slow),
         pytest.param(NARROW, {"num_heads": 3, "num_layers": 3}, "loss", marks=pytest.mark.slow),

@@ -15,9 +15,8 @@ HEADS, NEW = 3, 32
 WIDE = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth) if sum(path) < 4]
 TREES = {"chain": chain(HEADS), "tree": WIDE}
 # full attention, a window shorter than the text, alternating windows with a soft cap, a scale (tied), partial rope
-FAMILIES = ("llama", "mistral", "gemma2", "cohere2")
-# their attention is that of llama, and cohere2 is tied, too
-SLOW_FAMILIES = ("llama_tied", "mixtral", "phi3_partial", "qwen3")
+FAMILIES = ("mistral", "gemma2")  # a sliding window; soft caps
+SLOW_FAMILIES = ("llama", "llama_tied", "cohere2", "mixtral", "phi3_partial", "qwen3")
 
 
 def sharp(family: str):

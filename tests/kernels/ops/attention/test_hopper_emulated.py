@@ -15,7 +15,7 @@ CASES = [
     # width, heads of queries and keys, documents, window, soft cap
     pytest.param(64, (2, 1), (400, 1, 90), None, None, id="64"),
     pytest.param(64, (2, 2), (150,), None, 5.0, id="64, soft cap"),
-    pytest.param(128, (2, 1), (400, 1, 90), None, None, id="128"),
+    pytest.param(128, (2, 1), (400, 1, 90), None, None, id="128", marks=pytest.mark.slow),
     pytest.param(128, (1, 1), (280,), 70, 5.0, id="128, window and soft cap"),
     pytest.param(128, (12, 4), (130, 1), None, None, id="128, in groups of heads"),
     pytest.param(256, (2, 1), (200, 1, 90), None, None, id="256"),
