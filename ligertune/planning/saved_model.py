@@ -46,6 +46,9 @@ def find_saved_model(name: str, *, key: str) -> SavedModel:
         raise UserError(f"{key}: {what}.", hint=f"{_HINT}, or a hub id such as Qwen/Qwen2.5-0.5B.")
     if (folder / PROGRESS_FILE).is_file():
         return SavedModel(str(folder), _above(folder, 2), is_checkpoint=True)
+    for part in feature_parts():
+        if (found := part.not_a_model(folder)) is not None:
+            raise UserError(f"{key}: {name} holds {found[0]}.", hint=found[1])
     for place in (folder, folder / "model"):
         if _trained_folder(place) is not None:
             break

@@ -16,6 +16,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ligertune.recipe.rules.rule import Rule
     from ligertune.recipe.section import Section
 
@@ -70,6 +72,7 @@ class RecipePart:
     run_files: names in output_dir; before_training: those of them that are made before the first step.
     report_keys: tasks whose measurements report.json holds.
     learning_rate, adapter_learning_rate: what `init` writes; None: the default. other_tasks: what else `init` says.
+    not_a_model: of a folder that is given as a model and holds something else: (what it holds, what to write).
     complete: return the recipe with the names that a folder in it stands for, and notices of them; it raises UserError.
     order: position of the sections in the key reference.
     """
@@ -92,6 +95,7 @@ class RecipePart:
     learning_rate: float | None = None
     adapter_learning_rate: float | None = None
     other_tasks: Mapping[str, str] = field(default_factory=dict)
+    not_a_model: Callable[[Path], tuple[str, str] | None] = lambda folder: None
     complete: Callable[[Any], tuple[Any, tuple[str, ...]]] = lambda recipe: (recipe, ())
     order: int = LAST
 

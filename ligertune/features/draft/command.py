@@ -12,12 +12,11 @@ from ligertune.cli.options import CommandPart, GenerateRequest, Json, Overrides,
 from ligertune.cli.render import console as render
 from ligertune.cli.train import Overwrite, Resume, run_overrides, run_recipe
 from ligertune.errors import UserError
-from ligertune.files.storage import read_object
+from ligertune.features.draft.head_folders import draft_folders
 
 if TYPE_CHECKING:
     from ligertune.recipe.schema import Recipe
 
-LAYOUTS = ("eagle3", "speculators")
 CHECKED_TEXT = "A draft head reads three states of its target for each token of a text, and drafts the next ones."
 
 
@@ -117,7 +116,7 @@ def check_draft_files(folder: Path, prompt: str | None, trust_remote_code: bool)
 
     Return a row for each, or None if `folder` holds no head. Raises UserError for the first difference.
     """
-    folders = _draft_folders(folder)
+    folders = draft_folders(folder)
     if not folders:
         return None
     from ligertune.decode.generate import load_model
@@ -128,20 +127,6 @@ def check_draft_files(folder: Path, prompt: str | None, trust_remote_code: bool)
     ids = loaded.tokenizer(prompt or CHECKED_TEXT)["input_ids"]
     first = read_draft_head(folders[0], loaded.model.config)
     return [asdict(check_draft_head(one, loaded.model, first, ids)) for one in folders]
-
-
-def _draft_folders(folder: Path) -> list[Path]:
-    """Return the folders that hold a head: this one, or the layouts in it, or in draft/ of a run without a model."""
-    places = [folder, *(folder / layout for layout in LAYOUTS)]
-    if not (folder / "model").is_dir():
-        places += [folder / "draft" / layout for layout in LAYOUTS]
-    return [place for place in places if _holds_head(place)]
-
-
-def _holds_head(folder: Path) -> bool:
-    config = read_object(folder / "config.json") or {}
-    is_raw = config.get("architectures") == ["LlamaForCausalLMEagle3"]
-    return is_raw or config.get("speculators_model_type") == "eagle3"
 
 
 PART = CommandPart(train=draft, decode=answer_with_draft, check=check_draft_files, order=3)

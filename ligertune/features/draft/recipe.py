@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PrivateAttr
 
+from ligertune.features.draft.head_folders import head_without_model
 from ligertune.features.draft.target_folder import resolve_target
 from ligertune.recipe.feature import RecipePart
 from ligertune.recipe.rules.rule import NEW_TOKENS, NO_CUDA_GRAPHS, NO_NEW_TOKENS, NO_NOISE, NO_TILES, TILES, Rule, each
@@ -125,6 +126,7 @@ PART = RecipePart(
     loss_of_labels=False,
     why_whole_rows="The draft head reads tokens of other processes",
     complete=with_target,
+    not_a_model=head_without_model,
     packages={"draft.load_in_4bit": "bitsandbytes"},
     run_files=("draft",),
     report_keys=("draft",),

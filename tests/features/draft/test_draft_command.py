@@ -19,6 +19,7 @@ from ligertune.features.draft.draft_config import draft_config_of
 from ligertune.features.draft.draft_head import DraftHead
 from ligertune.features.draft.files.draft_files import DraftTarget, write_draft_head
 from ligertune.features.output_head import logit_transform
+from ligertune.planning.saved_model import find_saved_model
 
 PROMPT = "Once upon a time"
 NEW = 32
@@ -119,11 +120,29 @@ def test_bad_input_is_one_sentence(options, message, run, quickstart):
     assert "Traceback" not in done.err
 
 
-def test_a_draft_head_is_no_model(run):
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        (("generate", PROMPT), "draft/eagle3"),
+        (("chat",), "draft/speculators"),
+        (("serve", "--port", 0), "draft"),
+        (("eval",), "."),
+    ],
+)
+def test_a_draft_head_is_no_model(command, place, run):
     """transformers would load it as a Llama with random weights."""
-    done = run_here("generate", run / "draft" / "eagle3", PROMPT, "--raw", cwd=run)
+    done = run_here(command[0], run / place, *command[1:], cwd=run)
     assert done.code == 2
-    assert "no tokenizer could be loaded" in " ".join(done.err.split())
+    found = " ".join(done.err.split())
+    assert f"{run / place} holds a draft head" in found
+    assert f"ligertune generate MODEL --draft {run / place}" in found
+
+
+def test_a_model_with_a_draft_head_below_it_is_a_model(head, run, quickstart, tmp_path):
+    """A draft run may have written into the folder of its model."""
+    shutil.copytree(quickstart / "stories260K", tmp_path / "both")
+    shutil.copytree(run / "draft", tmp_path / "both" / "draft")
+    assert find_saved_model(str(tmp_path / "both"), key="MODEL").name == str(tmp_path / "both")
 
 
 @pytest.mark.parametrize(("place", "layouts"), [(".", ["eagle3", "speculators"]), ("draft/eagle3", ["eagle3"])])
