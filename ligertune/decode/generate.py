@@ -24,7 +24,7 @@ from ligertune.data.templates.control_tokens import Rendered
 from ligertune.data.templates.prompt_templates import alpaca_prompt
 from ligertune.decode.answers.answer_ends import FiniteLogits
 from ligertune.decode.batched_answers import AnswerRequest, answer_batches, refused_settings, sampling_settings_of
-from ligertune.decode.sampling import Answer, Prompt, sample_answers
+from ligertune.decode.sampling import Answer, Prompt, check_prompt_ids, sample_answers
 from ligertune.errors import UserError, panics_as_errors, plural
 from ligertune.files.storage import PROMPT_FILE
 from ligertune.models.load import hide_loading_bars
@@ -208,7 +208,7 @@ def _answers_to(
     on_tokens: Callable[[int, Sequence[int]], object] | None = None,
 ) -> Iterator[Answer]:
     """Yield an answer to each prompt. The seed is that of each prompt, so an answer does not depend on the others."""
-    _check_ids(loaded, max(max(ids) for ids in prompts))
+    check_prompt_ids(loaded.model, max(max(ids) for ids in prompts), name=loaded.name)
     request = AnswerRequest((), (), decoding.max_new_tokens, tuple(decoding.sampling.items()))
     settings = sampling_settings_of(loaded.model, request, name=loaded.name)
     yield from sample_answers(
@@ -221,18 +221,6 @@ def _answers_to(
     )
 
 
-def _check_ids(loaded: LoadedModel, highest: int) -> None:
-    """Raise UserError if the highest token id of a prompt is not the model's."""
-    model: AnyModule = loaded.model
-    rows = model.get_input_embeddings().weight.shape[0]
-    if highest >= rows:
-        raise UserError(
-            f"The tokenizer of {loaded.name} gives the prompt a token id of {highest}, and the model knows {rows}"
-            " tokens.",
-            hint="Use the tokenizer the model was trained with.",
-        )
-
-
 @torch.no_grad()
 def _continue_with_images(
     loaded: LoadedModel, inputs: dict[str, Tensor], decoding: Decoding, pieces: TextPieces
@@ -240,7 +228,7 @@ def _continue_with_images(
     model: AnyModule = loaded.model
     pad = loaded.tokenizer.pad_token_id
     eos = loaded.tokenizer.eos_token_id
-    _check_ids(loaded, int(inputs["input_ids"].max()))
+    check_prompt_ids(model, int(inputs["input_ids"].max()), name=loaded.name)
     with refused_settings(loaded.name):
         model.generate(
             **{name: value.to(model.device) for name, value in inputs.items()},

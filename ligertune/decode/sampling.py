@@ -36,12 +36,34 @@ from ligertune.decode.answers.slot_engine import CPU_SLOTS, answers_by_slots, ha
 from ligertune.decode.answers.token_choice import answer_key, choose_tokens
 from ligertune.errors import UserError
 from ligertune.models.compile import run_eagerly
+from ligertune.models.score_head import embedding_rows
 from ligertune.models.shape import base_of
 
-__all__ = ["Answer", "Prompt", "SamplingNote", "SamplingSettings", "sample_answers", "sampling_notes"]
+__all__ = [
+    "Answer",
+    "Prompt",
+    "SamplingNote",
+    "SamplingSettings",
+    "check_prompt_ids",
+    "sample_answers",
+    "sampling_notes",
+]
 
 # `generate` applies these options after its logits processors, when our processor has already chosen the token.
 _REFUSED = ("num_beams", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+
+
+def check_prompt_ids(model: AnyModule, highest: int, *, name: str) -> None:
+    """Raise UserError if the highest token id of the prompts is not the model's.
+
+    On a GPU such an id ends the process with a failed assertion. name: of the model.
+    """
+    rows = embedding_rows(base_of(model))
+    if highest >= rows:
+        raise UserError(
+            f"The tokenizer of {name} gives a prompt the token id {highest}, and the model knows {rows} tokens.",
+            hint="Use the tokenizer the model was trained with.",
+        )
 
 
 def sample_answers(

@@ -66,6 +66,15 @@ def test_a_template_that_reads_only_parts_has_the_text(quickstart):
     assert format_prompt(tokenizer, "Say hi.", prompt)[0] == "BE BRIEF.. SAY HI.. "
 
 
+def test_a_token_that_the_model_does_not_know_is_refused(quickstart):
+    loaded = load_model(str(quickstart / "stories260K"), raw=True)
+    loaded.tokenizer.add_tokens(["<new>"])
+    message = "stories260K gives a prompt the token id 512, and the model knows 512 tokens"
+    with pytest.raises(UserError, match=message):
+        generate_answer(loaded, "Say <new>", Decoding(1), seed=0)
+    assert generate_answer(loaded, "Say old", Decoding(1), seed=0).new_tokens == 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_answers_to_many_prompts_are_those_to_each(temperature, quickstart):
     loaded = load_model(str(quickstart / "stories260K"), raw=True)

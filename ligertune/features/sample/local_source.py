@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligertune.any_types import AnyModule
-from ligertune.decode.sampling import Answer, Prompt, SamplingSettings, sample_answers
+from ligertune.decode.sampling import Answer, Prompt, SamplingSettings, check_prompt_ids, sample_answers
 from ligertune.errors import UserError
 from ligertune.features.sample.recipe import SampleSpec
 from ligertune.features.sample.sample_prompts import SamplePrompts
@@ -21,7 +21,7 @@ from ligertune.models.load import build_model, hide_loading_bars
 from ligertune.models.load_tokenizer import load_tokenizer, read_tokenizer
 from ligertune.models.read_config import config_value, read_config
 from ligertune.models.save import SAVED_MODEL, load_saved, read_saved_config, saved_spec
-from ligertune.models.score_head import embedding_rows, gives_scores
+from ligertune.models.score_head import gives_scores
 from ligertune.models.shape import base_of
 from ligertune.patching.patch import patch
 from ligertune.planning.options import BuildOptions
@@ -134,14 +134,7 @@ def answers_of(
         end_tokens=tuple(sorted(found.end_tokens)),
     )
     asked = [Prompt(found.prompts[place].ids, seed_of(spec.seed, place)) for place in places]
-    rows = embedding_rows(base_of(model))
-    highest = max(max(prompt.ids) for prompt in asked)
-    # on a GPU such an id ends the process with a failed assertion
-    if highest >= rows:
-        raise UserError(
-            f"The tokenizer of {source.name} gives a prompt the token id {highest}, and the model knows {rows} tokens.",
-            hint="Use the tokenizer the model was trained with.",
-        )
+    check_prompt_ids(model, max(max(prompt.ids) for prompt in asked), name=source.name)
     try:
         yield from sample_answers(
             model,

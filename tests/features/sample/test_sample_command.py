@@ -231,6 +231,16 @@ def test_a_folder_of_a_model_answers_as_the_recipes_model(folder, answered, quic
     assert texts(answered("copied", **{"sample.source": folder / "copy"})) == texts(answered("own"))
 
 
+def test_a_token_that_the_model_does_not_know_is_refused(folder, quickstart):
+    shutil.copytree(quickstart / "stories260K", folder / "copy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "copy")
+    tokenizer.add_tokens(["1+1="])
+    tokenizer.save_pretrained(folder / "copy")
+    done = sample(folder, **{"sample.source": "./copy"})
+    assert done.code == 2
+    assert "gives a prompt the token id 512, and the model knows 512 tokens" in " ".join(done.err.split())
+
+
 def test_the_python_function_does_what_the_command_does(folder):
     settings = [f"sample.output_dir={folder / 'python'}", "sample.keep=all", "data.cache=false"]
     report = sample_recipe(folder / "recipe.yaml", settings)
