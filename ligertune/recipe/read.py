@@ -5,6 +5,7 @@ Also the recipes in configs/, which the wheel contains.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shlex
@@ -29,11 +30,8 @@ from ligertune.recipe.train_sections import EITHER_OR
 MAX_BYTES = 2**20  # of a recipe; read whole, unlike a device or a pipe, which may never end
 DATA_FILES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")  # endings that no recipe has
 # Required keys, with a placeholder that lets the rules check the rest of a recipe that lacks one.
-REQUIRED = {
-    ("model", "model_name_or_path"): "?",
-    ("data", "datasets"): [{"path": "?"}],
-    ("checkpoint", "output_dir"): "?",
-}
+OUTPUT_DIR = ("checkpoint", "output_dir")
+REQUIRED = {("model", "model_name_or_path"): "?", ("data", "datasets"): [{"path": "?"}], OUTPUT_DIR: "?"}
 # Pairs of keys. A recipe may use only one of each pair.
 RIVALS = (
     *((f"train.{key}", f"train.{rival}") for key, rival in EITHER_OR.items()),
@@ -41,9 +39,10 @@ RIVALS = (
 )
 
 
-def load_recipe(path: Path, overrides: Sequence[str] | None = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] | None = (), *, output_key: str | None = None) -> Recipe:
     """Load the recipe at `path` with `section.key=value` overrides. Raises UserError with all complaints.
 
+    output_key: another key whose folder stands for a checkpoint.output_dir that is not given.
     Raises TypeError for a path or overrides of another type.
     """
     overrides = _checked_overrides(overrides)
@@ -56,7 +55,7 @@ def load_recipe(path: Path, overrides: Sequence[str] | None = ()) -> Recipe:
         )
     document = read_document(path)
     foreign = _file_of_another_tool(document)
-    recipe = _recipe_of_document(document, overrides, path.absolute().parent, foreign)
+    recipe = _recipe_of_document(document, overrides, path.absolute().parent, foreign, output_key)
     recipe._origin = Origin(path.absolute(), recipe.notices)
     return recipe
 
@@ -73,12 +72,15 @@ def _checked_overrides(overrides: Sequence[str] | None) -> Sequence[str]:
 
 
 def recipe_of(
-    given: Recipe | str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] | None = ()
+    given: Recipe | str | os.PathLike[str] | Mapping[str, Any],
+    overrides: Sequence[str] | None = (),
+    *,
+    output_key: str | None = None,
 ) -> Recipe:
     """Return a recipe from a path, from its sections as a mapping, or the recipe itself, with overrides.
 
-    Relative paths in a mapping are looked for in the current folder. Raises UserError with all complaints, and
-    TypeError for a value of another type.
+    Relative paths in a mapping are looked for in the current folder. output_key: as in `load_recipe`. Raises UserError
+    with all complaints, and TypeError for a value of another type.
     """
     overrides = _checked_overrides(overrides)
     if isinstance(given, Recipe) and not overrides:
@@ -86,12 +88,12 @@ def recipe_of(
     if isinstance(given, Recipe):
         given = given.model_dump(mode="json", exclude_unset=True)
     if not isinstance(given, Mapping):
-        return load_recipe(given, overrides)  # type: ignore[arg-type]  # it checks the type
+        return load_recipe(given, overrides, output_key=output_key)  # type: ignore[arg-type]  # it checks the type
     try:
         document = Document("recipe", _plain(given))
     except RecursionError:
         raise UserError("recipe: a value contains itself, or is nested too deeply.") from None
-    return _recipe_of_document(document, overrides, Path.cwd(), None)
+    return _recipe_of_document(document, overrides, Path.cwd(), None, output_key)
 
 
 def _plain(value: Any) -> Any:
@@ -117,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def _recipe_of_document(
-    document: Document, overrides: Sequence[str], folder: Path, foreign: UserError | None
+    document: Document, overrides: Sequence[str], folder: Path, foreign: UserError | None, output_key: str | None
 ) -> Recipe:
     """Return the recipe of a document. foreign: the error to raise instead of complaints about its own keys."""
     # before the overrides too: an override must meet the key of an alias in the file, not a second name for it
@@ -125,6 +127,8 @@ def _recipe_of_document(
     apply_overrides(document, overrides)
     apply_aliases(document)
     _drop_overridden_rivals(document)
+    if output_key is not None:
+        _fill_output_dir(document, split(output_key))
     recipe = _validate(document, folder=folder)
     if foreign is not None and any(not remark.place.override for remark in document.complaints):
         raise foreign
@@ -219,6 +223,14 @@ def _drop_overridden_rivals(document: Document) -> None:
             if both and document.place(given).override and not document.place(replaced).override:
                 document.notice(document.place(given), f"replaces {document.mention(replaced)}.")
                 document.remove(replaced)
+
+
+def _fill_output_dir(document: Document, other: KeyPath) -> None:
+    """Let the folder that another key names stand for a checkpoint.output_dir that is not given."""
+    if document.has(OUTPUT_DIR) or not _is_used(other, document):
+        return
+    with contextlib.suppress(KeyError):  # `checkpoint` is no section, and the validation says so
+        document.put(OUTPUT_DIR, document.get(other), document.place(other))
 
 
 def _is_used(path: KeyPath, document: Document) -> bool:

@@ -32,12 +32,14 @@ def sample(
 
     A call that was interrupted continues where it was.
     """
+    from ligertune.features.sample.recipe import FOLDER_KEY
     from ligertune.launcher.failures import is_started_rank
     from ligertune.planning.options import RunOptions
     from ligertune.recipe.read import load_recipe
 
     render.people_on_stderr(json)
-    loaded = load_recipe(recipe, overrides=[*(set_ or []), "checkpoint.resume_from_checkpoint=never"])
+    overrides = [*(set_ or []), "checkpoint.resume_from_checkpoint=never"]
+    loaded = load_recipe(recipe, overrides=overrides, output_key=FOLDER_KEY)
     options = RunOptions.of(loaded)
     if is_started_rank():
         _answer_as_rank(options)

@@ -10,6 +10,8 @@ from ligertune.recipe.feature import RecipePart
 from ligertune.recipe.rules.rule import ONE_OUT, Rule
 from ligertune.recipe.section import FileFunction, FileOrHub, OneOrMore, OutputPath, Section, ShareBelowOne, Text
 
+FOLDER_KEY = "sample.output_dir"
+
 
 class ScoreFunctionSpec(Section):
     """A function that scores answers, and its weight in the sum of all scores."""

@@ -30,7 +30,7 @@ from ligertune.features.sample.answer_files import (
 )
 from ligertune.features.sample.keep_answers import RatedAnswer, keep_rows
 from ligertune.features.sample.local_source import LocalSource, answers_of, check_answers_fit, seed_of
-from ligertune.features.sample.recipe import SampleSpec
+from ligertune.features.sample.recipe import FOLDER_KEY, SampleSpec
 from ligertune.features.sample.sample_prompts import SamplePrompts, read_prompts
 from ligertune.features.sample.sample_report import (
     SampleReport,
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
     from ligertune.recipe.schema import Recipe
 
-FOLDER_KEY = "sample.output_dir"
 SCORED_AT_ONCE = 512  # answers of one call of a score function, all answers of a prompt together
 _SCORE_MODEL = "score_model"  # its name among the functions
 # what the answers depend on; the other keys of the section may change between two calls
@@ -99,7 +98,7 @@ def sample_recipe(
     recipe: a path, the sections as a mapping, or a loaded recipe. overwrite: remove the answers of an earlier call.
     Raises UserError.
     """
-    options = RunOptions.of(recipe_of(recipe, overrides))
+    options = RunOptions.of(recipe_of(recipe, overrides, output_key=FOLDER_KEY))
     spec = options.build.section(SampleSpec)
     with (
         ScoreFunctions(spec.score, spec.score_timeout) as functions,

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ligertune.data.rows.conversation import Message
 from ligertune.decode.generate import Decoding, load_model
+from ligertune.errors import UserError
 from ligertune.features.sample import answer_files
 from ligertune.features.sample.answer_files import StoredAnswer, read_answers
 from ligertune.features.sample.sample_prompts import SamplePrompt
@@ -117,6 +118,25 @@ def test_what_cannot_work_is_one_sentence_before_a_model_is_loaded(folder, setti
     done = sample(folder, **settings)
     assert done.code == 2 and words in done.err and "Traceback" not in done.err, done.err
     assert not (folder / "run-samples").exists()
+
+
+def test_one_output_folder_is_enough(folder):
+    path = folder / "recipe.yaml"
+    text = path.read_text(encoding="utf-8").replace("checkpoint: {output_dir: run}\n", "")
+    path.write_text(text, encoding="utf-8")
+    done = sample(folder)
+    assert done.code == 2 and "checkpoint.output_dir" in done.err
+    done = sample(folder, **{"sample.output_dir": "answers"})
+    assert done.code == 0, done.err
+    assert len(read_answers(folder / "answers")) == 36
+    report = sample_recipe(path, [f"sample.output_dir={folder / 'python'}"])
+    assert report.answers == 36
+    path.write_text(f"{text}checkpoint: 5\n", encoding="utf-8")
+    with pytest.raises(UserError, match="checkpoint is 5"):
+        sample_recipe(path, ["sample.output_dir=answers"])
+    path.write_text(text, encoding="utf-8")
+    trained = run_here("train", "recipe.yaml", "--set", "sample.output_dir=answers", cwd=folder)
+    assert trained.code == 2 and "checkpoint.output_dir" in trained.err
 
 
 def test_launchers_of_others_are_refused(folder, monkeypatch):
