@@ -52,7 +52,7 @@ from ligertune.planning.time.settings_choice import with_tried
 from ligertune.recipe.feature import part_of_task
 from ligertune.recipe.schema import Recipe
 from ligertune.training.build import preview_model
-from ligertune.training.checkpoint.continued_run import continued_recipe
+from ligertune.training.checkpoint.choose_checkpoint import continued_recipe
 from ligertune.training.checkpoint.load_checkpoint import check_unfinished
 from ligertune.training.checks import why_not_packed
 from ligertune.training.parallel.distributed import launched_with_fsdp

@@ -10,7 +10,7 @@ import torch
 from ligertune.hardware import Machine
 
 # Seconds of a small operation with its backward where layers take what graph_choice.HOST_MS says. On a free host of an
-# H200 it took 28 us, and with a busy process on each core 55; the launches of a layer took 1.3 to 1.9 times as long then.
+# H200 it took 28 us, with a busy process on each core 55; a layer's launches took 1.3 to 1.9 times as long then.
 REFERENCE = 40e-6
 POWER = 0.75  # of the operation's time, for that of a layer's launches
 OPERATIONS = 300
@@ -38,7 +38,8 @@ def seconds_per_operation() -> float:
 
 
 def _mean_seconds() -> float:
-    inputs, weight = torch.zeros(8), torch.ones(8, requires_grad=True)
+    inputs = torch.zeros(8)
+    weight = torch.ones(8, requires_grad=True)
     start = time.perf_counter()
     for _ in range(OPERATIONS):
         (inputs * weight).sum().backward()

@@ -109,7 +109,8 @@ def kept_of(candidates: Sequence[Candidate], continued: Recipe | None) -> Candid
 
 def _chosen_values(recipe: Recipe) -> tuple[object, ...]:
     """Return the values that a plan may choose. Accumulation follows from the micro-batch."""
-    train, parallel = recipe.train, recipe.parallel
+    train = recipe.train
+    parallel = recipe.parallel
     return (
         train.per_device_train_batch_size,
         train.gradient_checkpointing,

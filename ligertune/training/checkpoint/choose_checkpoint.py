@@ -13,13 +13,36 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from ligertune.errors import UserError, plural
-from ligertune.files.storage import PROGRESS_FILE, damaged_lines, newest_checkpoint, read_metrics, step_folders
+from ligertune.files.storage import (
+    PROGRESS_FILE,
+    checkpoint_to_resume,
+    damaged_lines,
+    newest_checkpoint,
+    read_metrics,
+    step_folders,
+)
 from ligertune.planning.feature_spec import feature_of
 from ligertune.planning.plan import Plan
 from ligertune.planning.preflight import no_checkpoint
+from ligertune.recipe.read import load_recipe
+from ligertune.recipe.schema import Recipe
 from ligertune.training.checkpoint.checkpoint_record import damage_of
 from ligertune.training.checkpoint.load_checkpoint import saved_progress
 from ligertune.training.checkpoint.weight_files import damage_of_best
+
+
+def continued_recipe(recipe: Recipe) -> Recipe | None:
+    """Return the resolved recipe of the run whose checkpoint `recipe` continues from, or None."""
+    checkpoint = recipe.checkpoint
+    wanted = checkpoint.resume_from_checkpoint
+    found = None if wanted == "never" else checkpoint_to_resume(Path(checkpoint.output_dir), wanted)
+    if found is None:
+        return None
+    run = found[0].absolute().parent.parent
+    try:
+        return load_recipe(run / "resolved_recipe.yaml")
+    except UserError:  # it was removed, or an earlier version wrote it
+        return None
 
 
 def agree_on_checkpoint(accelerator: Accelerator, plan: Plan) -> tuple[Path | None, int, tuple[str, ...]]:
