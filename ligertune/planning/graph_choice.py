@@ -15,11 +15,11 @@ from ligertune.recipe.schema import Recipe
 
 # Attention that handles all documents of a row in one launch, independent of where they begin.
 ONE_LAUNCH = ("document_attention", "varlen", "flash_attention_2")
-# Milliseconds of the host for forward and backward of a layer, low guesses, at the pace `host_pace.REFERENCE`. A layer of
-# Llama-3.2-1B took 4.7 on 128 tokens (H100, most of it host time) and 5.4 on 4,096, one of Qwen2.5-0.5B 4.7 on 8,192; in
-# the last two the GPU was idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA it was 6.6 on
-# a fast host and 10.9 on a busy one, with QLoRA 9.2 to 11.7 on slow hosts (H200, `scripts/bench choice`). With float8, 16
-# layers of 6 keep the host as long as the GPU takes for 8,192 tokens of Llama-3.2-1B, 96 ms.
+# Milliseconds of the host for forward and backward of a layer, low guesses, at the pace `host_pace.REFERENCE`. A layer
+# of Llama-3.2-1B took 4.7 on 128 tokens (H100, most of it host time) and 5.4 on 4,096, one of Qwen2.5-0.5B 4.7 on
+# 8,192; in the last two the GPU was idle for a third of the time or more (H200, `scripts/bench host_time`). With LoRA
+# it was 6.6 on a fast host and 10.9 on a busy one, with QLoRA 9.2 to 11.7 on slow hosts (H200, `scripts/bench choice`).
+# With float8, 16 layers of 6 keep the host as long as the GPU takes for 8,192 tokens of Llama-3.2-1B, 96 ms.
 HOST_MS = {"full": 4.5, "lora": 9.0, "qlora": 9.0, "float8": 6.5}
 HOST_OF_EXPERTS = 1.2  # times: 7 to 14 ms for a layer of OLMoE with LoRA, by the host's pace (the same script)
 HOST_OF_MIXERS = 1.25  # times: 7.5 to 15 ms for a layer of Qwen3.5-4B with LoRA (the same script)

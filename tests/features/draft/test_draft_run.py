@@ -29,37 +29,55 @@ SHORT = {
 }
 
 
+def train_and_measure(folder: Path, *, steps: int, rows: int) -> dict:
+    """Train a head on the first rows, with an evaluation before the first and after the last step; return the report."""
+    settings = {"train.max_steps": steps, "train.learning_rate": 1e-2, "data.max_length": 128, "data.val_split": 0.02}
+    settings |= {"data.datasets.0.max_samples": rows, "eval.eval_on_start": True, "eval.eval_steps": steps}
+    return train_draft(folder, **settings)[1]
+
+
+def alphas_of(evaluation: dict) -> list[float]:
+    return [evaluation[f"eval_alpha_{step}"] for step in range(1, 5)]
+
+
 @pytest.mark.slow
 def test_a_head_learns_to_draft_what_its_model_wrote(tmp_path) -> None:
     """From no accepted draft to about one in three steps, in 50 short steps."""
-    settings = {"train.max_steps": 50, "train.learning_rate": 1e-2, "data.max_length": 128, "data.val_split": 0.02}
-    settings |= {"data.datasets.0.max_samples": 400, "eval.eval_on_start": True, "eval.eval_steps": 50}
-    _, report = train_draft(tmp_path / "run", **settings)
+    train_and_measure(tmp_path / "run", steps=50, rows=400)
     before, after = evaluations(tmp_path / "run")
     assert before["eval_accepted_length"] < 1.1
     assert after["eval_accepted_length"] > 1.3
-    alphas = [after[f"eval_alpha_{step}"] for step in range(1, 5)]
-    assert alphas == sorted(alphas, reverse=True)  # further ahead is harder
-    assert after["eval_accepted_length"] == pytest.approx(accepted_length(alphas[:3]))
+    assert alphas_of(after) == sorted(alphas_of(after), reverse=True)  # further ahead is harder
+
+
+def test_report_page_and_cards_have_the_acceptance_before_and_after_training(tmp_path) -> None:
+    report = train_and_measure(tmp_path / "run", steps=6, rows=100)
+    before, after = evaluations(tmp_path / "run")
+    assert (
+        before["eval_accepted_length"]
+        < after["eval_accepted_length"]
+        == pytest.approx(accepted_length(alphas_of(after)[:3]))
+    )
     assert report["model_path"] == str(tmp_path / "run" / "draft")
 
     found = report["draft"]
     assert found["before"]["accepted_length"] == before["eval_accepted_length"]
-    assert (found["after"]["step"], found["after"]["alphas"]) == (50, alphas)
-    assert (found["steps"], found["drafts"]) == (50, 3)
+    assert (found["after"]["step"], found["after"]["alphas"]) == (6, alphas_of(after))
+    assert (found["steps"], found["drafts"]) == (6, 3)
     assert found["coverage"] == 1.0  # all tokens can be drafted
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     for one in (before, after):
-        values = [f"{one[f'eval_alpha_{step}']:.1%}" for step in range(1, 5)]
+        values = [f"{alpha:.1%}" for alpha in alphas_of(one)]
         cells = "</td><td>".join([*values, f"{one['eval_accepted_length']:.2f}"])
         assert f"{cells}</td></tr>" in page
     assert "<th>accepted length of 3 drafts</th>" in page
     for layout in ("eagle3", "speculators"):
         card = (tmp_path / "run" / "draft" / layout / "README.md").read_text()
-        assert "| Trained on | stories.jsonl.gz |" in card and "| Training steps | 50 |" in card
+        assert "| Trained on | stories.jsonl.gz |" in card and "| Training steps | 6 |" in card
         assert f"| Training examples | {found['examples']:,} |" in card
-        assert f"| {', '.join(f'{alpha:.1%}' for alpha in alphas)} |" in card
-        assert f"{after['eval_accepted_length']:.2f} with 3 drafts; before training 1.0" in card
+        assert f"| {', '.join(f'{alpha:.1%}' for alpha in alphas_of(after))} |" in card
+        accepted = f"{after['eval_accepted_length']:.2f} with 3 drafts; before training"
+        assert f"{accepted} {before['eval_accepted_length']:.2f}" in card
 
 
 @pytest.mark.slow
