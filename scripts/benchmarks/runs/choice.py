@@ -102,7 +102,7 @@ def by_hand(path: Path, rows: int, known: list[dict]) -> Iterator[dict]:
     for micro in (size for size in range(rows, 0, -1) if rows % size == 0):
         split = {"train.per_device_train_batch_size": micro}
         layers = plan_for(with_settings(path, split), for_show=True).plan.memory.layers
-        numbers = ("all", 3 * layers // 4, layers // 2)
+        numbers = ("all", 3 * layers // 4, layers // 2, layers // 4)
         kinds = [(kind, number) for kind in (True, "offload") for number in numbers]
         for kind, number in (*kinds, ("offload_gate", "all"), ("offload_both", "all")):
             checkpointing = {"train.gradient_checkpointing": kind, "train.gradient_checkpointing_layers": number}

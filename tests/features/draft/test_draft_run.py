@@ -30,7 +30,7 @@ SHORT = {
 
 
 def train_and_measure(folder: Path, *, steps: int, rows: int) -> dict:
-    """Train a head on the first rows, with an evaluation before the first and after the last step; return the report."""
+    """Train a head, with an evaluation before the first and after the last step; return the report."""
     settings = {"train.max_steps": steps, "train.learning_rate": 1e-2, "data.max_length": 128, "data.val_split": 0.02}
     settings |= {"data.datasets.0.max_samples": rows, "eval.eval_on_start": True, "eval.eval_steps": steps}
     return train_draft(folder, **settings)[1]
