@@ -9,6 +9,7 @@ from support.data.row_files import write_rows
 from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, train_ranks, unfinished
 
 from ligertune.errors import UserError
+from ligertune.training.setup import data_order
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +62,11 @@ def test_a_longer_strategy_has_more_steps_in_an_epoch(settings, tmp_path):
     )
     assert first.data.examples < 50 < every.data.examples
     assert first.schedule.total_steps == -(-first.data.examples // 4) < every.schedule.total_steps
+
+
+def test_a_stream_is_shuffled_by_the_seed_of_the_run(tmp_path):
+    def first_rows(seed: int) -> list[list[int]]:
+        job = plan_run(tmp_path, **{"data.streaming": True, "data.val_split": 0, "train.seed": seed})
+        return [row.tolist() for row in data_order(job.plan, job.data.train, None).step(0)]
+
+    assert first_rows(1) == first_rows(1) != first_rows(2)

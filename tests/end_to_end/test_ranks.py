@@ -39,13 +39,13 @@ def whole(tmp_path_factory):
 
 WAYS = {
     "packed-1x8": (1, {}),
-    "packed-ddp-2x4": (2, DDP),
+    "hsdp-4x2": (4, {**FSDP, "parallel.dp_replicate_size": 2}),
     "packed-gathered-2x4": (2, GATHERED),
     "grouped-1x8": (1, GROUPED),
     "padding-free-ddp-2x4": (2, {**DDP, **GROUPED, "data.padding_free": True, "train.per_device_train_batch_size": 4}),
 }
 SLOW_WAYS = {
-    "hsdp-4x2": (4, {**FSDP, "parallel.dp_replicate_size": 2}),
+    "packed-ddp-2x4": (2, DDP),
     "grouped-ddp-2x4": (2, {**DDP, **GROUPED}),
     "recompute-fsdp-2x4": (2, {**FSDP, **RECOMPUTED}),
     "offload-gate-fsdp-2x4": (2, {**FSDP, "train.gradient_checkpointing": "offload_gate"}),
@@ -151,6 +151,7 @@ def test_fsdp_resumes_to_the_same_bits_and_its_model_loads(changes, tmp_path):
     settings = {**SETTINGS, **FSDP, "train.per_device_train_batch_size": 4, **saves(2), **changes}  # fmt: skip
     expected = train_ranks(2, tmp_path, **settings)
     run = unfinished(tmp_path)  # its newest checkpoint is that of step 4
+    assert all((run / "checkpoints" / "step-4" / f"random_states_{rank}.pkl").is_file() for rank in (0, 1))
     before = weights(run)
     assert train_ranks(2, tmp_path, **settings, **RESUME) == expected
     assert weights(run) == before

@@ -8,11 +8,12 @@ from random import SystemRandom
 
 import pytest
 from support.command_line import RECIPE, Background, losses, overrides, start, wait_until, weights
+from support.quickstart_runs import SHORT_ROWS
 
 from ligertune.cli.render.run_report import resumed
 
 SETTINGS = {"train.max_steps": 300, "logging.logging_steps": 1, "checkpoint.save_strategy": "no",
-            "data.val_split": 0, "checkpoint.output_dir": "run", "train.per_device_train_batch_size": 1,
+            "data.val_split": 0, **SHORT_ROWS, "checkpoint.output_dir": "run", "train.per_device_train_batch_size": 1,
             "train.gradient_accumulation_steps": 1}  # fmt: skip
 
 

@@ -19,8 +19,9 @@ IN_MODELS = (
 
 
 def test_the_kernels_agree_with_float64_under_the_interpreter() -> None:
-    """All run in one process, which imports torch once."""
+    """All run in one process, which imports torch once. In float16 they are slow tests."""
     chosen = "ops or test_patch_in_place or trains_as_torchs_adamw or (greedy_answers and sliding)"
+    chosen = f"({chosen}) and not torch.float16"
     rerun_interpreted(str(OPS), *map(str, IN_MODELS), "-m", "not slow", "-k", chosen, *IGNORED)
 
 
@@ -37,3 +38,8 @@ def test_recomputed_layers_have_every_bit_under_the_interpreter() -> None:
 @pytest.mark.slow
 def test_the_kernels_agree_with_float64_at_the_sizes_of_models_under_the_interpreter() -> None:
     rerun_interpreted(str(OPS), "-m", "slow", *IGNORED)
+
+
+@pytest.mark.slow
+def test_the_kernels_agree_with_float64_in_float16_under_the_interpreter() -> None:
+    rerun_interpreted(str(OPS), "-m", "not slow", "-k", "torch.float16", *IGNORED)

@@ -31,6 +31,13 @@ def planned(tmp_path):
     return call
 
 
+def test_the_plan_counts_the_tokens_that_train(tmp_path):
+    job = plan_for(recipe_for(tmp_path))
+    tokens, trained = (int(count.sum()) for count in (job.data.train.lengths, job.data.train.trained))
+    assert (job.plan.data.tokens, job.plan.data.trained_tokens) == (tokens, trained)
+    assert job.plan.memory.labelled == trained / tokens < 0.9
+
+
 def test_the_host_memory_of_each_key(planned):
     plan = planned(OFFLOAD_BOTH)
     tokens, states = plan.batching.micro_batch_size * 512, planned({}).bytes

@@ -10,10 +10,12 @@ import transformers
 from ligertune_kernels.ops.recurrence import package_functions
 from ligertune_kernels.ops.recurrence.kda import kda_functions
 from ligertune_kernels.ops.recurrence.ssd import mamba_functions
+from support.models.tiny_families import tiny_family
 from support.quickstart_runs import bare_recipe
 
 from ligertune.hardware import Machine
 from ligertune.models.mixers.decays import make_decays_float32
+from ligertune.models.mixers.layer_parts import parts_of_layers
 from ligertune.models.shape import read_shape, text_layers
 from ligertune.models.trainable import apply_method
 from ligertune.patching.mixers.kernel_mixers import KernelMixer
@@ -104,6 +106,15 @@ def counted_bytes(layer: LayerShape, nothing: LayerShape, **policy: object) -> i
     """Return the bytes per token by which a layer saves more than one without mixer or attention."""
     with_block, without = (layer_bytes(one, ActivationPolicy(**policy), 4, TOKENS) for one in (layer, nothing))
     return with_block - without
+
+
+def test_a_layer_of_nemotron_h_has_one_part():
+    model = tiny_family("causal", "nemotron_h")
+    parts = parts_of_layers(text_layers(model))
+    assert model.config.layers_block_type == ["linear_attention", "moe", "full_attention", "mlp"]
+    assert [part.mixer is not None for part in parts] == [True, False, False, False]
+    assert [part.attention for part in parts] == [False, False, True, False]
+    assert [part.mlp for part in parts] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -12,6 +12,7 @@ from support.command_line import metrics
 from support.quickstart_runs import RESUME, plan_run, saves, train, unfinished
 
 from ligertune.files.storage import MetricsFile, read_metrics
+from ligertune.planning.feature_spec import feature_of
 from ligertune.run import run
 from ligertune.training import loop as loop_module
 from ligertune.training.checkpoint.checkpoint_files import Saver
@@ -95,6 +96,10 @@ def test_the_best_is_the_lowest_evaluation_after_a_step_and_the_report_shows_the
     assert whole[1].eval_loss == losses[6]
     for _, report in (whole, resumed):
         assert any(f"the model is that of step {best}, with" in note for note in report.notes)
+
+
+def test_other_measures_of_an_evaluation_do_not_decide_the_best():
+    assert feature_of("sft").judged({"eval_loss": 2.0, "eval_accuracy": 0.9}) == 2.0
 
 
 def test_the_work_of_a_step_is_counted_by_hand(whole):

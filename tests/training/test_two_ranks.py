@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from support.forked_ranks import on_ranks
 from support.quickstart_runs import RESUME, TWO_LAYERS, plan_run, saves, train, unfinished
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -21,7 +22,14 @@ from ligertune.training.checkpoint.checkpoint_files import Saver, save_checkpoin
 from ligertune.training.checkpoint.checkpoint_record import damage_of
 from ligertune.training.checkpoint.load_checkpoint import MODEL_SHARDS
 from ligertune.training.loop import save_if_finite
-from ligertune.training.parallel.distributed import fsdp_plugin, max_over_ranks, reshard, start_accelerator
+from ligertune.training.parallel.distributed import (
+    LONG_TIMEOUT,
+    ProcessGroupTimeout,
+    fsdp_plugin,
+    max_over_ranks,
+    reshard,
+    start_accelerator,
+)
 
 SETTINGS = {
     **TWO_LAYERS,
@@ -84,6 +92,14 @@ def test_bfloat16_runs_with_sharded_gradients_are_bit_equal_to_one_process(tmp_p
     train(tmp_path / "one", **settings)
     on_ranks(2, lambda rank: train(tmp_path / "two", **settings, **{"parallel.strategy": "fsdp"}) and None)
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
+
+
+def test_the_timeout_of_a_step_is_back_after_a_save():
+    timeout = ProcessGroupTimeout(Accelerator(), torch.nn.Linear(1, 1), 60)
+    timeout.enter_steps()
+    with timeout.extended():
+        assert timeout._timeout == LONG_TIMEOUT
+    assert timeout._timeout.total_seconds() == 60
 
 
 def test_a_checkpoint_is_renamed_after_the_slowest_rank_has_written(tmp_path):

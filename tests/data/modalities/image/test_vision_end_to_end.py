@@ -99,6 +99,7 @@ def test_packed_grouped_and_padding_free_runs(family, trained):
     assert losses(padding_free) == pytest.approx(losses(padded), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_vision_keys_change_the_losses_and_kernels_and_checkpointing_do_not(trained):
     """After two steps: the first loss comes before any update. image_min_pixels: test_image_rows."""
     two = {"train.max_steps": 2, "train.per_device_train_batch_size": 1}
