@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Plan(RunOptions):
     @cached_property
     def recipe_text(self) -> str:
         """The recipe as YAML with every default. Files and the report of a run hold it."""
-        return dump(self.settings)
+        return _recipe_text(json.dumps(self.settings))
 
     @property
     def output_dir(self) -> Path:
@@ -214,3 +215,9 @@ class Plan(RunOptions):
         plain["batching"]["global_batch_size"] = self.batching.global_batch_size
         plain["peak"] = self.peak and {**self.peak.parts(), "total": self.peak.total, "at": self.peak.phase.name}
         return plain
+
+
+@lru_cache(maxsize=4)
+def _recipe_text(settings: str) -> str:
+    """Return a recipe as YAML. settings: as JSON. Files and report of a run ask for the same text several times."""
+    return dump(json.loads(settings))

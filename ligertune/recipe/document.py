@@ -15,6 +15,7 @@ from ligertune.recipe.schema import recipe_schema
 
 KeyPath = tuple[str | int, ...]
 ITEM = "[]"  # any index of a list, in schema keys
+_NOTHING = object()  # where a document has no value
 
 
 def dotted(path: KeyPath) -> str:
@@ -138,21 +139,24 @@ class Document:
 
     def get(self, path: KeyPath) -> Any:
         """Return the value at `path`. Raises KeyError if there is none."""
+        value = self._find(path)
+        if value is _NOTHING:
+            raise KeyError(dotted(path))
+        return value
+
+    def has(self, path: KeyPath) -> bool:
+        return self._find(path) is not _NOTHING
+
+    def _find(self, path: KeyPath) -> Any:
+        """Return the value at `path`, or _NOTHING."""
         value: Any = self.data
         for part in path:
             in_list = isinstance(value, list) and isinstance(part, int) and part < len(value)
             in_dict = isinstance(value, dict) and part in value
             if not (in_list or in_dict):
-                raise KeyError(dotted(path))
+                return _NOTHING
             value = value[part]
         return value
-
-    def has(self, path: KeyPath) -> bool:
-        try:
-            self.get(path)
-        except KeyError:
-            return False
-        return True
 
     def put(self, path: KeyPath, value: Any, place: Place) -> None:
         """Set a value, creating the sections around it. Raises KeyError if another value is in the way."""

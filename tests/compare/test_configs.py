@@ -17,6 +17,8 @@ PLANNED = {
     "llama/llama-3-8b-alpaca-lora.yaml": ("Meta-Llama-3-8B", 32, "swiglu"),
 }
 
+QUICK = ("llama/llama-3-8b-alpaca-one-gpu.yaml", "llama/llama-3-8b-alpaca-lora.yaml")
+
 
 def recipe_on_corpus(name, folder, tokenizer, corpus, tmp_path):
     """Load a recipe with the configuration of its model, a tokenizer and data of the corpus."""
@@ -32,7 +34,7 @@ def recipe_on_corpus(name, folder, tokenizer, corpus, tmp_path):
 
 
 @pytest.mark.corpus
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANNED])
 def test_the_kernels_apply_to_every_layer_of_a_published_model(name, corpus, tmp_path):
     folder, layers, mlp = PLANNED[name]
     plan = plan_for(recipe_on_corpus(name, folder, "mistral-7b-v0.1", corpus, tmp_path)).plan
