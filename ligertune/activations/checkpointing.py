@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ligertune.activations.gate_offload import offload_gates
+from ligertune.activations.gate_offload import OFFLOADED_GATES, offload_gates
 from ligertune.activations.offload import ActivationOffloader, OffloadedTensors
 from ligertune.activations.random_state import RandomNumbers, RandomNumbersOfLayer
 from ligertune.activations.second_run import CheckpointedLayer
@@ -46,7 +46,7 @@ def checkpoint_layers(
     if kind == "offload" and overlap:
         results = ActivationOffloader(priority=inputs, max_pinned=_max_pinned_results())
     gates = ActivationOffloader()
-    count = offload_gates(model, but=left_out) if kind in ("offload_gate", "offload_both") else 0
+    count = offload_gates(model, but=left_out) if kind in OFFLOADED_GATES else 0
     contexts = partial(_contexts, gates, results, RandomNumbers())
     enable({"use_reentrant": False} | ({} if compiled else {"preserve_rng_state": False, "context_fn": contexts}))
     # transformers and peft let the embeddings' output require gradients, for reentrant checkpointing. Without that,

@@ -265,10 +265,8 @@ def _preview_method(model: AnyModule, preview: ModelPreview) -> AnyModule:
     preview.notes += _original_notes(options.method)
     model = apply_method(model, options.method, fused=options.kernels.fuses_lora)
     if options.kernels.enabled is not False and options.method.type in ("lora", "qlora"):
-        from ligertune.patching.lora.adapter_lines import (
-            adapter_lines,
-            fuses_gates,
-        )  # imports peft, which takes seconds
+        # imports peft, which takes seconds
+        from ligertune.patching.lora.adapter_lines import adapter_lines, fuses_gates
 
         preview.kernels += adapter_lines(model)
         asked = options.execution.gradient_checkpointing

@@ -33,7 +33,7 @@ def seconds_per_operation() -> float:
 
     Of several means the lowest is kept: what disturbs a measurement makes it slower.
     """
-    _mean_seconds()  # it starts autograd's thread
+    _mean_seconds()  # the first call is slower
     return min(_mean_seconds() for _ in range(REPEATS))
 
 
