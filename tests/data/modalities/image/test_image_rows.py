@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 
 import datasets
 import pytest
@@ -209,6 +210,13 @@ def test_labels_of_a_question_exclude_its_image(prepared_for, image_paths, reade
 def test_rows_of_token_ids_are_refused(prepared_for):
     with pytest.raises(UserError, match=r"its rows are token ids, with which a .* is not trained"):
         prepared_for(FAMILY, [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+
+
+def test_a_saved_processor_has_the_pixel_limits_of_training(folder_of, tmp_path):
+    reader = tiny_vlms.reader_of(folder_of(FAMILY), image_max_pixels=3136)
+    reader.save(tmp_path)
+    saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    assert saved["size"] == reader.options["size"] and saved["size"]["longest_edge"] == 3136
 
 
 def test_pixel_limits_set_the_tokens_of_an_image(folder_of, image_paths):
