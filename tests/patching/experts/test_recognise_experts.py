@@ -210,6 +210,10 @@ def test_experts_that_differ_are_refused(cls):
     assert isinstance(recognise_experts(experts), Refusal)
 
 
+def test_further_parameters_are_named():
+    assert recognise_experts(ExtraParameter(CONFIG)) == Refusal("it has scales")
+
+
 @pytest.mark.parametrize("activation", ["relu", "quick_gelu", "relu2"])
 def test_another_activation_is_refused(activation):
     experts = MixtralExperts(CONFIG)
