@@ -331,9 +331,10 @@ def test_steps_that_were_measured_are_predicted(h200, tmp_path):
 
 
 def test_a_slow_host_makes_steps_longer(h200, tmp_path, monkeypatch):
-    """A simulated GPU, and the GPUs of several processes, which must plan alike, have the reference's host."""
-    plan = h200(tmp_path)
-    assert host_pace(plan.machine) == 1.0
+    """Several processes, which must plan alike, and a run on a CPU have the pace of the reference."""
+    machine = h200(tmp_path).machine
+    assert host_pace(dataclasses.replace(machine, world_size=2)) == 1.0
+    assert host_pace(dataclasses.replace(machine, device="cpu")) == 1.0
     assert 1e-6 < seconds_per_operation() < 1e-2
     monkeypatch.setattr(plan_time, "host_pace", lambda machine: 100.0)
     slow = h200(tmp_path, **{"train.cuda_graphs": False})

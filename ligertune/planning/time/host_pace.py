@@ -29,7 +29,7 @@ def host_pace(machine: Machine) -> float:
 
 @cache
 def seconds_per_operation() -> float:
-    """Return the host's time for a small operation and its backward on the CPU. Measuring takes 0.06 s.
+    """Return the host's time for a small operation and its backward on the CPU. Measuring takes 0.1 s.
 
     Of several means the lowest is kept: what disturbs a measurement makes it slower.
     """
